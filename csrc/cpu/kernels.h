@@ -1,0 +1,14 @@
+// Every CPU kernel. They check values first and throw std::invalid_argument with nothing written.
+#pragma once
+
+#include "pdkernels/kv_cache.h"
+#include "pdkernels/verify_draft.h"
+
+namespace pdkernels::cpu {
+
+void kv_append(const AppendArgs& args);
+void kv_commit(const CommitArgs& args);
+void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch);
+void verify_draft(const VerifyArgs& args);
+
+}  // namespace pdkernels::cpu

@@ -1,0 +1,187 @@
+// KV cache append, commit and trim on the CPU.
+//
+// Everything is checked before the first byte is written. One work item is one buffer (a layer's K or V) of one sequence:
+// items touch disjoint bytes, so they run on any thread in any order with the same result.
+#include <cstring>
+#include <vector>
+
+#include "fault.h"
+#include "kernels.h"
+#include "parallel.h"
+
+namespace pdkernels::cpu {
+namespace {
+
+// Below this many bytes waking another thread costs more than it saves.
+constexpr int64_t kBytesPerThread = 64 * 1024;
+
+int64_t grain(int64_t bytes_per_item) { return 1 + kBytesPerThread / (bytes_per_item + 1); }
+
+void copy_row(char* to, const RowLayout& to_row, const char* from, const RowLayout& from_row) {
+  for (int64_t head = 0; head < to_row.heads; ++head) {
+    std::memcpy(to + head * to_row.head_stride, from + head * from_row.head_stride, to_row.head_bytes);
+  }
+}
+
+std::string range(int64_t low, int64_t high) { return "be in [" + std::to_string(low) + ", " + std::to_string(high) + "]"; }
+
+void report(const char* op, Fault fault, const PageMap& pages, int64_t b, int64_t length, int64_t count, int64_t max_rows) {
+  const int64_t capacity = pages.capacity();
+  switch (fault) {
+    case Fault::none:
+    case Fault::source:  // reported where the row is known
+    case Fault::page:
+      return;
+    case Fault::length:
+      fail(op, b, "lengths", range(0, capacity), length, "The cache holds " + std::to_string(capacity) + " rows a sequence.");
+    case Fault::count:
+      fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
+    case Fault::room:
+      fail(op, b, "lengths + counts", "be at most the capacity " + std::to_string(capacity), length + count,
+           "Make the cache larger, reserve more pages, or write fewer rows.");
+  }
+}
+
+// Every page that holds one of the positions [first, first + count) must exist.
+void require_pages(const char* op, const PageMap& pages, int64_t b, int64_t first, int64_t count) {
+  if (!pages.block_table.given() || count == 0) return;
+  const int64_t last_page = (first + count - 1) / pages.page_size;
+  for (int64_t page = first / pages.page_size; page <= last_page; ++page) {
+    const int64_t id = pages.block_table.load(b, page);
+    if (id < 0 || id >= pages.num_pages) {
+      fail(op, b, "block_table[" + std::to_string(b) + ", " + std::to_string(page) + "]", range(0, pages.num_pages - 1), id,
+           "Reserve pages for the rows before writing them.");
+    }
+  }
+}
+
+struct Move {
+  Slot from;
+  Slot to;
+};
+
+// Rows of one sequence that really move, in order, and whether that order alone keeps reads before writes: with sources
+// ascending no row is overwritten before it has been read, since every later source lies above every earlier target.
+struct MovePlan {
+  std::vector<Move> moves;
+  bool ascending = true;
+};
+
+MovePlan plan_moves(const CommitArgs& args, int64_t b, int64_t length, int64_t count) {
+  const PageMap& pages = args.cache.pages;
+  MovePlan plan;
+  plan.moves.reserve(count);
+  int64_t previous = -1;
+  for (int64_t row = 0; row < count; ++row) {
+    const int64_t source = args.source_index.load(b, row);
+    plan.ascending = plan.ascending && source > previous;
+    previous = source;
+    if (source != row) plan.moves.push_back({pages.locate(b, length + source), pages.locate(b, length + row)});
+  }
+  return plan;
+}
+
+void run_moves(const MovePlan& plan, char* base, const RowLayout& row) {
+  if (plan.ascending) {
+    for (const Move& move : plan.moves) {
+      copy_row(base + row.row_offset(move.to.page, move.to.slot), row,
+               base + row.row_offset(move.from.page, move.from.slot), row);
+    }
+    return;
+  }
+  // Any other pattern: read every row, then write every row.
+  thread_local std::vector<char> staged;
+  const RowLayout packed{0, 0, row.head_bytes, row.heads, row.head_bytes};
+  staged.resize(plan.moves.size() * row.row_bytes());
+  char* at = staged.data();
+  for (const Move& move : plan.moves) {
+    copy_row(at, packed, base + row.row_offset(move.from.page, move.from.slot), row);
+    at += row.row_bytes();
+  }
+  at = staged.data();
+  for (const Move& move : plan.moves) {
+    copy_row(base + row.row_offset(move.to.page, move.to.slot), row, at, packed);
+    at += row.row_bytes();
+  }
+}
+
+}  // namespace
+
+void kv_append(const AppendArgs& args) {
+  const CacheView& cache = args.cache;
+  int64_t most = 0;
+  for (int64_t b = 0; b < cache.batch; ++b) {
+    const int64_t length = args.lengths.load(b);
+    const int64_t count = args.count(b);
+    report("kv_append_", check_extent(cache.pages, length, count, args.max_rows), cache.pages, b, length, count, args.max_rows);
+    require_pages("kv_append_", cache.pages, b, length, count);
+    most = count > most ? count : most;
+  }
+  const int64_t buffers = 2 * static_cast<int64_t>(cache.layers);
+  parallel_for(0, buffers * cache.batch, grain(most * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t buffer = item / cache.batch;
+      const int64_t b = item % cache.batch;
+      const int side = cache.side(buffer);
+      const RowLayout& row = cache.rows[side];
+      const RowLayout& source_row = args.source_rows[side];
+      const char* source = args.source.base[buffer] + b * args.source_batch_stride[side];
+      const int64_t length = args.lengths.load(b);
+      const int64_t count = args.count(b);
+      for (int64_t i = 0; i < count; ++i) {
+        const Slot at = cache.pages.locate(b, length + i);
+        copy_row(cache.buffers.base[buffer] + row.row_offset(at.page, at.slot), row, source + i * source_row.slot_stride,
+                 source_row);
+      }
+    }
+  });
+}
+
+void kv_commit(const CommitArgs& args) {
+  const CacheView& cache = args.cache;
+  const PageMap& pages = cache.pages;
+  const char* op = "kv_commit_";
+  std::vector<MovePlan> plans;
+  int64_t most = 0;
+  for (int64_t b = 0; b < cache.batch; ++b) {
+    const int64_t length = args.lengths.load(b);
+    const int64_t count = args.counts.load(b);
+    report(op, check_extent(pages, length, count, args.max_rows), pages, b, length, count, args.max_rows);
+    if (!args.source_index.given()) continue;
+    require_pages(op, pages, b, length, count);
+    for (int64_t row = 0; row < count; ++row) {
+      const int64_t source = args.source_index.load(b, row);
+      if (source < 0 || source >= pages.capacity() - length) {
+        fail(op, b, "source_index", range(0, pages.capacity() - length - 1), source,
+             "Sources are counted from the sequence's length.");
+      }
+      require_pages(op, pages, b, length + source, 1);
+    }
+    plans.push_back(plan_moves(args, b, length, count));
+    most = static_cast<int64_t>(plans.back().moves.size()) > most ? static_cast<int64_t>(plans.back().moves.size()) : most;
+  }
+  if (most > 0) {
+    const int64_t buffers = 2 * static_cast<int64_t>(cache.layers);
+    parallel_for(0, buffers * cache.batch, grain(most * cache.rows[0].row_bytes()), [&](int64_t begin, int64_t end) {
+      for (int64_t item = begin; item < end; ++item) {
+        const int64_t buffer = item / cache.batch;
+        run_moves(plans[item % cache.batch], cache.buffers.base[buffer], cache.rows[cache.side(buffer)]);
+      }
+    });
+  }
+  for (int64_t b = 0; args.advance && b < cache.batch; ++b) {
+    args.lengths.store(args.lengths.load(b) + args.counts.load(b), b);
+  }
+}
+
+void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch) {
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t wanted = new_lengths.load(b);
+    if (wanted < 0 || wanted > lengths.load(b)) {
+      fail("kv_trim_", b, "new_lengths", range(0, lengths.load(b)), wanted, "Trimming only ever shortens a sequence.");
+    }
+  }
+  for (int64_t b = 0; b < batch; ++b) lengths.store(new_lengths.load(b), b);
+}
+
+}  // namespace pdkernels::cpu

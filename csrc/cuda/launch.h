@@ -1,0 +1,28 @@
+// The two spots where CUDA needs syntax that no host compiler reads: a launch and dynamic shared memory.
+// Behind these macros a .cu file is ordinary C++, so the tests can execute it on a CPU (tests/cudasim).
+//
+//   PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);
+//   PDK_LAUNCH((kernel<T, 4>), ...);     a template kernel with a comma stands in parentheses
+//
+//   PDK_DYNAMIC_SHARED(float, tile);     inside a kernel: `float* tile`, 16-byte aligned; every use names the same bytes
+//
+// A launch never throws for bad sizes: check `cudaGetLastError()` afterwards, as with <<<>>>.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#ifdef PDKERNELS_CUDASIM
+
+#define PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...) \
+  ::cudasim::launch(#kernel, kernel, grid, block, dynamic_shared_bytes, stream __VA_OPT__(, ) __VA_ARGS__)
+#define PDK_DYNAMIC_SHARED(type, name) type* name = static_cast<type*>(::cudasim::dynamic_shared())
+
+#else
+
+#define PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...) \
+  kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__)
+#define PDK_DYNAMIC_SHARED(type, name)                                 \
+  extern __shared__ __align__(16) unsigned char pdk_dynamic_shared[]; \
+  type* name = reinterpret_cast<type*>(pdk_dynamic_shared)
+
+#endif

@@ -1,0 +1,24 @@
+"""Kernels for parallel decoding of language models.
+
+``import pdkernels as pd``: ops at the top level, KV caches in `pd.cache`, decoders in `pd.decoding`, models in `pd.models`,
+slow and obvious references in `pd.reference`.
+"""
+
+from pdkernels import cache, ops, reference
+from pdkernels._native import has_native
+from pdkernels.config import __version__, show_config
+from pdkernels.ops import DraftVerdict, kv_append_, kv_commit_, kv_trim_, verify_draft
+
+__all__ = [
+    "DraftVerdict",
+    "__version__",
+    "cache",
+    "has_native",
+    "kv_append_",
+    "kv_commit_",
+    "kv_trim_",
+    "ops",
+    "reference",
+    "show_config",
+    "verify_draft",
+]

@@ -1,0 +1,57 @@
+"""Finds and loads the compiled library of tensor ops.
+
+A missing library is one warning: references and Triton kernels still work. A library that is there but does not load is an
+error, because silence would hide a broken install.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+
+def library_path() -> Path:
+    """``PDKERNELS_LIBRARY`` names another build, such as one with sanitizers."""
+    return Path(os.environ.get("PDKERNELS_LIBRARY") or Path(__file__).with_name("_ops.so"))
+
+
+@cache
+def has_native() -> bool:
+    """Whether the compiled ops are there. Loads them on the first call."""
+    path = library_path()
+    if not path.exists():
+        warnings.warn(
+            f"pdkernels: the compiled library is missing ({path}), so CPU ops run as slow references. "
+            "Build it with: pip install . (or: python setup.py build_ext --inplace)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"pdkernels: {path} does not load with torch {torch.__version__}: {error}. Rebuild it with: pip install --force-reinstall ."
+        ) from error
+    return True
+
+
+@cache
+def build_info() -> dict[str, str]:
+    """What the library was built from: version, torch, compiler, cuda_archs. Empty when it is missing."""
+    if not has_native():
+        return {}
+    entry = ctypes.CDLL(str(library_path())).pdkernels_build_info
+    entry.restype = ctypes.c_char_p
+    return json.loads(entry())
+
+
+def cuda_archs() -> list[str]:
+    """Architectures the CUDA kernels were compiled for, such as ``["80", "90a", "100"]``."""
+    return [arch for arch in build_info().get("cuda_archs", "").split(";") if arch]

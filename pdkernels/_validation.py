@@ -1,0 +1,42 @@
+"""One grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def message(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> str:
+    return f"pdkernels.{op}: {argument} must {expectation}, got {actual}.{' ' + remedy if remedy else ''}"
+
+
+def fail(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> NoReturn:
+    raise ValueError(message(op, argument, expectation, actual, remedy))
+
+
+def check(condition: bool, op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> None:
+    """ValueError for shapes and values."""
+    if not condition:
+        fail(op, argument, expectation, actual, remedy)
+
+
+def check_type(condition: bool, op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> None:
+    """TypeError for types and dtypes."""
+    if not condition:
+        raise TypeError(message(op, argument, expectation, actual, remedy))
+
+
+def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device) -> None:
+    """An int32 or int64 tensor of the given shape (None: any size) on the given device."""
+    if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
+        actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(message(op, argument, "be an int32 or int64 tensor", actual, "Convert it with .to(torch.int64)."))
+    if tensor.dim() != len(shape) or any(size is not None and size != have for size, have in zip(shape, tensor.shape)):
+        wanted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
+        fail(op, argument, f"have shape {wanted}", tuple(tensor.shape))
+    if tensor.device != device:
+        fail(op, argument, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")

@@ -1,0 +1,6 @@
+"""KV caches that are edited in place: append a draft, commit what was accepted, trim."""
+
+from pdkernels.cache.contiguous import ContiguousKVCache
+from pdkernels.cache.paged import PagedKVCache
+
+__all__ = ["ContiguousKVCache", "PagedKVCache"]

@@ -1,0 +1,128 @@
+"""A KV cache whose sequences own pages of a shared pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdkernels._host import PageAllocator
+from pdkernels._validation import check, message
+from pdkernels.cache.contiguous import KVCacheBase
+
+
+class PagedKVCache(KVCacheBase):
+    """Pages of `page_size` tokens from a pool of `num_pages`, handed out as sequences grow.
+
+    Position ``p`` of sequence ``b`` lives in page ``block_table[b, p // page_size]``, slot ``p % page_size``. Any page size
+    works with partial acceptance, since a commit moves single rows. Pages are counted on the host: `reserve_` before rows
+    are written; they come back on `trim_` with known lengths, or on `reclaim_` after device-side changes.
+
+    Args:
+        layers, batch, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
+            ``(layers, num_pages, page_size, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 and ``.block_table``
+            ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a page that is not there.
+        max_pages_per_sequence: width of the block table; None: `num_pages`.
+        dtype, device: of the rows.
+
+    Raises:
+        ValueError: a size below 1.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.cache import PagedKVCache
+        >>> cache = PagedKVCache(layers=1, batch=2, num_pages=4, page_size=2, kv_heads=1, head_dim=4)
+        >>> cache.reserve_([3, 1]); cache.block_table.tolist()
+        [[0, 1, -1, -1], [2, -1, -1, -1]]
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        batch: int,
+        num_pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        max_pages_per_sequence: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        op = "cache.PagedKVCache"
+        width = num_pages if max_pages_per_sequence is None else max_pages_per_sequence
+        check(num_pages >= 1, op, "num_pages", "be 1 or more", num_pages)
+        check(page_size >= 1, op, "page_size", "be 1 or more", page_size)
+        check(width >= 1, op, "max_pages_per_sequence", "be 1 or more", width)
+        self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
+        self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
+        self.block_table = torch.full((batch, width), -1, dtype=torch.int32, device=device)
+        self._pool = PageAllocator(num_pages)
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
+
+    @property
+    def available_pages(self) -> int:
+        """Pages nobody owns."""
+        return self._pool.available
+
+    def reserve_(self, lengths: Sequence[int]) -> None:
+        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens. Never takes pages away.
+
+        Raises:
+            ValueError: more tokens than the block table can name.
+            MemoryError: the pool is too small; nothing is handed out then.
+        """
+        op = "cache.PagedKVCache.reserve_"
+        check(len(lengths) == self.batch, op, "lengths", f"have {self.batch} entries", len(lengths))
+        for length in lengths:
+            check(0 <= length <= self.capacity, op, "lengths", f"be in [0, {self.capacity}]", length, "Raise max_pages_per_sequence.")
+        missing = [max(0, -(-n // self.page_size) - len(pages)) for n, pages in zip(lengths, self._pages)]
+        if sum(missing) > self._pool.available:
+            actual = f"{sum(missing)} more with {self._pool.available} free"
+            raise MemoryError(message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, "Trim, or raise num_pages."))
+        for pages, count in zip(self._pages, missing):
+            pages += self._pool.allocate(count)
+        if any(missing):
+            self._publish()
+
+    def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
+        """Shortens sequences. Pages behind the new lengths return to the pool.
+
+        With a tensor on a GPU only the lengths change, without a sync; `reclaim_` returns the pages later.
+        """
+        wanted = self._per_sequence(new_lengths)
+        super().trim_(wanted)
+        if not isinstance(new_lengths, Tensor):
+            self._release_behind([new_lengths] * self.batch if isinstance(new_lengths, int) else new_lengths)
+        elif not wanted.is_cuda:
+            self._release_behind(wanted.tolist())
+
+    def reclaim_(self) -> None:
+        """Returns the pages behind the current lengths. Reads the lengths: one sync on a GPU."""
+        self._release_behind(self.lengths.tolist())
+
+    def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``.
+
+        Positions whose page is missing hold rows of page 0; they lie behind every length.
+        """
+        pages = -(-length // self.page_size)
+        table = self.block_table[:, :pages].clamp(min=0).to(torch.int64)
+        k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
+        return k, v
+
+    def _release_behind(self, lengths: Sequence[int]) -> None:
+        before = self._pool.available
+        for pages, length in zip(self._pages, lengths):
+            kept = -(-length // self.page_size)
+            self._pool.release(pages[kept:])
+            del pages[kept:]
+        if self._pool.available != before:
+            self._publish()
+
+    def _publish(self) -> None:
+        table = torch.full(self.block_table.shape, -1, dtype=torch.int32)
+        for row, pages in zip(table, self._pages):
+            row[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self.block_table.copy_(table)

@@ -1,0 +1,81 @@
+"""What is installed, what was compiled, and what each op would run on each device."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+import torch
+
+from pdkernels import _native, backends
+from pdkernels._version import __version__
+
+__all__ = ["__version__", "show_config"]
+
+# Every environment variable the package reads at run time.
+ENVIRONMENT = {
+    "PDKERNELS_BACKEND": "default backend of every op: auto, native, triton or reference",
+    "PDKERNELS_DEBUG_CHECKS": "1: read values back from the GPU and check them, one sync per call",
+    "PDKERNELS_LIBRARY": "path of another build of the compiled ops",
+}
+
+
+def show_config() -> str:
+    """Versions, what was compiled, and the implementation each op would use on each device, as text.
+
+    Never starts a CUDA context.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> pd.show_config().splitlines()[0].split()[0]
+        'pdkernels'
+    """
+    info = _native.build_info()
+    lines = [f"pdkernels {__version__}", ""]
+    lines += _section("versions", _versions())
+    lines += _section(
+        "compiled ops",
+        {
+            "library": str(_native.library_path()) if info else "missing: CPU ops run as slow references",
+            "built with": f"{info['compiler']}, against torch {info['torch']}" if info else "-",
+            "CUDA": ", ".join(f"sm_{arch}" for arch in _native.cuda_archs()) or "not compiled",
+        },
+    )
+    lines += _section("devices", _devices())
+    lines.append(f"{'op':<16}{'cpu':<14}{'cuda':<14}")
+    for op in sorted(backends.IMPLEMENTATIONS):
+        lines.append(f"  {op:<14}{_choice(op, 'cpu'):<14}{_choice(op, 'cuda'):<14}")
+    lines.append("")
+    lines += _section("environment", {name: os.environ.get(name, "-") for name in ENVIRONMENT})
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(title: str, entries: dict[str, str]) -> list[str]:
+    width = max(len(name) for name in entries) + 2
+    return [title, *(f"  {name:<{width}}{value}" for name, value in entries.items()), ""]
+
+
+def _versions() -> dict[str, str]:
+    def installed(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "not installed"
+
+    optional = {name: installed(name) for name in ("triton", "safetensors", "cuda-python")}
+    return {"python": platform.python_version(), "torch": torch.__version__, **optional}
+
+
+def _devices() -> dict[str, str]:
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    if torch.version.cuda is None:
+        return {"cpu": cpu, "cuda": "this torch is built without CUDA"}
+    return {"cpu": cpu, "cuda": f"torch for CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"}
+
+
+def _choice(op: str, device: str) -> str:
+    try:
+        return backends.resolve(op, "auto", torch.device(device))
+    except NotImplementedError:
+        return "none"

@@ -1,0 +1,6 @@
+"""Tensor ops, one file a family."""
+
+from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
+from pdkernels.ops.verify_draft import DraftVerdict, verify_draft
+
+__all__ = ["DraftVerdict", "kv_append_", "kv_commit_", "kv_trim_", "verify_draft"]

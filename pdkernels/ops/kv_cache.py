@@ -1,0 +1,247 @@
+"""KV-cache edits in place: append new rows, commit the accepted ones, trim.
+
+One launch moves K and V of all layers and all sequences. The ops move bytes: any element type, any strides with a
+contiguous last dimension, contiguous or paged. Lengths and counts are tensors on the cache's device, so a decode step
+needs no host sync and can be captured in a CUDA graph.
+
+A *draft* is what stands behind ``lengths``: `kv_append_` writes it, `kv_commit_` keeps the accepted rows of it. On the CPU
+bad values raise and nothing is written. On CUDA a sequence with bad values is left exactly as it was; set
+``PDKERNELS_DEBUG_CHECKS=1`` to get the error there as well, at the price of a sync.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_index, check_type, message
+from pdkernels.backends import Backend, resolve
+from pdkernels.ops._library import debug_checks, define
+from pdkernels.reference import kv_cache as reference
+
+CacheTensors = Tensor | Sequence[Tensor]
+
+# Rows one commit can carry on CUDA: a byte of each is staged in 48 KiB of shared memory.
+MAX_CUDA_COMMIT_ROWS = 48 * 1024
+
+kv_append_op = define(
+    "kv_append_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor[] k_new, Tensor[] v_new, Tensor lengths, "
+    "Tensor? counts=None, Tensor? block_table=None) -> ()",
+    fake=lambda *args, **kwargs: None,
+    reference=reference.kv_append_,
+)
+kv_commit_op = define(
+    "kv_commit_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor(c!) lengths, Tensor counts, "
+    "Tensor? source_index=None, Tensor? block_table=None) -> ()",
+    fake=lambda *args, **kwargs: None,
+    reference=reference.kv_commit_,
+)
+kv_trim_op = define(
+    "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()",
+    fake=lambda *args, **kwargs: None,
+    reference=reference.kv_trim_,
+)
+
+
+def kv_append_(
+    k_cache: CacheTensors,
+    v_cache: CacheTensors,
+    k_new: CacheTensors,
+    v_new: CacheTensors,
+    lengths: Tensor,
+    *,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Writes new K/V rows behind each sequence's committed ones: row ``i`` to position ``lengths[b] + i``.
+
+    The lengths stay as they are: what was written is a draft until `kv_commit_`.
+
+    Args:
+        k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
+            list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
+            K and V may differ in heads and head_dim.
+        k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
+        lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
+        counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Rows behind are not read.
+        block_table: ``(batch, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
+        backend: see `pdkernels.show_config`.
+
+    Raises:
+        ValueError: shapes that do not fit; lengths, counts or pages out of range (nothing is written then).
+        TypeError: dtypes that do not fit.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> k = torch.zeros(1, 4, 1, 2); v = torch.zeros(1, 4, 1, 2)   # one layer, batch 1, capacity 4
+        >>> pd.kv_append_(k, v, torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1, 2), torch.tensor([1]))
+        >>> k[0, :, 0, 0]
+        tensor([0., 1., 1., 0.])
+    """
+    op = "kv_append_"
+    k_list, v_list = _check_caches(op, k_cache, v_cache, lengths, block_table)
+    k_rows, v_rows = _as_list(op, "k_new", k_new), _as_list(op, "v_new", v_new)
+    _check_new(op, "k_new", k_rows, k_list, lengths)
+    _check_new(op, "v_new", v_rows, v_list, lengths)
+    check(k_rows[0].shape[-3] == v_rows[0].shape[-3], op, "v_new", f"have {k_rows[0].shape[-3]} rows like k_new", v_rows[0].shape[-3])
+    if counts is not None:
+        check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
+    if resolve(op, backend, lengths.device) == "reference":
+        return reference.kv_append_(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
+    if lengths.is_cuda and debug_checks():
+        k_shape, v_shape = _without_bytes(k_list), _without_bytes(v_list)
+        kv_append_op(k_shape, v_shape, _without_bytes(k_rows), _without_bytes(v_rows), *_on_cpu(lengths, counts, block_table))
+    kv_append_op(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
+
+
+def kv_commit_(
+    k_cache: CacheTensors,
+    v_cache: CacheTensors,
+    lengths: Tensor,
+    counts: Tensor,
+    source_index: Tensor | None = None,
+    *,
+    block_table: Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Keeps the accepted rows of a draft: moves them to their place, in place, and lengthens the sequences.
+
+    The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows were read
+    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats). Then
+    ``lengths[b] += counts[b]``. Nothing else is touched; rows already in place cost nothing.
+
+    Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
+
+        before   c c c c | 0 . . 3 . . 6 . .        c committed, | lengths
+        after    c c c c   0 3 6 | . . 6 . .        rows behind the new length are free
+
+    Args:
+        k_cache, v_cache: as in `kv_append_`.
+        lengths: ``(batch,)`` int32 or int64; updated in place.
+        counts: ``(batch,)`` int32 or int64, accepted rows of each sequence, 0 upwards.
+        source_index: ``(batch, rows)`` int32 or int64, counted from the sequence's length; entries from ``counts[b]`` on are
+            not read. None: the accepted rows are a prefix, so only the lengths change.
+        block_table, backend: as in `kv_append_`.
+
+    Raises:
+        ValueError: shapes that do not fit; lengths, counts, sources or pages out of range (nothing is written then).
+        TypeError: index tensors that are not int32 or int64.
+        NotImplementedError: more than 49152 columns in `source_index` on CUDA.
+
+    Source: commit after verification in Nemotron-Labs-Diffusion (quadratic self-speculation, every (L+1)-th row) and
+    Jacobi Forcing (rejection recycling, the winning branch).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> k = torch.arange(6.).view(1, 6, 1, 1); v = k.clone(); lengths = torch.tensor([1])
+        >>> pd.kv_commit_(k, v, lengths, torch.tensor([2]), torch.tensor([[0, 3]]))
+        >>> k.flatten(), lengths
+        (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
+    """
+    op = "kv_commit_"
+    k_list, v_list = _check_caches(op, k_cache, v_cache, lengths, block_table)
+    check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
+    if source_index is not None:
+        check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
+    if resolve(op, backend, lengths.device) == "reference":
+        return reference.kv_commit_(k_list, v_list, lengths, counts, source_index, block_table)
+    if lengths.is_cuda:
+        if source_index is not None and source_index.shape[1] > MAX_CUDA_COMMIT_ROWS:
+            expectation = f"have at most {MAX_CUDA_COMMIT_ROWS} columns on CUDA"
+            raise NotImplementedError(message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls."))
+        if debug_checks():
+            lengths_copy, *others = _on_cpu(lengths, counts, source_index, block_table)
+            kv_commit_op(_without_bytes(k_list), _without_bytes(v_list), lengths_copy, *others)
+    kv_commit_op(k_list, v_list, lengths, counts, source_index, block_table)
+
+
+def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto") -> None:
+    """Shortens sequences: ``lengths[b] = new_lengths[b]``. No row is touched; rows behind a length are free.
+
+    Pages of a paged cache are given back by `pdkernels.cache.PagedKVCache.trim_`, which calls this.
+
+    Args:
+        lengths: ``(batch,)`` int32 or int64; updated in place.
+        new_lengths: ``(batch,)`` int32 or int64, each in ``[0, lengths[b]]``.
+        backend: see `pdkernels.show_config`.
+
+    Raises:
+        ValueError: a new length that is negative or longer than the old one (no length is changed then).
+        TypeError: tensors that are not int32 or int64.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> lengths = torch.tensor([5, 7]); pd.kv_trim_(lengths, torch.tensor([5, 3])); lengths
+        tensor([5, 3])
+    """
+    op = "kv_trim_"
+    check_type(isinstance(lengths, Tensor), op, "lengths", "be a tensor", type(lengths).__name__)
+    check_index(op, "lengths", lengths, (None,), lengths.device)
+    check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
+    if resolve(op, backend, lengths.device) == "reference":
+        return reference.kv_trim_(lengths, new_lengths)
+    if lengths.is_cuda and debug_checks():
+        kv_trim_op(lengths.to("cpu", copy=True), new_lengths.cpu())
+    kv_trim_op(lengths, new_lengths)
+
+
+def _as_list(op: str, argument: str, tensors: CacheTensors) -> list[Tensor]:
+    result = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    check(len(result) > 0, op, argument, "hold at least one layer", "an empty list")
+    first = result[0]
+    for i, t in enumerate(result):
+        name = argument if len(result) == 1 else f"{argument}[{i}]"
+        check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
+        if t.dim() not in (4, 5):
+            check(False, op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
+        if t.shape[-1] > 1 and t.stride(-1) != 1:
+            check(False, op, name, "have a contiguous last dimension", f"strides {t.stride()}", "Call .contiguous() on it.")
+        if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
+            actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
+            check(False, op, name, "have the shape, strides and dtype of the first layer", actual)
+    return result
+
+
+def _num_layers(tensors: list[Tensor]) -> int:
+    return sum(t.shape[0] if t.dim() == 5 else 1 for t in tensors)
+
+
+def _check_caches(
+    op: str, k_cache: CacheTensors, v_cache: CacheTensors, lengths: Tensor, block_table: Tensor | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    k, v = _as_list(op, "k_cache", k_cache), _as_list(op, "v_cache", v_cache)
+    device = k[0].device
+    for t in v + k:
+        check(t.device == device, op, "v_cache", f"be on {device} like k_cache", t.device)
+    if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
+        actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
+        check(False, op, "v_cache", f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads", actual)
+    pages = k[0].shape[-4]
+    check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
+    if block_table is not None:
+        check_index(op, "block_table", block_table, (lengths.shape[0], None), device)
+        check(k[0].shape[-3] > 0, op, "k_cache", "have a page size of at least 1", 0)
+    return k, v
+
+
+def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], lengths: Tensor) -> None:
+    first, target = new[0], cache[0]
+    wanted = (lengths.shape[0], "rows", *target.shape[-2:])
+    if first.shape[-4] != lengths.shape[0] or first.shape[-2:] != target.shape[-2:]:
+        check(False, op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
+    check(_num_layers(new) == _num_layers(cache), op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
+    check_type(first.dtype == target.dtype, op, argument, f"be {target.dtype} like the cache", first.dtype, "Convert it with .to().")
+    for t in new:
+        check(t.device == target.device, op, argument, f"be on {target.device} like the cache", t.device)
+
+
+def _without_bytes(tensors: list[Tensor]) -> list[Tensor]:
+    """A stand-in of the same geometry on the CPU whose rows hold no bytes: an op run on it only checks its values."""
+    return [torch.empty((*t.shape[:-2], 1, 0), dtype=torch.uint8) for t in tensors]
+
+
+def _on_cpu(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.to("cpu", copy=True) for t in tensors]

@@ -1,0 +1,114 @@
+"""Greedy verification of drafted tokens, batched and on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_index, check_type
+from pdkernels.backends import Backend, resolve
+from pdkernels.ops._library import debug_checks, define
+from pdkernels.reference import verify_draft as reference
+
+
+class DraftVerdict(NamedTuple):
+    """What `verify_draft` decided, one entry a sequence, all on the device of the draft."""
+
+    accepted: Tensor
+    """(batch,) int64: tokens of the draft that stand, the first one included; 0 for an inactive sequence."""
+    next_token: Tensor
+    """(batch,) int64: the model's token after the accepted ones; the end token if they end with one; -1 if inactive."""
+    ended: Tensor
+    """(batch,) bool: an end token stands among the accepted tokens or is the next one."""
+    new_draft: Tensor
+    """(batch, width) int64: the model's tokens from `next_token` on, then `refill`."""
+    row: Tensor
+    """(batch,) int64: the winning candidate."""
+
+
+def _fake(
+    draft: Tensor,
+    predictions: Tensor,
+    draft_lengths: Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    refill: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    batch, width = draft.shape[0], draft.shape[-1]
+    shapes = ((batch,), torch.int64), ((batch,), torch.int64), ((batch,), torch.bool), ((batch, width), torch.int64)
+    return tuple(draft.new_empty(shape, dtype=dtype) for shape, dtype in (*shapes, ((batch,), torch.int64)))
+
+
+verify_draft_op = define(
+    "verify_draft(Tensor draft, Tensor predictions, Tensor? draft_lengths=None, Tensor? end_tokens=None, "
+    "Tensor? refill=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=reference.verify_draft,
+)
+
+
+def verify_draft(
+    draft: Tensor,
+    predictions: Tensor,
+    *,
+    draft_lengths: Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    refill: Tensor | None = None,
+    backend: Backend = "auto",
+) -> DraftVerdict:
+    """Accepts the longest part of a draft that the model would have written itself.
+
+    ``draft[..., 0]`` is known to be right. ``predictions[..., i]`` is the model's own token after ``draft[..., i]``. The
+    accepted part is the first token and every further one that equals the prediction before it::
+
+        draft        a b c x y        a is known
+        predictions  b c d y z        d = next_token, accepted = 3 (a b c)
+        new_draft    d y z r r        the model's tokens from there on, then refill
+
+    With candidates the row with the longest accepted part wins, the lowest index on ties. If an end token stands among the
+    accepted tokens they are cut behind the first one and it is repeated as `next_token`; if only `next_token` is an end
+    token it is *not* counted in `accepted`. Both set `ended`.
+
+    Args:
+        draft: ``(batch, width)`` or ``(batch, candidates, width)``, int32 or int64 token ids.
+        predictions: the same shape, int32 or int64.
+        draft_lengths: ``(batch,)`` tokens of each draft that count, 0 for an inactive sequence; None: all of them.
+        end_tokens: ``(n,)`` ids that end a sequence.
+        refill: ``(batch, width)`` ids for the places of `new_draft` that the model said nothing about; None: zeros.
+        backend: see `pdkernels.show_config`.
+
+    Raises:
+        ValueError: shapes that do not fit, or on the CPU a length outside ``[0, width]``. On CUDA such a length is taken
+            as the nearest allowed one, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: tensors that are not int32 or int64.
+
+    Deterministic and independent of the batch size. Source: Jacobi Forcing, Algorithm 1; semantics of the greedy
+    single-block decoder.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> draft, predictions = torch.tensor([[1, 2, 3, 9, 9]]), torch.tensor([[2, 3, 4, 5, 6]])
+        >>> verdict = pd.verify_draft(draft, predictions)
+        >>> verdict.accepted.item(), verdict.next_token.item(), verdict.new_draft.tolist()
+        (3, 4, [[4, 5, 6, 0, 0]])
+    """
+    op = "verify_draft"
+    check_type(isinstance(draft, Tensor), op, "draft", "be a tensor", type(draft).__name__)
+    check(draft.dim() in (2, 3), op, "draft", "have shape (batch, width) or (batch, candidates, width)", tuple(draft.shape))
+    device, batch, width = draft.device, draft.shape[0], draft.shape[-1]
+    check_index(op, "draft", draft, tuple(draft.shape), device)
+    check_index(op, "predictions", predictions, tuple(draft.shape), device)
+    check(draft.dim() == 2 or draft.shape[1] > 0, op, "draft", "have at least one candidate", tuple(draft.shape))
+    if draft_lengths is not None:
+        check_index(op, "draft_lengths", draft_lengths, (batch,), device)
+    if end_tokens is not None:
+        check_index(op, "end_tokens", end_tokens, (None,), device)
+    if refill is not None:
+        check_index(op, "refill", refill, (batch, width), device)
+    if resolve(op, backend, device) == "reference":
+        return DraftVerdict(*reference.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
+    if draft.is_cuda and debug_checks() and draft_lengths is not None:
+        tokens = torch.zeros((batch, width), dtype=torch.int64)
+        verify_draft_op(tokens, tokens, draft_lengths.cpu())
+    return DraftVerdict(*verify_draft_op(draft, predictions, draft_lengths, end_tokens, refill))

@@ -1,0 +1,1 @@
+"""Plain PyTorch references: what every op and decoder must compute. Imports nothing of pdkernels."""

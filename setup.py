@@ -1,0 +1,189 @@
+"""Builds the two compiled parts of pdkernels with ninja.
+
+``pdkernels/_ops.so``   tensor ops, against torch's stable ABI: CPU always, CUDA where nvcc is found. Not tied to a Python
+                        version, and one file loads on torch 2.11 and later, CPU or CUDA builds.
+``pdkernels._host``     the pybind11 module.
+
+Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), PDKERNELS_SANITIZE=1, MAX_JOBS, CXX.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+if sys.version_info < (3, 10):
+    sys.exit(f"pdkernels needs Python 3.10 or newer, but this is {sys.version.split()[0]}. Run the build with a newer Python.")
+
+from setuptools import Extension, setup  # noqa: E402
+from setuptools.command.build_ext import build_ext  # noqa: E402
+
+ROOT = Path(__file__).resolve().parent
+VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
+OLDEST_TORCH = (2, 11)
+STABLE_ABI = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
+
+
+def fail(sentence: str) -> None:
+    sys.exit(f"\npdkernels: {sentence}\n")
+
+
+def find_torch() -> tuple[Path, str]:
+    """The installed torch package and its version. An isolated build hides the environment's packages from imports but not from the disk."""
+    candidates = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    for folder in candidates:
+        torch = Path(folder or ".") / "torch"
+        if not (torch / "version.py").is_file():
+            continue
+        version = re.search(r"__version__ = '(.+?)'", (torch / "version.py").read_text()).group(1)
+        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+            fail(f"torch 2.11 or newer is needed, but {version} is installed. Run: pip install 'torch>=2.11'")
+        if not (torch / "include/torch/csrc/stable/library.h").is_file():
+            fail(f"the torch in {torch} has no C++ headers. Install a full build of torch 2.11 or newer.")
+        return torch, version
+    fail("torch must be installed before pdkernels is built. Run: pip install 'torch>=2.11'")
+
+
+def find_compiler() -> str:
+    for name in [os.environ.get("CXX"), "c++", "g++", "clang++"]:
+        if name and shutil.which(shlex.split(name)[0]):
+            return name
+    fail("no C++ compiler was found. Install one (Debian or Ubuntu: apt-get install g++) or name it in CXX.")
+
+
+def find_nvcc() -> str | None:
+    mode = os.environ.get("PDKERNELS_BUILD_CUDA", "auto")
+    if mode not in ("auto", "0", "1"):
+        fail(f"PDKERNELS_BUILD_CUDA must be auto, 0 or 1, got {mode!r}.")
+    if mode == "0":
+        return None
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    nvcc = next((str(Path(home) / "bin/nvcc") for home in homes if home and (Path(home) / "bin/nvcc").exists()), None)
+    nvcc = nvcc or shutil.which("nvcc")
+    if nvcc is None and mode == "1":
+        fail("PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit or unset it.")
+    return nvcc
+
+
+def cuda_archs(nvcc: str) -> list[str]:
+    """Wanted architectures that this nvcc knows. The newest one is embedded as PTX too, for GPUs to come."""
+    wanted = re.split(r"[;,\s]+", os.environ.get("PDKERNELS_CUDA_ARCHS", "80;90a;100").strip())
+    listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
+    known = set(re.findall(r"compute_(\w+)", listing))
+    archs = [arch for arch in wanted if arch in known or arch.rstrip("af") in known]
+    if not archs:
+        fail(f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0.")
+    return archs
+
+
+class NinjaFile:
+    """The few ninja statements this build needs."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = ["ninja_required_version = 1.5"]
+
+    def rule(self, name: str, command: list[str], *, depfile: bool = False) -> None:
+        self.lines += [f"rule {name}", f"  command = {' '.join(command)}"]
+        if depfile:
+            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+
+    def build(self, out: Path, rule: str, sources: list[Path]) -> Path:
+        self.lines.append(f"build {escape(out)}: {rule} {' '.join(escape(source) for source in sources)}")
+        return out
+
+
+def escape(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def quote(*arguments: object) -> list[str]:
+    return [shlex.quote(str(argument)).replace("$", "$$") for argument in arguments]
+
+
+class BuildNative(build_ext):
+    def run(self) -> None:
+        import pybind11
+
+        torch, torch_version = find_torch()
+        cxx = shlex.split(find_compiler())
+        nvcc = find_nvcc()
+        archs = cuda_archs(nvcc) if nvcc else []
+        sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
+        out = ROOT / "build" / ("native-sanitize" if sanitize else "native")
+        out.mkdir(parents=True, exist_ok=True)
+
+        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer"] if sanitize else ["-O3"]
+        host = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *optimise, "-Wall", "-Wextra"]
+        if os.environ.get("CI"):
+            host.append("-Werror")
+        includes = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cpu", "-isystem", torch / "include"]
+        stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
+        facts = [
+            f'-DPDKERNELS_VERSION="{VERSION}"',
+            f'-DPDKERNELS_TORCH_VERSION="{torch_version}"',
+            f'-DPDKERNELS_CUDA_ARCHS="{";".join(archs)}"',
+        ]
+        ninja = NinjaFile()
+        ninja.rule("cxx", [*quote(*cxx, *host, *includes, *stable, *facts), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
+        host_includes = ["-I", ROOT / "csrc/include", "-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
+        ninja.rule("cxx_host", [*quote(*cxx, *host, *host_includes), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
+        libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+        if nvcc:
+            codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs[:-1]]
+            codes.append(f"arch=compute_{archs[-1]},code=[sm_{archs[-1]},compute_{archs[-1]}]")
+            cuda = [nvcc, "-std=c++20", "-O3", "-lineinfo", "-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden",
+                    *(flag for code in codes for flag in ("-gencode", code)),
+                    "-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda", "-isystem", torch / "include", *stable]
+            ninja.rule("nvcc", [*quote(*cuda), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
+            ninja.rule("link_ops", [*quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "-gencode", codes[-1]),
+                                    "-o $out $in", *quote(*(f.replace("-Wl,", "-Xlinker=") if isinstance(f, str) else f for f in libraries))])
+        else:
+            ninja.rule("link_ops", [*quote(*cxx, "-shared", *optimise), "-o $out $in", *quote(*libraries)])
+        ninja.rule("link_host", [*quote(*cxx, "-shared", *optimise), "-o $out $in"])
+
+        bindings = ROOT / "python_bindings"
+        units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
+        objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
+        if nvcc:
+            units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops_cuda.cpp"]
+            objects += [ninja.build(out / f"cuda_{unit.stem}.o", "nvcc", [unit]) for unit in units]
+        built = {
+            "pdkernels._ops": ninja.build(out / "_ops.so", "link_ops", objects),
+            "pdkernels._host": ninja.build(
+                out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}", "link_host",
+                [ninja.build(out / "host.o", "cxx_host", [bindings / "host.cpp"])]),
+        }  # fmt: skip
+        (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
+        self.run_ninja(out)
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            # A fresh file instead of writing into one that a running process may have mapped.
+            target.unlink(missing_ok=True)
+            shutil.copy2(built[extension.name], target)
+
+    def run_ninja(self, out: Path) -> None:
+        # A C++ unit with torch's headers takes about 1 GB to compile.
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+        jobs = os.environ.get("MAX_JOBS") or str(max(1, min(os.cpu_count() or 1, memory // 2)))
+        ninja = shutil.which("ninja")
+        command = [ninja] if ninja else [sys.executable, "-m", "ninja"]
+        if subprocess.run([*command, "-C", str(out), "-j", jobs], check=False).returncode != 0:
+            fail("the build failed; the compiler's own message stands above.")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        if fullname.endswith("_ops"):  # not a Python module, so no Python version in its name
+            return os.path.join(*fullname.split(".")) + ".so"
+        return super().get_ext_filename(fullname)
+
+
+setup(
+    ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
+    cmdclass={"build_ext": BuildNative},
+)
