@@ -4,29 +4,32 @@
                         version, and one file loads on torch 2.11 and later, CPU or CUDA builds.
 ``pdkernels._host``     the pybind11 module.
 
-Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), PDKERNELS_SANITIZE=1, MAX_JOBS, CXX.
+Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX, and
+PDKERNELS_SANITIZE=1, which only builds ``build/native-sanitize/_ops.so`` (CPU ops with ASan and UBSan) and installs nothing.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shlex
 import shutil
+import site
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
-if sys.version_info < (3, 10):
-    sys.exit(f"pdkernels needs Python 3.10 or newer, but this is {sys.version.split()[0]}. Run the build with a newer Python.")
-
-from setuptools import Extension, setup  # noqa: E402
-from setuptools.command.build_ext import build_ext  # noqa: E402
+import setuptools
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 OLDEST_TORCH = (2, 11)
+USUAL_CUDA_HOME = "/usr/local/cuda"
 STABLE_ABI = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 
 
@@ -34,20 +37,50 @@ def fail(sentence: str) -> None:
     sys.exit(f"\npdkernels: {sentence}\n")
 
 
+def check_python(version: tuple[int, ...], setuptools_version: str) -> None:
+    if tuple(version[:2]) < (3, 10):
+        found = ".".join(str(part) for part in version[:3])
+        fail(f"Python 3.10 or newer is needed, but this is {found}. Run the build with a newer Python.")
+    if int(setuptools_version.split(".")[0]) < 77:
+        fail(f"setuptools 77 or newer is needed, but this is {setuptools_version}. Run: pip install 'setuptools>=77'")
+
+
+def package_folders() -> Iterator[str]:
+    """Where packages are installed. An isolated build hides the environment's packages from imports but not from the disk."""
+    yield from (path or "." for path in sys.path)
+    configuration = Path(sys.prefix) / "pyvenv.cfg"
+    bases = [sys.prefix]
+    if configuration.is_file() and re.search(r"include-system-site-packages\s*=\s*true", configuration.read_text()):
+        bases.append(sys.base_prefix)
+    for base in bases:
+        for name in ("purelib", "platlib"):
+            yield sysconfig.get_path(name, vars={"base": base, "platbase": base})
+    if sys.prefix == sys.base_prefix:
+        yield site.getusersitepackages()
+
+
+def locate_torch() -> Path | None:
+    return next((Path(folder) / "torch" for folder in package_folders() if (Path(folder) / "torch/version.py").is_file()), None)
+
+
 def find_torch() -> tuple[Path, str]:
-    """The installed torch package and its version. An isolated build hides the environment's packages from imports but not from the disk."""
-    candidates = [*sys.path, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    for folder in candidates:
-        torch = Path(folder or ".") / "torch"
-        if not (torch / "version.py").is_file():
-            continue
-        version = re.search(r"__version__ = '(.+?)'", (torch / "version.py").read_text()).group(1)
-        if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
-            fail(f"torch 2.11 or newer is needed, but {version} is installed. Run: pip install 'torch>=2.11'")
-        if not (torch / "include/torch/csrc/stable/library.h").is_file():
-            fail(f"the torch in {torch} has no C++ headers. Install a full build of torch 2.11 or newer.")
-        return torch, version
-    fail("torch must be installed before pdkernels is built. Run: pip install 'torch>=2.11'")
+    """The installed torch package and its version."""
+    torch = locate_torch()
+    if torch is None:
+        fail("torch must be installed before pdkernels is built. Run: pip install 'torch>=2.11'")
+    version = re.search(r"__version__ = '(.+?)'", (torch / "version.py").read_text()).group(1)
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+        fail(f"torch 2.11 or newer is needed, but {version} is installed. Run: pip install 'torch>=2.11'")
+    if not (torch / "include/torch/csrc/stable/library.h").is_file():
+        fail(f"the torch in {torch} has no C++ headers. Install a full build of torch 2.11 or newer.")
+    return torch, version
+
+
+def find_python_headers() -> str:
+    folder = sysconfig.get_path("include")
+    if not (Path(folder) / "Python.h").is_file():
+        fail(f"{folder} has no Python.h. Install Python's headers (Debian or Ubuntu: apt-get install python3-dev).")
+    return folder
 
 
 def find_compiler() -> str:
@@ -63,7 +96,7 @@ def find_nvcc() -> str | None:
         fail(f"PDKERNELS_BUILD_CUDA must be auto, 0 or 1, got {mode!r}.")
     if mode == "0":
         return None
-    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), USUAL_CUDA_HOME]
     nvcc = next((str(Path(home) / "bin/nvcc") for home in homes if home and (Path(home) / "bin/nvcc").exists()), None)
     nvcc = nvcc or shutil.which("nvcc")
     if nvcc is None and mode == "1":
@@ -89,7 +122,8 @@ class NinjaFile:
         self.lines: list[str] = ["ninja_required_version = 1.5"]
 
     def rule(self, name: str, command: list[str], *, depfile: bool = False) -> None:
-        self.lines += [f"rule {name}", f"  command = {' '.join(command)}"]
+        subject = "$out" if name.startswith("link") else "$in"
+        self.lines += [f"rule {name}", f"  command = {' '.join(command)}", f"  description = {name} {subject}"]
         if depfile:
             self.lines += ["  depfile = $out.d", "  deps = gcc"]
 
@@ -106,19 +140,29 @@ def quote(*arguments: object) -> list[str]:
     return [shlex.quote(str(argument)).replace("$", "$$") for argument in arguments]
 
 
+def install(built: Path, target: Path) -> None:
+    if target.is_file() and target.stat().st_mtime_ns == built.stat().st_mtime_ns:
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A fresh file instead of writing into one that a running process may have mapped.
+    fresh = target.with_name(target.name + ".new")
+    shutil.copy2(built, fresh)
+    fresh.replace(target)
+
+
 class BuildNative(build_ext):
     def run(self) -> None:
         import pybind11
 
+        sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
         torch, torch_version = find_torch()
         cxx = shlex.split(find_compiler())
-        nvcc = find_nvcc()
+        nvcc = None if sanitize else find_nvcc()
         archs = cuda_archs(nvcc) if nvcc else []
-        sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
         out = ROOT / "build" / ("native-sanitize" if sanitize else "native")
         out.mkdir(parents=True, exist_ok=True)
 
-        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-omit-frame-pointer"] if sanitize else ["-O3"]
+        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else ["-O3"]
         host = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *optimise, "-Wall", "-Wextra"]
         if os.environ.get("CI"):
             host.append("-Werror")
@@ -131,7 +175,7 @@ class BuildNative(build_ext):
         ]
         ninja = NinjaFile()
         ninja.rule("cxx", [*quote(*cxx, *host, *includes, *stable, *facts), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-        host_includes = ["-I", ROOT / "csrc/include", "-isystem", pybind11.get_include(), "-isystem", sysconfig.get_path("include")]
+        host_includes = ["-I", ROOT / "csrc/include", "-isystem", pybind11.get_include(), "-isystem", find_python_headers()]
         ninja.rule("cxx_host", [*quote(*cxx, *host, *host_includes), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
         libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
         if nvcc:
@@ -148,25 +192,26 @@ class BuildNative(build_ext):
         ninja.rule("link_host", [*quote(*cxx, "-shared", *optimise), "-o $out $in"])
 
         bindings = ROOT / "python_bindings"
+        built = {}
+        if not sanitize:
+            # First, because it takes longest to compile.
+            host_object = ninja.build(out / "host.o", "cxx_host", [bindings / "host.cpp"])
+            host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+            built["pdkernels._host"] = ninja.build(host_module, "link_host", [host_object])
         units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
         objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
         if nvcc:
             units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops_cuda.cpp"]
             objects += [ninja.build(out / f"cuda_{unit.stem}.o", "nvcc", [unit]) for unit in units]
-        built = {
-            "pdkernels._ops": ninja.build(out / "_ops.so", "link_ops", objects),
-            "pdkernels._host": ninja.build(
-                out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}", "link_host",
-                [ninja.build(out / "host.o", "cxx_host", [bindings / "host.cpp"])]),
-        }  # fmt: skip
-        (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
-        self.run_ninja(out)
-        for extension in self.extensions:
-            target = Path(self.get_ext_fullpath(extension.name))
-            target.parent.mkdir(parents=True, exist_ok=True)
-            # A fresh file instead of writing into one that a running process may have mapped.
-            target.unlink(missing_ok=True)
-            shutil.copy2(built[extension.name], target)
+        built["pdkernels._ops"] = ninja.build(out / "_ops.so", "link_ops", objects)
+
+        with (out / ".lock").open("w") as lock:  # two builds at once take turns
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
+            self.run_ninja(out)
+            if not sanitize:
+                for extension in self.extensions:
+                    install(built[extension.name], Path(self.get_ext_fullpath(extension.name)))
 
     def run_ninja(self, out: Path) -> None:
         # A C++ unit with torch's headers takes about 1 GB to compile.
@@ -183,7 +228,12 @@ class BuildNative(build_ext):
         return super().get_ext_filename(fullname)
 
 
-setup(
-    ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
-    cmdclass={"build_ext": BuildNative},
-)
+if __name__ == "__main__":
+    check_python(sys.version_info, setuptools.__version__)
+    # pip asks for the build's requirements through `egg_info`: torch is one only where no torch is installed.
+    wants_torch = "egg_info" in sys.argv and locate_torch() is None
+    setup(
+        ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
+        cmdclass={"build_ext": BuildNative},
+        setup_requires=["torch>=2.11"] if wants_torch else [],
+    )

@@ -1,4 +1,8 @@
-"""One grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``."""
+"""One grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
+
+In functions that torch.compile traces, test first and call `fail` only then: building a message out of sizes would pin the
+graph to them.
+"""
 
 from __future__ import annotations
 

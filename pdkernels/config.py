@@ -44,7 +44,7 @@ def show_config() -> str:
     )
     lines += _section("devices", _devices())
     lines.append(f"{'op':<16}{'cpu':<14}{'cuda':<14}")
-    for op in sorted(backends.IMPLEMENTATIONS):
+    for op in sorted(backends.CHOICES):
         lines.append(f"  {op:<14}{_choice(op, 'cpu'):<14}{_choice(op, 'cuda'):<14}")
     lines.append("")
     lines += _section("environment", {name: os.environ.get(name, "-") for name in ENVIRONMENT})
@@ -75,7 +75,4 @@ def _devices() -> dict[str, str]:
 
 
 def _choice(op: str, device: str) -> str:
-    try:
-        return backends.resolve(op, "auto", torch.device(device))
-    except NotImplementedError:
-        return "none"
+    return backends.CHOICES[op].get((backends.DEFAULT, device), "none")

@@ -16,6 +16,9 @@ from pdkernels import _native, backends
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 SCHEMAS: dict[str, str] = {}
 
+# ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the price of a sync per call. Read at import.
+DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
+
 
 def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
     """Defines an op with its fake and returns its default overload.
@@ -25,13 +28,8 @@ def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., An
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
     SCHEMAS[name] = schema
-    backends.IMPLEMENTATIONS[name] = ("native",)
+    backends.register(name)
     torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
     if not _native.has_native():
         LIBRARY.impl(name, reference, "CPU")
     return getattr(torch.ops.pdkernels, name).default
-
-
-def debug_checks() -> bool:
-    """``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the price of a sync per call."""
-    return os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type, message
+from pdkernels._validation import check_index, check_type, fail, message
 from pdkernels.backends import Backend, resolve
-from pdkernels.ops._library import debug_checks, define
+from pdkernels.ops import _library
+from pdkernels.ops._library import define
 from pdkernels.reference import kv_cache as reference
 
 CacheTensors = Tensor | Sequence[Tensor]
@@ -86,12 +87,13 @@ def kv_append_(
     k_rows, v_rows = _as_list(op, "k_new", k_new), _as_list(op, "v_new", v_new)
     _check_new(op, "k_new", k_rows, k_list, lengths)
     _check_new(op, "v_new", v_rows, v_list, lengths)
-    check(k_rows[0].shape[-3] == v_rows[0].shape[-3], op, "v_new", f"have {k_rows[0].shape[-3]} rows like k_new", v_rows[0].shape[-3])
+    if k_rows[0].shape[-3] != v_rows[0].shape[-3]:
+        fail(op, "v_new", f"have {k_rows[0].shape[-3]} rows like k_new", v_rows[0].shape[-3])
     if counts is not None:
         check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
     if resolve(op, backend, lengths.device) == "reference":
         return reference.kv_append_(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
-    if lengths.is_cuda and debug_checks():
+    if lengths.is_cuda and _library.DEBUG_CHECKS:
         k_shape, v_shape = _without_bytes(k_list), _without_bytes(v_list)
         kv_append_op(k_shape, v_shape, _without_bytes(k_rows), _without_bytes(v_rows), *_on_cpu(lengths, counts, block_table))
     kv_append_op(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
@@ -152,7 +154,7 @@ def kv_commit_(
         if source_index is not None and source_index.shape[1] > MAX_CUDA_COMMIT_ROWS:
             expectation = f"have at most {MAX_CUDA_COMMIT_ROWS} columns on CUDA"
             raise NotImplementedError(message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls."))
-        if debug_checks():
+        if _library.DEBUG_CHECKS:
             lengths_copy, *others = _on_cpu(lengths, counts, source_index, block_table)
             kv_commit_op(_without_bytes(k_list), _without_bytes(v_list), lengths_copy, *others)
     kv_commit_op(k_list, v_list, lengths, counts, source_index, block_table)
@@ -183,25 +185,26 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
     if resolve(op, backend, lengths.device) == "reference":
         return reference.kv_trim_(lengths, new_lengths)
-    if lengths.is_cuda and debug_checks():
+    if lengths.is_cuda and _library.DEBUG_CHECKS:
         kv_trim_op(lengths.to("cpu", copy=True), new_lengths.cpu())
     kv_trim_op(lengths, new_lengths)
 
 
 def _as_list(op: str, argument: str, tensors: CacheTensors) -> list[Tensor]:
     result = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    check(len(result) > 0, op, argument, "hold at least one layer", "an empty list")
+    if not result:
+        fail(op, argument, "hold at least one layer", "an empty list")
     first = result[0]
     for i, t in enumerate(result):
         name = argument if len(result) == 1 else f"{argument}[{i}]"
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
         if t.dim() not in (4, 5):
-            check(False, op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
+            fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
         if t.shape[-1] > 1 and t.stride(-1) != 1:
-            check(False, op, name, "have a contiguous last dimension", f"strides {t.stride()}", "Call .contiguous() on it.")
+            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", "Call .contiguous() on it.")
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
-            check(False, op, name, "have the shape, strides and dtype of the first layer", actual)
+            fail(op, name, "have the shape, strides and dtype of the first layer", actual)
     return result
 
 
@@ -214,16 +217,18 @@ def _check_caches(
 ) -> tuple[list[Tensor], list[Tensor]]:
     k, v = _as_list(op, "k_cache", k_cache), _as_list(op, "v_cache", v_cache)
     device = k[0].device
-    for t in v + k:
-        check(t.device == device, op, "v_cache", f"be on {device} like k_cache", t.device)
+    for t in k + v:
+        if t.device != device:
+            fail(op, "v_cache", f"be on {device} like k_cache", t.device)
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
-        check(False, op, "v_cache", f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads", actual)
+        fail(op, "v_cache", f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads", actual)
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (lengths.shape[0], None), device)
-        check(k[0].shape[-3] > 0, op, "k_cache", "have a page size of at least 1", 0)
+        if k[0].shape[-3] == 0:
+            fail(op, "k_cache", "have a page size of at least 1", 0)
     return k, v
 
 
@@ -231,11 +236,13 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
     first, target = new[0], cache[0]
     wanted = (lengths.shape[0], "rows", *target.shape[-2:])
     if first.shape[-4] != lengths.shape[0] or first.shape[-2:] != target.shape[-2:]:
-        check(False, op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
-    check(_num_layers(new) == _num_layers(cache), op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
+        fail(op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
+    if _num_layers(new) != _num_layers(cache):
+        fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
     check_type(first.dtype == target.dtype, op, argument, f"be {target.dtype} like the cache", first.dtype, "Convert it with .to().")
     for t in new:
-        check(t.device == target.device, op, argument, f"be on {target.device} like the cache", t.device)
+        if t.device != target.device:
+            fail(op, argument, f"be on {target.device} like the cache", t.device)
 
 
 def _without_bytes(tensors: list[Tensor]) -> list[Tensor]:

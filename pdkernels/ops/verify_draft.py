@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type
+from pdkernels._validation import check_index, check_type, fail
 from pdkernels.backends import Backend, resolve
-from pdkernels.ops._library import debug_checks, define
+from pdkernels.ops import _library
+from pdkernels.ops._library import define
 from pdkernels.reference import verify_draft as reference
 
 
@@ -95,11 +96,13 @@ def verify_draft(
     """
     op = "verify_draft"
     check_type(isinstance(draft, Tensor), op, "draft", "be a tensor", type(draft).__name__)
-    check(draft.dim() in (2, 3), op, "draft", "have shape (batch, width) or (batch, candidates, width)", tuple(draft.shape))
+    if draft.dim() not in (2, 3):
+        fail(op, "draft", "have shape (batch, width) or (batch, candidates, width)", tuple(draft.shape))
     device, batch, width = draft.device, draft.shape[0], draft.shape[-1]
     check_index(op, "draft", draft, tuple(draft.shape), device)
     check_index(op, "predictions", predictions, tuple(draft.shape), device)
-    check(draft.dim() == 2 or draft.shape[1] > 0, op, "draft", "have at least one candidate", tuple(draft.shape))
+    if draft.dim() == 3 and draft.shape[1] == 0:
+        fail(op, "draft", "have at least one candidate", tuple(draft.shape))
     if draft_lengths is not None:
         check_index(op, "draft_lengths", draft_lengths, (batch,), device)
     if end_tokens is not None:
@@ -108,7 +111,7 @@ def verify_draft(
         check_index(op, "refill", refill, (batch, width), device)
     if resolve(op, backend, device) == "reference":
         return DraftVerdict(*reference.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
-    if draft.is_cuda and debug_checks() and draft_lengths is not None:
+    if draft.is_cuda and _library.DEBUG_CHECKS and draft_lengths is not None:
         tokens = torch.zeros((batch, width), dtype=torch.int64)
         verify_draft_op(tokens, tokens, draft_lengths.cpu())
     return DraftVerdict(*verify_draft_op(draft, predictions, draft_lengths, end_tokens, refill))

@@ -1,0 +1,163 @@
+"""Both caches against one model of what a cache is: a list of rows per sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from pdkernels._host import PageAllocator
+from pdkernels.cache import ContiguousKVCache, PagedKVCache
+
+LAYERS, BATCH, HEADS, DIM, CAPACITY = 2, 3, 2, 4, 12
+
+
+def make(page_size: int | None) -> ContiguousKVCache | PagedKVCache:
+    if page_size is None:
+        return ContiguousKVCache(LAYERS, BATCH, CAPACITY, HEADS, DIM)
+    pages = -(-CAPACITY // page_size)
+    return PagedKVCache(LAYERS, BATCH, BATCH * pages, page_size, HEADS, DIM, max_pages_per_sequence=pages)
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random append, commit and trim; the model keeps Python lists of row numbers."""
+
+    @initialize(page_size=st.sampled_from([None, 1, 2, 5, 16]))
+    def start(self, page_size: int | None) -> None:
+        self.cache = make(page_size)
+        self.rows: list[list[int]] = [[] for _ in range(BATCH)]
+        self.next_row = 1
+        self.identity = [t.data_ptr() for t in (self.cache.k, self.cache.v, self.cache.lengths)]
+
+    @rule(data=st.data())
+    def draft_and_commit(self, data: st.DataObject) -> None:
+        room = [CAPACITY - len(rows) for rows in self.rows]
+        width = data.draw(st.integers(1, 5))
+        counts = [data.draw(st.integers(0, min(width, free))) for free in room]
+        if isinstance(self.cache, PagedKVCache):
+            self.cache.reserve_([len(rows) + count for rows, count in zip(self.rows, counts)])
+        numbers = torch.arange(self.next_row, self.next_row + BATCH * width).view(BATCH, width)
+        self.next_row += BATCH * width
+        for layer in range(LAYERS):
+            new = (numbers * 10 + layer).float()[..., None, None].expand(BATCH, width, HEADS, DIM)
+            self.cache.append_(layer, new, -new, torch.tensor(counts))
+        picks = [data.draw(st.lists(st.integers(0, count - 1), max_size=count)) if count else [] for count in counts]
+        most = max(len(pick) for pick in picks)
+        sources = torch.tensor([pick + [0] * (most - len(pick)) for pick in picks]).view(BATCH, most)
+        self.cache.commit_(torch.tensor([len(pick) for pick in picks]), sources)
+        for b, pick in enumerate(picks):
+            self.rows[b] += [int(numbers[b, i]) for i in pick]
+
+    @precondition(lambda self: any(self.rows))
+    @rule(data=st.data(), as_tensor=st.booleans())
+    def trim(self, data: st.DataObject, as_tensor: bool) -> None:
+        wanted = [data.draw(st.integers(0, len(rows))) for rows in self.rows]
+        self.cache.trim_(torch.tensor(wanted) if as_tensor else wanted)
+        self.rows = [rows[:n] for rows, n in zip(self.rows, wanted)]
+        if isinstance(self.cache, PagedKVCache):
+            needed = sum(-(-n // self.cache.page_size) for n in wanted)
+            assert self.cache.available_pages == self.cache.num_pages - needed
+
+    @rule()
+    def reset(self) -> None:
+        self.cache.reset_()
+        self.rows = [[] for _ in range(BATCH)]
+        if isinstance(self.cache, PagedKVCache):
+            assert self.cache.available_pages == self.cache.num_pages
+
+    @invariant()
+    def holds_the_rows(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        assert self.cache.lengths.tolist() == [len(rows) for rows in self.rows]
+        for layer in range(LAYERS):
+            k, v = self.cache.layer(layer, CAPACITY)
+            assert k.shape == (BATCH, CAPACITY, HEADS, DIM)
+            for b, rows in enumerate(self.rows):
+                expected = (torch.tensor(rows) * 10 + layer).float()[:, None, None].expand(-1, HEADS, DIM)
+                assert torch.equal(k[b, : len(rows)], expected) and torch.equal(v[b, : len(rows)], -expected)
+        assert self.identity == [t.data_ptr() for t in (self.cache.k, self.cache.v, self.cache.lengths)]
+
+
+CacheMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=12, derandomize=True, deadline=None)
+TestCaches = CacheMachine.TestCase
+
+
+def test_paged_cache_grows_and_runs_out() -> None:
+    cache = PagedKVCache(1, 2, num_pages=3, page_size=4, kv_heads=1, head_dim=2)
+    cache.reserve_([5, 1])
+    assert cache.available_pages == 0 and cache.block_table.tolist() == [[0, 1, -1], [2, -1, -1]]
+    with pytest.raises(MemoryError, match=r"reserve_: lengths must fit the pool of 3 pages, got 1 more with 0 free\. Trim"):
+        cache.reserve_([9, 1])
+    assert cache.block_table.tolist() == [[0, 1, -1], [2, -1, -1]]
+    cache.reserve_([5, 4])
+
+
+def test_reclaim_after_lengths_changed_on_the_device() -> None:
+    cache = PagedKVCache(1, 1, num_pages=4, page_size=2, kv_heads=1, head_dim=2)
+    cache.reserve_([8])
+    cache.append_(0, torch.ones(1, 8, 1, 2), torch.ones(1, 8, 1, 2))
+    cache.commit_(torch.tensor([3]))
+    cache.reclaim_()
+    assert cache.available_pages == 2 and cache.block_table.tolist() == [[0, 1, -1, -1]]
+
+
+def test_writing_without_pages_is_refused() -> None:
+    cache = PagedKVCache(1, 1, num_pages=4, page_size=2, kv_heads=1, head_dim=2)
+    with pytest.raises(ValueError, match=r"block_table\[0, 0\] must be in \[0, 3\], got -1 for sequence 0\. Reserve pages"):
+        cache.append_(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: ContiguousKVCache(1, 1, 0, 1, 1), "ContiguousKVCache: capacity must be 1 or more, got 0"),
+        (lambda: ContiguousKVCache(0, 1, 4, 1, 1), "ContiguousKVCache: layers must be 1 or more, got 0"),
+        (lambda: PagedKVCache(1, 1, 0, 1, 1, 1), "PagedKVCache: num_pages must be 1 or more, got 0"),
+        (lambda: PagedKVCache(1, 1, 4, 0, 1, 1), "PagedKVCache: page_size must be 1 or more, got 0"),
+        (lambda: PagedKVCache(1, 2, 4, 2, 1, 1).reserve_([1]), "reserve_: lengths must have 2 entries, got 1"),
+        (lambda: PagedKVCache(1, 1, 4, 2, 1, 1).reserve_([9]), r"reserve_: lengths must be in \[0, 8\], got 9"),
+    ],
+)
+def test_bad_sizes(call, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        call()
+
+
+# --- the page allocator ---------------------------------------------------------------------------------------------------
+
+
+@given(steps=st.lists(st.integers(0, 6), max_size=30), size=st.integers(0, 12))
+@settings(max_examples=60)
+def test_allocator_never_hands_a_page_out_twice(steps: list[int], size: int) -> None:
+    pool, held = PageAllocator(size), []
+    for count in steps:
+        if count <= pool.available:
+            fresh = pool.allocate(count)
+            assert fresh == sorted(fresh) and not set(fresh) & set(held)
+            held += fresh
+        elif held:
+            pool.release([held.pop()])
+        assert pool.available + len(held) == size == pool.num_pages
+    pool.release(held)
+    assert pool.allocate(size) == list(range(size))
+
+
+def test_allocator_errors() -> None:
+    pool = PageAllocator(2)
+    with pytest.raises(MemoryError):
+        pool.allocate(3)
+    pages = pool.allocate(2)
+    for bad, text in (([5], "got 5"), ([-1], "got -1"), ([0, 0], "distinct")):
+        with pytest.raises(ValueError, match=text):
+            pool.release(bad)
+    assert pool.available == 0
+    pool.release(pages)
+    with pytest.raises(ValueError, match="in use, got 0"):
+        pool.release([0])
+    with pytest.raises(ValueError, match="count must be 0 or more"):
+        pool.allocate(-1)
+    with pytest.raises(ValueError, match="num_pages must be 0 or more"):
+        PageAllocator(-1)

@@ -1,0 +1,93 @@
+"""Every way to run an op, behind one interface, so that a test body is written once.
+
+``cpu``      the compiled CPU kernels through the public functions
+``cuda``     the compiled CUDA kernels through the public functions, where a GPU is at hand
+``cudasim``  the very same CUDA sources and bindings, executed on the CPU by tests/cudasim
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils import cpp_extension
+
+import pdkernels as pd
+from pdkernels.ops._library import SCHEMAS
+from tests.cudasim.build import ROOT, SCHEDULES, build_library, schedule
+
+
+class Public:
+    """The public functions on one device."""
+
+    def __init__(self, device: str) -> None:
+        self.name, self.device = device, torch.device(device)
+        # On the CPU bad values raise; on CUDA the sequence they belong to is left alone.
+        self.raises = device == "cpu"
+        self.kv_append_, self.kv_commit_, self.kv_trim_ = pd.kv_append_, pd.kv_commit_, pd.kv_trim_
+        self.verify_draft = pd.verify_draft
+
+
+class Simulated:
+    """The CUDA kernels on the CPU runtime; arguments as in the public functions."""
+
+    name, device, raises = "cudasim", torch.device("cpu"), False
+
+    def __init__(self) -> None:
+        self.library, self.ops = simulated_ops()
+
+    def kv_append_(self, k, v, k_new, v_new, lengths, *, counts=None, block_table=None) -> None:
+        self.ops.kv_append_(as_list(k), as_list(v), as_list(k_new), as_list(v_new), lengths, counts, block_table)
+
+    def kv_commit_(self, k, v, lengths, counts, source_index=None, *, block_table=None) -> None:
+        self.ops.kv_commit_(as_list(k), as_list(v), lengths, counts, source_index, block_table)
+
+    def kv_trim_(self, lengths, new_lengths) -> None:
+        self.ops.kv_trim_(lengths, new_lengths)
+
+    def verify_draft(self, draft, predictions, *, draft_lengths=None, end_tokens=None, refill=None) -> pd.DraftVerdict:
+        return pd.DraftVerdict(*self.ops.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
+
+    def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """Orders in which threads and blocks may run: a missing barrier shows as different results."""
+        return (schedule(self.library, order) for order in SCHEDULES)
+
+
+def as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+@cache
+def simulated_ops() -> tuple[ctypes.CDLL, object]:
+    """Builds the CUDA half of the library against the CPU runtime and registers it beside the real ops."""
+    path = build_library(
+        "pdkernels_cudasim",
+        [*sorted((ROOT / "csrc/cuda").glob("*.cu")), ROOT / "python_bindings/ops_cuda.cpp"],
+        include_dirs=[ROOT / "csrc/include", ROOT / "csrc/cuda", ROOT / "python_bindings"],
+        system_include_dirs=[Path(include) for include in cpp_extension.include_paths()],
+        defines=[
+            "TORCH_TARGET_VERSION=0x020b000000000000",
+            "PDKERNELS_OPS_NAMESPACE=pdkernels_cudasim",
+            "PDKERNELS_OPS_KEY=CPU",
+        ],
+        link_flags=[f"-L{path}" for path in cpp_extension.library_paths()] + ["-ltorch_cpu"],
+    )
+    library = torch.library.Library("pdkernels_cudasim", "DEF")
+    for text in SCHEMAS.values():
+        library.define(text)
+    torch.ops.load_library(str(path))
+    simulated_ops.keep_alive = library
+    return ctypes.CDLL(str(path)), torch.ops.pdkernels_cudasim
+
+
+@cache
+def implementation(name: str) -> Public | Simulated:
+    return Simulated() if name == "cudasim" else Public(name)
+
+
+NAMES = ["cpu", "cudasim", *(["cuda"] if torch.cuda.is_available() else [])]

@@ -1,0 +1,224 @@
+"""Bad calls of the KV-cache ops: the sentence a user reads, and a cache that stays as it was."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pdkernels as pd
+from pdkernels.ops import _library
+from pdkernels.reference import kv_cache as reference
+from tests.ops.kv_cases import Case, make_case, whole
+
+CPU = torch.device("cpu")
+
+
+def append(ops, c: Case) -> None:
+    ops.kv_append_(c.k, c.v, c.k_new, c.v_new, c.lengths, counts=c.counts, block_table=c.block_table)
+
+
+def commit(ops, c: Case) -> None:
+    ops.kv_commit_(c.k, c.v, c.lengths, c.counts, c.source_index, block_table=c.block_table)
+
+
+def good_case(page_size: int | None = None) -> Case:
+    case = make_case(5, layers=2, batch=2, capacity=12, heads=2, head_dim=4, rows=4, page_size=page_size)
+    case.lengths.copy_(torch.tensor([3, 6]))
+    case.counts.copy_(torch.tensor([2, 4]))
+    case.source_index.copy_(torch.tensor([[0, 2, 0, 0], [1, 2, 3, 5]]))
+    return case
+
+
+def put(case: Case, **values: object) -> Case:
+    return replace(case, **values)
+
+
+def filled(t: torch.Tensor, *entries: tuple[tuple[int, ...], int]) -> torch.Tensor:
+    t = t.clone()
+    for place, value in entries:
+        t[place] = value
+    return t
+
+
+# (what is wrong, which op, how the good case is spoilt, type, what the message must contain)
+TABLE = [
+    ("negative length", append, lambda c: put(c, lengths=filled(c.lengths, ((1,), -1))), ValueError, r"kv_append_: lengths must be in \[0, 12\], got -1 for sequence 1"),
+    ("length beyond", commit, lambda c: put(c, lengths=filled(c.lengths, ((0,), 13))), ValueError, r"kv_commit_: lengths must be in \[0, 12\], got 13 for sequence 0"),
+    ("negative count", commit, lambda c: put(c, counts=filled(c.counts, ((1,), -2))), ValueError, r"counts must be in \[0, 4\], got -2 for sequence 1"),
+    ("count beyond rows", append, lambda c: put(c, counts=filled(c.counts, ((0,), 5))), ValueError, r"counts must be in \[0, 4\], got 5 for sequence 0"),
+    ("no room", append, lambda c: put(c, lengths=filled(c.lengths, ((1,), 9))), ValueError, r"lengths \+ counts must be at most the capacity 12, got 13 for sequence 1\. Make the cache larger"),
+    ("negative source", commit, lambda c: put(c, source_index=filled(c.source_index, ((0, 1), -1))), ValueError, r"source_index must be in \[0, 8\], got -1 for sequence 0"),
+    ("source beyond", commit, lambda c: put(c, source_index=filled(c.source_index, ((1, 3), 6))), ValueError, r"source_index must be in \[0, 5\], got 6 for sequence 1"),
+    ("float lengths", commit, lambda c: put(c, lengths=c.lengths.float()), TypeError, r"kv_commit_: lengths must be an int32 or int64 tensor, got torch\.float32\. Convert it"),
+    ("lengths no tensor", append, lambda c: put(c, lengths=[3, 6]), TypeError, r"lengths must be an int32 or int64 tensor, got list"),
+    ("lengths shape", append, lambda c: put(c, lengths=c.lengths[:1]), ValueError, r"lengths must have shape \(2\), got \(1,\)"),
+    ("counts shape", commit, lambda c: put(c, counts=c.counts[:, None]), ValueError, r"counts must have shape \(2\), got \(2, 1\)"),
+    ("int16 counts", append, lambda c: put(c, counts=c.counts.short()), TypeError, r"counts must be an int32 or int64 tensor, got torch\.int16"),
+    ("source batch", commit, lambda c: put(c, source_index=c.source_index[:1]), ValueError, r"source_index must have shape \(2, any\), got \(1, 4\)"),
+    ("cache rank", append, lambda c: put(c, k=c.k[0, 0]), ValueError, r"k_cache must have 4 dimensions, or 5 with the layers first, got \(12, 2, 4\)"),
+    ("cache no tensor", commit, lambda c: put(c, k=[1]), TypeError, r"k_cache must be a tensor, got int"),
+    ("cache empty list", commit, lambda c: put(c, v=[]), ValueError, r"v_cache must hold at least one layer, got an empty list"),
+    ("cache last stride", commit, lambda c: put(c, k=c.k.transpose(-1, -2)), ValueError, r"k_cache must have a contiguous last dimension, got strides .*\. Call \.contiguous\(\) on it"),
+    ("layers differ", commit, lambda c: put(c, k=[c.k[0], c.k[1, :, :8]]), ValueError, r"k_cache\[1\] must have the shape, strides and dtype of the first layer"),
+    ("v layers", commit, lambda c: put(c, v=c.v[:1]), ValueError, r"v_cache must match k_cache, 2 layers of \(2, 12, 2, 4\), up to the heads, got 1 layers"),
+    ("v slots", append, lambda c: put(c, v=c.v[:, :, :5]), ValueError, r"v_cache must match k_cache"),
+    ("new dtype", append, lambda c: put(c, k_new=c.k_new.double()), TypeError, r"k_new must be torch\.float32 like the cache, got torch\.float64\. Convert it"),
+    ("new heads", append, lambda c: put(c, v_new=c.v_new[..., :1, :]), ValueError, r"v_new must have shape \(2, 'rows', 2, 4\) in its last four dimensions"),
+    ("new batch", append, lambda c: put(c, k_new=c.k_new[:, :1]), ValueError, r"k_new must have shape"),
+    ("new layers", append, lambda c: put(c, k_new=c.k_new[:1]), ValueError, r"k_new must have the cache's 2 layers, got 1"),
+    ("new rows differ", append, lambda c: put(c, v_new=c.v_new[:, :, :3]), ValueError, r"v_new must have 4 rows like k_new, got 3"),
+    ("device", append, lambda c: put(c, k_new=c.k_new.to("meta")), ValueError, r"k_new must be on cpu like the cache, got meta"),
+    ("index device", commit, lambda c: put(c, counts=c.counts.to("meta")), ValueError, r"counts must be on cpu, got meta\. Move it"),
+]  # fmt: skip
+
+PAGED = [
+    ("missing page", append, lambda c: put(c, block_table=filled(c.block_table, ((1, 2), -1))), ValueError, r"block_table\[1, 2\] must be in \[0, 7\], got -1 for sequence 1\. Reserve pages"),
+    ("page beyond", commit, lambda c: put(c, block_table=filled(c.block_table, ((0, 1), 99))), ValueError, r"block_table\[0, 1\] must be in \[0, 7\], got 99 for sequence 0"),
+    ("table dtype", commit, lambda c: put(c, block_table=c.block_table.float()), TypeError, r"block_table must be an int32 or int64 tensor"),
+    ("table batch", append, lambda c: put(c, block_table=c.block_table[:1]), ValueError, r"block_table must have shape \(2, any\), got \(1, 3\)"),
+]  # fmt: skip
+
+
+def check_refused(case: Case, spoil, call, kind: type[Exception], text: str) -> None:
+    bad = spoil(case)
+    watched = [whole(t) for t in (case.k, case.v, bad.lengths) if isinstance(t, torch.Tensor)]
+    before = [t.clone() for t in watched]
+    with pytest.raises(kind, match=text) as error:
+        call(pd, bad)
+    assert str(error.value).startswith("pdkernels.")
+    assert all(torch.equal(a, b) for a, b in zip(watched, before))
+
+
+@pytest.mark.parametrize("name, call, spoil, kind, text", TABLE, ids=[row[0] for row in TABLE])
+def test_bad_call(name, call, spoil, kind, text) -> None:
+    check_refused(good_case(), spoil, call, kind, text)
+
+
+@pytest.mark.parametrize("name, call, spoil, kind, text", PAGED, ids=[row[0] for row in PAGED])
+def test_bad_paged_call(name, call, spoil, kind, text) -> None:
+    check_refused(good_case(page_size=4), spoil, call, kind, text)
+
+
+def test_table_starts_from_a_good_case() -> None:
+    for page_size in (None, 4):
+        for call in (append, commit):
+            call(pd, good_case(page_size))
+
+
+@pytest.mark.parametrize("wanted, text", [([-1, 0], r"new_lengths must be in \[0, 3\], got -1 for sequence 0"), ([3, 7], r"\[0, 6\], got 7 for sequence 1")])
+def test_bad_trim(wanted: list[int], text: str) -> None:
+    lengths = torch.tensor([3, 6])
+    with pytest.raises(ValueError, match=text):
+        pd.kv_trim_(lengths, torch.tensor(wanted))
+    assert lengths.tolist() == [3, 6]
+
+
+def test_unknown_and_missing_backends() -> None:
+    case = good_case()
+    with pytest.raises(ValueError, match="backend must be one of auto, native, triton, reference, got 'fast'"):
+        pd.kv_trim_(case.lengths, case.lengths.clone(), backend="fast")
+    with pytest.raises(NotImplementedError, match="backend must be one of auto, native, reference on cpu, got 'triton'"):
+        pd.kv_trim_(case.lengths, case.lengths.clone(), backend="triton")
+    with pytest.raises(NotImplementedError, match="device must be cpu or cuda, got meta"):
+        pd.kv_trim_(case.lengths.to("meta"), case.lengths.to("meta"))
+
+
+# --- many random bad calls -------------------------------------------------------------------------------------------------
+
+WILD = [-(2**63), -(2**40), -(2**31), -1, 2**31 - 1, 2**40, 2**62, 2**63 - 1]
+
+
+def spoil(case: Case, rng: random.Random) -> None:
+    """Puts values far out of range, or just out of range, in one to four random places."""
+    targets = [case.lengths, case.counts, case.source_index, *([case.block_table] if case.block_table is not None else [])]
+    for _ in range(rng.randint(1, 4)):
+        target = rng.choice([t for t in targets if t.numel()])
+        bounds = torch.iinfo(target.dtype)
+        value = rng.choice([*WILD, case.capacity + 1, rng.randint(-3, case.capacity + 3)])
+        if target is case.block_table:  # a valid page of another sequence would make the result depend on the order
+            value = rng.choice([-1, -(2**31), 2**31 - 1, 10**6])
+        target.view(-1)[rng.randrange(target.numel())] = max(bounds.min, min(bounds.max, value))
+
+
+def bad_case(seed: int) -> Case:
+    rng = random.Random(seed)
+    case = make_case(
+        seed,
+        layers=1,
+        batch=rng.randint(1, 3),
+        capacity=rng.randint(1, 10),
+        heads=1,
+        head_dim=rng.choice([1, 4]),
+        page_size=rng.choice([None, 1, 3]),
+        index_dtype=rng.choice([torch.int32, torch.int64]),
+        rows=rng.randint(1, 6),
+    )
+    spoil(case, rng)
+    return case
+
+
+def expected_after(case: Case, call, sequence_by_sequence: bool) -> tuple[Case, bool]:
+    """What the reference makes of a call: all or nothing, or one sequence at a time. And whether it complained."""
+    result, refused = case.moved(CPU), False
+    batch = case.lengths.shape[0]
+    for rows in [slice(b, b + 1) for b in range(batch)] if sequence_by_sequence else [slice(0, batch)]:
+        part = replace(
+            result,
+            k=result.k if case.block_table is not None else result.k[:, rows],
+            v=result.v if case.block_table is not None else result.v[:, rows],
+            k_new=result.k_new[:, rows],
+            v_new=result.v_new[:, rows],
+            lengths=result.lengths[rows],
+            counts=result.counts[rows],
+            source_index=result.source_index[rows],
+            block_table=None if case.block_table is None else result.block_table[rows],
+        )
+        try:
+            call(reference, part)
+        except ValueError:
+            refused = True
+    return result, refused
+
+
+@given(seed=st.integers(0, 2**31), call=st.sampled_from([append, commit]))
+@settings(max_examples=10_000)
+def test_ten_thousand_bad_calls(seed: int, call) -> None:
+    """The CPU refuses exactly what the reference refuses, and then no byte has changed."""
+    actual = bad_case(seed)
+    expected, refused = expected_after(actual, call, sequence_by_sequence=False)
+    if refused:
+        with pytest.raises(ValueError, match=r"pdkernels\.kv_"):
+            call(pd, actual)
+    else:
+        call(pd, actual)
+    assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
+
+
+@given(seed=st.integers(0, 2**31), call=st.sampled_from([append, commit]))
+@settings(max_examples=600)
+def test_bad_sequences_are_left_alone_on_cuda(seed: int, call, device_impl) -> None:
+    """CUDA kernels cannot raise: a sequence with bad values stays as it was, the others are served."""
+    case = bad_case(seed)
+    expected, _ = expected_after(case, call, sequence_by_sequence=True)
+    actual = case.moved(device_impl.device)
+    call(device_impl, actual)
+    assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
+
+
+def test_bad_trim_is_left_alone_on_cuda(device_impl) -> None:
+    lengths = torch.tensor([3, 6, 2], device=device_impl.device)
+    device_impl.kv_trim_(lengths, torch.tensor([-1, 7, 1], device=device_impl.device))
+    assert lengths.tolist() == [3, 6, 1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name, call, spoil, kind, text", TABLE[:7] + PAGED[:2], ids=[row[0] for row in TABLE[:7] + PAGED[:2]])
+def test_debug_checks_raise_on_cuda(monkeypatch, name, call, spoil, kind, text) -> None:
+    monkeypatch.setattr(_library, "DEBUG_CHECKS", True)
+    case = good_case(4 if (name, call, spoil, kind, text) in PAGED else None).moved(torch.device("cuda"))
+    check_refused(case, spoil, call, kind, text)
