@@ -41,7 +41,7 @@ class CacheMachine(RuleBasedStateMachine):
         numbers = torch.arange(self.next_row, self.next_row + BATCH * width).view(BATCH, width)
         self.next_row += BATCH * width
         for layer in range(LAYERS):
-            new = (numbers * 10 + layer).float()[..., None, None].expand(BATCH, width, HEADS, DIM)
+            new = (numbers * 10 + layer).float()[..., None, None].repeat(1, 1, HEADS, DIM)
             self.cache.append_(layer, new, -new, torch.tensor(counts))
         picks = [data.draw(st.lists(st.integers(0, count - 1), max_size=count)) if count else [] for count in counts]
         most = max(len(pick) for pick in picks)
