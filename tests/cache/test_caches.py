@@ -45,7 +45,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.append_(layer, new, -new, torch.tensor(counts))
         picks = [data.draw(st.lists(st.integers(0, count - 1), max_size=count)) if count else [] for count in counts]
         most = max(len(pick) for pick in picks)
-        sources = torch.tensor([pick + [0] * (most - len(pick)) for pick in picks]).view(BATCH, most)
+        sources = torch.tensor([pick + [0] * (most - len(pick)) for pick in picks], dtype=torch.int64).view(BATCH, most)
         self.cache.commit_(torch.tensor([len(pick) for pick in picks]), sources)
         for b, pick in enumerate(picks):
             self.rows[b] += [int(numbers[b, i]) for i in pick]
