@@ -34,13 +34,13 @@ def check_type(condition: bool, op: str, argument: str, expectation: str, actual
         raise TypeError(message(op, argument, expectation, actual, remedy))
 
 
-def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device) -> None:
-    """An int32 or int64 tensor of the given shape (None: any size) on the given device."""
+def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None) -> None:
+    """An int32 or int64 tensor of the given shape (None: any size) on the given device (None: any)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
         actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(message(op, argument, "be an int32 or int64 tensor", actual, "Convert it with .to(torch.int64)."))
     if tensor.dim() != len(shape) or any(size is not None and size != have for size, have in zip(shape, tensor.shape)):
         wanted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
         fail(op, argument, f"have shape {wanted}", tuple(tensor.shape))
-    if tensor.device != device:
+    if device is not None and tensor.device != device:
         fail(op, argument, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")

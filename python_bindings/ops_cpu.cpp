@@ -24,10 +24,7 @@ void kv_commit(Tensors k_cache, Tensors v_cache, Tensor lengths, Tensor counts, 
   commit(k_cache, v_cache, lengths, counts, source_index, block_table, pdkernels::cpu::kv_commit);
 }
 
-void kv_trim(Tensor lengths, Tensor new_lengths) {
-  const int64_t batch = lengths.size(0);
-  pdkernels::cpu::kv_trim(index_view(lengths, 1, batch), index_view(new_lengths, 1, batch), batch);
-}
+void kv_trim(Tensor lengths, Tensor new_lengths) { trim(lengths, new_lengths, pdkernels::cpu::kv_trim); }
 
 Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_lengths, OptionalTensor end_tokens,
                      OptionalTensor refill) {

@@ -62,8 +62,9 @@ void kv_commit(Tensors k_cache, Tensors v_cache, Tensor lengths, Tensor counts, 
 
 void kv_trim(Tensor lengths, Tensor new_lengths) {
   const Launch launch(lengths);
-  const int64_t batch = lengths.size(0);
-  check(pdkernels::cuda::kv_trim(index_view(lengths, 1, batch), index_view(new_lengths, 1, batch), batch, launch.stream));
+  trim(lengths, new_lengths, [&](const pdkernels::IndexView& old, const pdkernels::IndexView& wanted, int64_t batch) {
+    check(pdkernels::cuda::kv_trim(old, wanted, batch, launch.stream));
+  });
 }
 
 Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_lengths, OptionalTensor end_tokens,

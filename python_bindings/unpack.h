@@ -1,5 +1,7 @@
-// Tensors -> the argument structs of the kernels. Shapes and dtypes have been validated in Python, where the messages are
-// made; the checks here only keep a direct call of a raw op from reading or writing outside its tensors.
+// Tensors -> the argument structs of the kernels.
+//
+// Shapes, dtypes and devices are checked here, once, because this is where it is cheap. The messages are short: the public
+// Python functions catch them and say what is wrong in the words of the caller. Values are checked by the kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -23,19 +25,33 @@ using OptionalTensor = std::optional<Tensor>;
 
 inline char* bytes(const Tensor& t) { return static_cast<char*>(t.data_ptr()); }
 
+// Where the first tensor of a call lives; every other one must live there too.
+class Place {
+ public:
+  explicit Place(const Tensor& t) : index_(t.get_device_index()), cuda_(t.is_cuda()) {}
+  void require(const Tensor& t) const {
+    STD_TORCH_CHECK(t.is_cuda() == cuda_ && t.get_device_index() == index_, "pdkernels: all tensors must be on one device");
+  }
+
+ private:
+  int32_t index_;
+  bool cuda_;
+};
+
 inline bool is_wide(const Tensor& t) {
   const ScalarType dtype = t.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int, "pdkernels: index tensors must be int32 or int64");
   return dtype == ScalarType::Long;
 }
 
-inline IndexView index_view(const Tensor& t, int64_t dim, int64_t size0) {
+inline IndexView index_view(const Place& place, const Tensor& t, int64_t dim, int64_t size0) {
+  place.require(t);
   STD_TORCH_CHECK(t.dim() == dim && (dim == 0 || t.size(0) == size0), "pdkernels: an index tensor has the wrong shape");
   return {t.data_ptr(), dim > 0 ? t.stride(0) : 0, dim > 1 ? t.stride(1) : 0, is_wide(t)};
 }
 
-inline IndexView index_view(const OptionalTensor& t, int64_t dim, int64_t size0) {
-  return t.has_value() ? index_view(*t, dim, size0) : IndexView{};
+inline IndexView index_view(const Place& place, const OptionalTensor& t, int64_t dim, int64_t size0) {
+  return t.has_value() ? index_view(place, *t, dim, size0) : IndexView{};
 }
 
 // One side of a cache: stacked tensors (layers, pages, slots, heads, dim), or layers held apart without the first dim.
@@ -43,13 +59,15 @@ struct Side {
   std::vector<char*> layers;
   int64_t pages, slots;
   RowLayout row;
+  ScalarType dtype;
 };
 
-inline Side unpack_side(const std::vector<Tensor>& tensors) {
+inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(!tensors.empty(), "pdkernels: a cache must have at least one layer");
   Side side;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
+    place.require(t);
     const int64_t d = t.dim();
     STD_TORCH_CHECK(d == 4 || d == 5, "pdkernels: cache tensors must have 4 or 5 dimensions");
     const int64_t size = static_cast<int64_t>(t.element_size());
@@ -59,8 +77,9 @@ inline Side unpack_side(const std::vector<Tensor>& tensors) {
       side.pages = t.size(d - 4);
       side.slots = t.size(d - 3);
       side.row = row;
+      side.dtype = t.scalar_type();
     }
-    STD_TORCH_CHECK(side.pages == t.size(d - 4) && side.slots == t.size(d - 3) && side.row.heads == row.heads &&
+    STD_TORCH_CHECK(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) && side.row.heads == row.heads &&
                         side.row.head_bytes == row.head_bytes && side.row.page_stride == row.page_stride &&
                         side.row.slot_stride == row.slot_stride && side.row.head_stride == row.head_stride,
                     "pdkernels: all layers must have the same shape, strides and dtype");
@@ -81,18 +100,20 @@ inline void merge_heads(RowLayout& row) {
 
 // A cache and, for appends, the new rows. Heads become one run where they are adjacent on both sides of the copy.
 struct Cache {
+  Place place;
   Side sides[2];
   std::optional<Side> sources[2];
   PageMap pages;
   int64_t batch;
 
-  Cache(const std::vector<Tensor>& k, const std::vector<Tensor>& v, const OptionalTensor& block_table, int64_t batch_size)
-      : sides{unpack_side(k), unpack_side(v)}, batch(batch_size) {
+  Cache(const std::vector<Tensor>& k, const std::vector<Tensor>& v, const OptionalTensor& block_table, const Tensor& lengths)
+      : place(lengths), sides{unpack_side(place, k), unpack_side(place, v)}, batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
     STD_TORCH_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
                         sides[0].slots == sides[1].slots,
                     "pdkernels: k_cache and v_cache must have the same layers, batch or pages, and slots");
     STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch, "pdkernels: lengths must have one entry a sequence");
-    pages.block_table = index_view(block_table, 2, batch);
+    STD_TORCH_CHECK(!block_table.has_value() || sides[0].slots > 0, "pdkernels: pages must have at least one slot");
+    pages.block_table = index_view(place, block_table, 2, batch);
     pages.num_pages = sides[0].pages;
     pages.page_size = sides[0].slots;
     pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
@@ -101,10 +122,10 @@ struct Cache {
   void add_rows(const std::vector<Tensor>& k, const std::vector<Tensor>& v) {
     const std::vector<Tensor>* given[2] = {&k, &v};
     for (int s = 0; s < 2; ++s) {
-      sources[s] = unpack_side(*given[s]);
+      sources[s] = unpack_side(place, *given[s]);
       STD_TORCH_CHECK(sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
-                          sources[s]->row.heads == sides[s].row.heads && sources[s]->row.head_bytes == sides[s].row.head_bytes,
-                      "pdkernels: new rows must have the cache's layers, heads and row size, and one entry a sequence");
+                          sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads && sources[s]->row.head_bytes == sides[s].row.head_bytes,
+                      "pdkernels: new rows must have the cache's layers, heads, head_dim and dtype, and one entry a sequence");
     }
     STD_TORCH_CHECK(sources[0]->slots == sources[1]->slots, "pdkernels: k_new and v_new must have the same number of rows");
   }
@@ -143,11 +164,11 @@ template <class Run>
 void append(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const std::vector<Tensor>& k_new,
             const std::vector<Tensor>& v_new, const Tensor& lengths, const OptionalTensor& counts,
             const OptionalTensor& block_table, const Run& run) {
-  Cache cache(k_cache, v_cache, block_table, lengths.size(0));
+  Cache cache(k_cache, v_cache, block_table, lengths);
   cache.add_rows(k_new, v_new);
   AppendArgs args;
-  args.lengths = index_view(lengths, 1, cache.batch);
-  args.counts = index_view(counts, 1, cache.batch);
+  args.lengths = index_view(cache.place, lengths, 1, cache.batch);
+  args.counts = index_view(cache.place, counts, 1, cache.batch);
   args.max_rows = cache.sources[0]->slots;
   cache.for_launches([&](const CacheView& view, int64_t first) {
     args.cache = view;
@@ -163,11 +184,11 @@ void append(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cac
 template <class Run>
 void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const Tensor& lengths, const Tensor& counts,
             const OptionalTensor& source_index, const OptionalTensor& block_table, const Run& run) {
-  Cache cache(k_cache, v_cache, block_table, lengths.size(0));
+  Cache cache(k_cache, v_cache, block_table, lengths);
   CommitArgs args;
-  args.lengths = index_view(lengths, 1, cache.batch);
-  args.counts = index_view(counts, 1, cache.batch);
-  args.source_index = index_view(source_index, 2, cache.batch);
+  args.lengths = index_view(cache.place, lengths, 1, cache.batch);
+  args.counts = index_view(cache.place, counts, 1, cache.batch);
+  args.source_index = index_view(cache.place, source_index, 2, cache.batch);
   args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
   const int64_t launches = (static_cast<int64_t>(cache.sides[0].layers.size()) + kMaxBuffers / 2 - 1) / (kMaxBuffers / 2);
   int64_t launch = 0;
@@ -195,6 +216,13 @@ struct VerdictTensors {
   Verdict tuple() const { return {accepted, next_token, ended, new_draft, row}; }
 };
 
+template <class Run>
+void trim(const Tensor& lengths, const Tensor& new_lengths, const Run& run) {
+  const Place place(lengths);
+  const int64_t batch = lengths.dim() == 1 ? lengths.size(0) : -1;
+  run(index_view(place, lengths, 1, batch), index_view(place, new_lengths, 1, batch), batch);
+}
+
 inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, const OptionalTensor& draft_lengths,
                               const OptionalTensor& end_tokens, const OptionalTensor& refill, const VerdictTensors& out) {
   const bool rows = draft.dim() == 3;
@@ -202,7 +230,9 @@ inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, co
   for (int64_t d = 0; d < draft.dim(); ++d) {
     STD_TORCH_CHECK(draft.size(d) == predictions.size(d), "pdkernels: predictions must have the shape of draft");
   }
+  const Place place(draft);
   const auto tokens = [&](const Tensor& t) {
+    place.require(t);
     const int64_t last = t.dim() - 1;
     return TokenView{t.data_ptr(), {t.stride(0), rows ? t.stride(1) : 0, t.stride(last)}, is_wide(t)};
   };
@@ -211,11 +241,12 @@ inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, co
   args.predictions = tokens(predictions);
   args.batch = draft.size(0);
   args.candidates = rows ? draft.size(1) : 1;
+  STD_TORCH_CHECK(args.candidates > 0, "pdkernels: draft must have at least one candidate");
   args.width = draft.size(draft.dim() - 1);
-  args.draft_lengths = index_view(draft_lengths, 1, args.batch);
+  args.draft_lengths = index_view(place, draft_lengths, 1, args.batch);
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
-  args.end_tokens = index_view(end_tokens, 1, args.num_end_tokens);
-  args.refill = index_view(refill, 2, args.batch);
+  args.end_tokens = index_view(place, end_tokens, 1, args.num_end_tokens);
+  args.refill = index_view(place, refill, 2, args.batch);
   STD_TORCH_CHECK(!refill.has_value() || refill->size(1) == args.width, "pdkernels: refill must have the shape of draft");
   args.accepted = static_cast<int64_t*>(out.accepted.data_ptr());
   args.next_token = static_cast<int64_t*>(out.next_token.data_ptr());

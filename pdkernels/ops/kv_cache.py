@@ -13,38 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail, message
-from pdkernels.backends import Backend, resolve
-from pdkernels.ops import _library
-from pdkernels.ops._library import define
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
 from pdkernels.reference import kv_cache as reference
 
 CacheTensors = Tensor | Sequence[Tensor]
 
 # Rows one commit can carry on CUDA: a byte of each is staged in 48 KiB of shared memory.
 MAX_CUDA_COMMIT_ROWS = 48 * 1024
-
-kv_append_op = define(
-    "kv_append_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor[] k_new, Tensor[] v_new, Tensor lengths, "
-    "Tensor? counts=None, Tensor? block_table=None) -> ()",
-    fake=lambda *args, **kwargs: None,
-    reference=reference.kv_append_,
-)
-kv_commit_op = define(
-    "kv_commit_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor(c!) lengths, Tensor counts, "
-    "Tensor? source_index=None, Tensor? block_table=None) -> ()",
-    fake=lambda *args, **kwargs: None,
-    reference=reference.kv_commit_,
-)
-kv_trim_op = define(
-    "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()",
-    fake=lambda *args, **kwargs: None,
-    reference=reference.kv_trim_,
-)
-
 
 def kv_append_(
     k_cache: CacheTensors,
@@ -82,21 +61,8 @@ def kv_append_(
         >>> k[0, :, 0, 0]
         tensor([0., 1., 1., 0.])
     """
-    op = "kv_append_"
-    k_list, v_list = _check_caches(op, k_cache, v_cache, lengths, block_table)
-    k_rows, v_rows = _as_list(op, "k_new", k_new), _as_list(op, "v_new", v_new)
-    _check_new(op, "k_new", k_rows, k_list, lengths)
-    _check_new(op, "v_new", v_rows, v_list, lengths)
-    if k_rows[0].shape[-3] != v_rows[0].shape[-3]:
-        fail(op, "v_new", f"have {k_rows[0].shape[-3]} rows like k_new", v_rows[0].shape[-3])
-    if counts is not None:
-        check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
-    if resolve(op, backend, lengths.device) == "reference":
-        return reference.kv_append_(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
-    if lengths.is_cuda and _library.DEBUG_CHECKS:
-        k_shape, v_shape = _without_bytes(k_list), _without_bytes(v_list)
-        kv_append_op(k_shape, v_shape, _without_bytes(k_rows), _without_bytes(v_rows), *_on_cpu(lengths, counts, block_table))
-    kv_append_op(k_list, v_list, k_rows, v_rows, lengths, counts, block_table)
+    arguments = (*map(_as_list, (k_cache, v_cache, k_new, v_new)), lengths, counts, block_table)
+    call(kv_append_op, arguments, lengths, backend)
 
 
 def kv_commit_(
@@ -143,21 +109,8 @@ def kv_commit_(
         >>> k.flatten(), lengths
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
-    op = "kv_commit_"
-    k_list, v_list = _check_caches(op, k_cache, v_cache, lengths, block_table)
-    check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
-    if source_index is not None:
-        check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
-    if resolve(op, backend, lengths.device) == "reference":
-        return reference.kv_commit_(k_list, v_list, lengths, counts, source_index, block_table)
-    if lengths.is_cuda:
-        if source_index is not None and source_index.shape[1] > MAX_CUDA_COMMIT_ROWS:
-            expectation = f"have at most {MAX_CUDA_COMMIT_ROWS} columns on CUDA"
-            raise NotImplementedError(message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls."))
-        if _library.DEBUG_CHECKS:
-            lengths_copy, *others = _on_cpu(lengths, counts, source_index, block_table)
-            kv_commit_op(_without_bytes(k_list), _without_bytes(v_list), lengths_copy, *others)
-    kv_commit_op(k_list, v_list, lengths, counts, source_index, block_table)
+    arguments = (_as_list(k_cache), _as_list(v_cache), lengths, counts, source_index, block_table)
+    call(kv_commit_op, arguments, lengths, backend)
 
 
 def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto") -> None:
@@ -179,24 +132,62 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
         >>> lengths = torch.tensor([5, 7]); pd.kv_trim_(lengths, torch.tensor([5, 3])); lengths
         tensor([5, 3])
     """
+    call(kv_trim_op, (lengths, new_lengths), lengths, backend)
+
+
+def _as_list(tensors: CacheTensors) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
+def _check_append(
+    k_cache: list[Tensor],
+    v_cache: list[Tensor],
+    k_new: list[Tensor],
+    v_new: list[Tensor],
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    op = "kv_append_"
+    _check_caches(op, k_cache, v_cache, lengths, block_table)
+    _check_new(op, "k_new", k_new, k_cache, lengths)
+    _check_new(op, "v_new", v_new, v_cache, lengths)
+    if k_new[0].shape[-3] != v_new[0].shape[-3]:
+        fail(op, "v_new", f"have {k_new[0].shape[-3]} rows like k_new", v_new[0].shape[-3])
+    if counts is not None:
+        check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
+
+
+def _check_commit(
+    k_cache: list[Tensor],
+    v_cache: list[Tensor],
+    lengths: Tensor,
+    counts: Tensor,
+    source_index: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    op = "kv_commit_"
+    _check_caches(op, k_cache, v_cache, lengths, block_table)
+    check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
+    if source_index is not None:
+        check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
+        if lengths.is_cuda and source_index.shape[1] > MAX_CUDA_COMMIT_ROWS:
+            expectation = f"have at most {MAX_CUDA_COMMIT_ROWS} columns on CUDA"
+            raise NotImplementedError(message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls."))
+
+
+def _check_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
-    check_type(isinstance(lengths, Tensor), op, "lengths", "be a tensor", type(lengths).__name__)
-    check_index(op, "lengths", lengths, (None,), lengths.device)
+    check_index(op, "lengths", lengths, (None,), None)
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
-    if resolve(op, backend, lengths.device) == "reference":
-        return reference.kv_trim_(lengths, new_lengths)
-    if lengths.is_cuda and _library.DEBUG_CHECKS:
-        kv_trim_op(lengths.to("cpu", copy=True), new_lengths.cpu())
-    kv_trim_op(lengths, new_lengths)
 
 
-def _as_list(op: str, argument: str, tensors: CacheTensors) -> list[Tensor]:
-    result = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    if not result:
+def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
+    if not tensors:
         fail(op, argument, "hold at least one layer", "an empty list")
-    first = result[0]
-    for i, t in enumerate(result):
-        name = argument if len(result) == 1 else f"{argument}[{i}]"
+    first = tensors[0]
+    for i, t in enumerate(tensors):
+        name = argument if len(tensors) == 1 else f"{argument}[{i}]"
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
         if t.dim() not in (4, 5):
             fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
@@ -205,17 +196,15 @@ def _as_list(op: str, argument: str, tensors: CacheTensors) -> list[Tensor]:
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)
-    return result
 
 
 def _num_layers(tensors: list[Tensor]) -> int:
     return sum(t.shape[0] if t.dim() == 5 else 1 for t in tensors)
 
 
-def _check_caches(
-    op: str, k_cache: CacheTensors, v_cache: CacheTensors, lengths: Tensor, block_table: Tensor | None
-) -> tuple[list[Tensor], list[Tensor]]:
-    k, v = _as_list(op, "k_cache", k_cache), _as_list(op, "v_cache", v_cache)
+def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, block_table: Tensor | None) -> None:
+    _check_layers(op, "k_cache", k)
+    _check_layers(op, "v_cache", v)
     device = k[0].device
     for t in k + v:
         if t.device != device:
@@ -229,13 +218,13 @@ def _check_caches(
         check_index(op, "block_table", block_table, (lengths.shape[0], None), device)
         if k[0].shape[-3] == 0:
             fail(op, "k_cache", "have a page size of at least 1", 0)
-    return k, v
 
 
 def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], lengths: Tensor) -> None:
+    _check_layers(op, argument, new)
     first, target = new[0], cache[0]
-    wanted = (lengths.shape[0], "rows", *target.shape[-2:])
     if first.shape[-4] != lengths.shape[0] or first.shape[-2:] != target.shape[-2:]:
+        wanted = (lengths.shape[0], "rows", *target.shape[-2:])
         fail(op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
     if _num_layers(new) != _num_layers(cache):
         fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
@@ -245,10 +234,16 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
             fail(op, argument, f"be on {target.device} like the cache", t.device)
 
 
-def _without_bytes(tensors: list[Tensor]) -> list[Tensor]:
-    """A stand-in of the same geometry on the CPU whose rows hold no bytes: an op run on it only checks its values."""
-    return [torch.empty((*t.shape[:-2], 1, 0), dtype=torch.uint8) for t in tensors]
-
-
-def _on_cpu(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if t is None else t.to("cpu", copy=True) for t in tensors]
+kv_append_op = define(
+    "kv_append_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor[] k_new, Tensor[] v_new, Tensor lengths, "
+    "Tensor? counts=None, Tensor? block_table=None) -> ()",
+    fake=_check_append,
+    reference=reference.kv_append_,
+)
+kv_commit_op = define(
+    "kv_commit_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor(c!) lengths, Tensor counts, "
+    "Tensor? source_index=None, Tensor? block_table=None) -> ()",
+    fake=_check_commit,
+    reference=reference.kv_commit_,
+)
+kv_trim_op = define("kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()", fake=_check_trim, reference=reference.kv_trim_)

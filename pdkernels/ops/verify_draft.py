@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail
-from pdkernels.backends import Backend, resolve
-from pdkernels.ops import _library
-from pdkernels.ops._library import define
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
 from pdkernels.reference import verify_draft as reference
 
 
@@ -27,26 +26,6 @@ class DraftVerdict(NamedTuple):
     """(batch, width) int64: the model's tokens from `next_token` on, then `refill`."""
     row: Tensor
     """(batch,) int64: the winning candidate."""
-
-
-def _fake(
-    draft: Tensor,
-    predictions: Tensor,
-    draft_lengths: Tensor | None = None,
-    end_tokens: Tensor | None = None,
-    refill: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    batch, width = draft.shape[0], draft.shape[-1]
-    shapes = ((batch,), torch.int64), ((batch,), torch.int64), ((batch,), torch.bool), ((batch, width), torch.int64)
-    return tuple(draft.new_empty(shape, dtype=dtype) for shape, dtype in (*shapes, ((batch,), torch.int64)))
-
-
-verify_draft_op = define(
-    "verify_draft(Tensor draft, Tensor predictions, Tensor? draft_lengths=None, Tensor? end_tokens=None, "
-    "Tensor? refill=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
-    reference=reference.verify_draft,
-)
 
 
 def verify_draft(
@@ -94,6 +73,16 @@ def verify_draft(
         >>> verdict.accepted.item(), verdict.next_token.item(), verdict.new_draft.tolist()
         (3, 4, [[4, 5, 6, 0, 0]])
     """
+    return DraftVerdict(*call(verify_draft_op, (draft, predictions, draft_lengths, end_tokens, refill), draft, backend))
+
+
+def _fake(
+    draft: Tensor,
+    predictions: Tensor,
+    draft_lengths: Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    refill: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     op = "verify_draft"
     check_type(isinstance(draft, Tensor), op, "draft", "be a tensor", type(draft).__name__)
     if draft.dim() not in (2, 3):
@@ -109,9 +98,14 @@ def verify_draft(
         check_index(op, "end_tokens", end_tokens, (None,), device)
     if refill is not None:
         check_index(op, "refill", refill, (batch, width), device)
-    if resolve(op, backend, device) == "reference":
-        return DraftVerdict(*reference.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
-    if draft.is_cuda and _library.DEBUG_CHECKS and draft_lengths is not None:
-        tokens = torch.zeros((batch, width), dtype=torch.int64)
-        verify_draft_op(tokens, tokens, draft_lengths.cpu())
-    return DraftVerdict(*verify_draft_op(draft, predictions, draft_lengths, end_tokens, refill))
+    numbers, flags = draft.new_empty(batch, dtype=torch.int64), draft.new_empty(batch, dtype=torch.bool)
+    new_draft = draft.new_empty((batch, width), dtype=torch.int64)
+    return numbers, torch.empty_like(numbers), flags, new_draft, torch.empty_like(numbers)
+
+
+verify_draft_op = define(
+    "verify_draft(Tensor draft, Tensor predictions, Tensor? draft_lengths=None, Tensor? end_tokens=None, "
+    "Tensor? refill=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=reference.verify_draft,
+)
