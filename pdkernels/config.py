@@ -9,6 +9,7 @@ import platform
 import torch
 
 from pdkernels import _native, backends
+from pdkernels._host import cpu_isa
 from pdkernels._version import __version__
 
 __all__ = ["__version__", "show_config"]
@@ -16,6 +17,7 @@ __all__ = ["__version__", "show_config"]
 # Every environment variable the package reads at run time.
 ENVIRONMENT = {
     "PDKERNELS_BACKEND": "default backend of every op: auto, native, triton or reference",
+    "PDKERNELS_CPU_ISA": "portable, avx2, avx512 or amx: lowers what CPU kernels may use",
     "PDKERNELS_DEBUG_CHECKS": "1: read values back from the GPU and check them, one sync per call",
     "PDKERNELS_LIBRARY": "path of another build of the compiled ops",
 }
@@ -68,7 +70,7 @@ def _versions() -> dict[str, str]:
 
 
 def _devices() -> dict[str, str]:
-    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"{platform.machine()}, {torch.get_num_threads()} threads, kernels may use {cpu_isa()}"
     if torch.version.cuda is None:
         return {"cpu": cpu, "cuda": "this torch is built without CUDA"}
     return {"cpu": cpu, "cuda": f"torch for CUDA {torch.version.cuda}, {torch.cuda.device_count()} devices"}

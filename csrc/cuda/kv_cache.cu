@@ -10,6 +10,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocksPerSm = 4;              // what 48 KiB of staging leaves room for; told to ptxas, it spills nothing
 constexpr int64_t kStagedBytes = 48 * 1024;  // shared memory that needs no opt-in
 constexpr int64_t kTileBytes = 512;          // 32 threads of 16 bytes: whole sectors, and enough blocks at batch 1
 
@@ -59,7 +60,7 @@ __global__ void __launch_bounds__(kThreads) kv_append_kernel(const __grid_consta
 
 // All rows of the tile are staged in shared memory before the first is written: any pattern of sources is safe in place.
 template <class V>
-__global__ void __launch_bounds__(kThreads) kv_commit_kernel(const __grid_constant__ CommitArgs args, int64_t tile_bytes) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) kv_commit_kernel(const __grid_constant__ CommitArgs args, int64_t tile_bytes) {
   PDK_DYNAMIC_SHARED(V, staged);  // [count][tile.width]
   const int64_t b = blockIdx.y;
   const int64_t buffer = blockIdx.z;

@@ -4,7 +4,7 @@
 //   PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);
 //   PDK_LAUNCH((kernel<T, 4>), ...);     a template kernel with a comma stands in parentheses
 //
-//   PDK_DYNAMIC_SHARED(float, tile);     inside a kernel: `float* tile`, 16-byte aligned; every use names the same bytes
+//   PDK_DYNAMIC_SHARED(float, tile);     in a kernel: `float* tile`, 16-byte aligned; all uses name the same bytes
 //
 // A launch never throws for bad sizes: check `cudaGetLastError()` afterwards, as with <<<>>>.
 #pragma once

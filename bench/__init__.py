@@ -1,0 +1,1 @@
+"""Benchmarks: `pytest bench --benchmark-only`, tables by `python -m bench.report`."""

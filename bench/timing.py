@@ -1,0 +1,92 @@
+"""One way to time a contender: checked first, interleaved with a baseline, on the clock of the device.
+
+Before every timed round the baseline runs once and is timed too, so that a contender is always compared with a baseline of
+the same moment: machines are shared and their speed drifts. The ratio of the two medians stands in ``extra_info``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import pdkernels as pd
+
+Call = Callable[[], object]
+
+
+def foreign_cpu_seconds() -> float:
+    """CPU seconds spent by everything but this process since boot (Linux)."""
+    user, nice, system = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:4])
+    return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def compare(
+    benchmark,
+    call: Call,
+    *,
+    baseline: Call,
+    baseline_name: str,
+    reset: Call = lambda: None,
+    device: str = "cpu",
+    rounds: int = 200,
+    bytes_moved: int | None = None,
+    **facts: object,
+) -> None:
+    """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` is never timed."""
+
+    def timed(some: Call) -> float:
+        synchronize(device)
+        start = time.perf_counter()
+        some()
+        synchronize(device)
+        return time.perf_counter() - start
+
+    def synced() -> None:
+        call()
+        synchronize(device)
+
+    beside: list[float] = []
+
+    def before_round() -> None:
+        reset()
+        beside.append(timed(baseline))
+        reset()
+        synchronize(device)
+
+    foreign, started = foreign_cpu_seconds(), time.perf_counter()
+    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=3)
+    elapsed = time.perf_counter() - started
+    median = statistics.median(beside[3:])
+    ours = benchmark.stats.stats.median
+    benchmark.extra_info.update(
+        facts,
+        baseline=baseline_name,
+        baseline_median_us=round(median * 1e6, 2),
+        median_us=round(ours * 1e6, 2),
+        ratio_to_baseline=round(ours / median, 3),
+        foreign_cpu_percent=round(100 * max(0.0, foreign_cpu_seconds() - foreign) / elapsed / (os.cpu_count() or 1), 1),
+        threads=torch.get_num_threads(),
+        device=torch.cuda.get_device_name() if device == "cuda" else processor(),
+        torch=torch.__version__,
+        pdkernels=pd.__version__,
+    )
+    if bytes_moved:
+        benchmark.extra_info.update(bytes_moved=bytes_moved, gb_per_s=round(2 * bytes_moved / ours / 1e9, 2))
+
+
+def processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()

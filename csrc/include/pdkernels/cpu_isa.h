@@ -1,0 +1,74 @@
+// Which vector units this processor and its operating system offer, found at run time: one build runs on any machine.
+#pragma once
+
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace pdkernels {
+
+enum class CpuIsa { portable, avx2, avx512, amx };
+
+inline const char* name_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::avx2: return "avx2";
+    case CpuIsa::avx512: return "avx512";
+    case CpuIsa::amx: return "amx";
+    default: return "portable";
+  }
+}
+
+#if defined(__x86_64__)
+
+// Linux hands out AMX tile state to a process that asks for it.
+inline bool request_amx() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+inline CpuIsa detect_cpu_isa() {
+  __builtin_cpu_init();
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuIsa::portable;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  if (!avx512) return CpuIsa::avx2;
+  // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read here, since not every compiler knows their names.
+  unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
+  __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
+  const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1) && __builtin_cpu_supports("avx512bf16");
+  return amx && request_amx() ? CpuIsa::amx : CpuIsa::avx512;
+}
+
+#else
+
+inline CpuIsa detect_cpu_isa() { return CpuIsa::portable; }
+
+#endif
+
+// PDKERNELS_CPU_ISA=portable|avx2|avx512|amx lowers the choice, never raises it.
+inline CpuIsa cpu_isa() {
+  static const CpuIsa isa = [] {
+    const CpuIsa found = detect_cpu_isa();
+    const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
+    if (wanted == nullptr) return found;
+    for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
+      if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
+    }
+    throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got '" +
+                                std::string(wanted) + "'.");
+  }();
+  return isa;
+}
+
+}  // namespace pdkernels

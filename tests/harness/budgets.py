@@ -1,0 +1,238 @@
+"""Registers, spills, stack and shared memory of every CUDA kernel, as ptxas reports them, against a checked budget.
+
+    python -m tests.harness.budgets          a table of all kernels on all architectures
+    python -m tests.harness.budgets --add    writes entries for new kernels and drops those of kernels that are gone
+
+Needs nvcc but no GPU. Budgets stand in `tests/compile_budgets.json`, one line a kernel. `registers` is a ceiling for
+all architectures, or one each: `{"sm_80": 40, "sm_90a": 48, "sm_100": 48}`. `spill`, `stack` and `shared` are bytes,
+and 0 where they are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.cudasim.build import ROOT, build_once, digest, digest_text, headers_under, run_compiler
+
+ARCHITECTURES = ("80", "90a", "100")
+KERNEL_FOLDER = ROOT / "csrc" / "cuda"
+INCLUDE_DIRS = (ROOT / "csrc" / "include", KERNEL_FOLDER)
+BUDGET_FILE = ROOT / "tests" / "compile_budgets.json"
+CACHE = ROOT / "build" / "budgets"
+
+# As setup.py compiles them, as far as device code is concerned.
+NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas", "-v")
+# Hardware hands out registers to a thread in steps of this many, so nothing is lost below the next multiple.
+REGISTER_STEP = 8
+
+
+class Resources(NamedTuple):
+    """What one kernel takes on one architecture: registers a thread, the rest in bytes."""
+
+    registers: int
+    spill: int
+    stack: int
+    shared: int
+
+    def __str__(self) -> str:
+        extras = [f"{size} B {what}" for what, size in zip(self._fields[1:], self[1:], strict=True) if size]
+        return ", ".join([f"{self.registers} reg", *extras])
+
+
+# kernel -> architecture ("sm_80") -> resources
+Measured = dict[str, dict[str, Resources]]
+# kernel -> its line of the budget file
+Budgets = Mapping[str, Mapping[str, Any]]
+
+
+def find_nvcc() -> str | None:
+    """nvcc from $CUDA_HOME, $CUDA_PATH, /usr/local/cuda or PATH."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    return next((found for name in [*candidates, "nvcc"] if (found := shutil.which(name))), None)
+
+
+def kernel_sources() -> list[Path]:
+    return sorted(KERNEL_FOLDER.glob("*.cu"))
+
+
+def measure(
+    source: Path, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, archs: Sequence[str] = ARCHITECTURES
+) -> Measured:
+    """Compile one .cu file for all architectures and read what ptxas says. Cached by everything that goes into it."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise RuntimeError("tests.harness.budgets: no nvcc found. Install the CUDA toolkit or set CUDA_HOME.")
+    command = [nvcc, *NVCC_FLAGS]
+    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    command += [f"-I{directory}" for directory in include_dirs]
+    headers = [path for directory in (source.parent, *include_dirs) for path in headers_under(directory)]
+    key = digest_text(run_compiler([nvcc, "--version"]), *command, digest([source, *headers]))
+
+    def compile_to_report(target: Path) -> None:
+        compiled = target.with_suffix(".fatbin")
+        report = run_compiler([*command, "-fatbin", str(source), "-o", str(compiled)])
+        compiled.unlink()
+        target.write_text(report)
+
+    return parse_ptxas(build_once(CACHE / f"{source.stem}-{key}.txt", compile_to_report).read_text())
+
+
+def parse_ptxas(report: str) -> Measured:
+    """Read the output of `ptxas -v`.
+
+    >>> print(parse_ptxas('''
+    ... ptxas info    : Compiling entry function '_Z4copyIfEvPT_' for 'sm_80'
+    ... ptxas info    : Function properties for _Z4copyIfEvPT_
+    ...     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+    ... ptxas info    : Used 24 registers, used 1 barriers, 16 bytes cumulative stack size, 512 bytes smem
+    ... ''')["copy<float>"]["sm_80"])
+    24 reg, 20 B spill, 16 B stack, 512 B shared
+    """
+    found: dict[tuple[str, str], Resources] = {}
+    for part in report.split("Compiling entry function ")[1:]:
+        symbol, arch = re.match(r"'(\S+)' for '(\S+)'", part).groups()
+        # Functions that were not inlined report before or after the kernel's own figures.
+        own = part.partition(f"Function properties for {symbol}\n")[2]
+        stack, stores, loads = map(
+            int, re.match(r"\D*(\d+) bytes stack\D*(\d+) bytes spill\D*(\d+) bytes", own).groups()
+        )
+        used = re.search(r"Used (\d+) registers.*", part)
+        shared = re.search(r"(\d+) bytes smem", used[0])
+        found[symbol, arch] = Resources(int(used[1]), stores + loads, stack, int(shared[1]) if shared else 0)
+
+    names = readable_names(sorted({symbol for symbol, _ in found}))
+    measured: Measured = {}
+    for (symbol, arch), resources in sorted(found.items(), key=lambda item: names[item[0][0]]):
+        measured.setdefault(names[symbol], {})[arch] = resources
+    return measured
+
+
+def readable_names(symbols: Sequence[str]) -> dict[str, str]:
+    """Symbol -> `kernel<arguments>`, without namespaces and parameters; the symbol where there is no demangler."""
+    demangler = shutil.which("c++filt") or shutil.which("cu++filt")
+    if not symbols or demangler is None:
+        return {symbol: symbol for symbol in symbols}
+    demangled = run_compiler([demangler, *symbols]).splitlines()
+    names = {symbol: short_name(full) for symbol, full in zip(symbols, demangled, strict=True)}
+    if len(set(names.values())) < len(names):
+        raise RuntimeError(
+            f"tests.harness.budgets: two kernels of one file share a name: {sorted(names.values())}. Rename one."
+        )
+    return names
+
+
+def short_name(demangled: str) -> str:
+    """Drop return type, namespaces and parameters.
+
+    >>> short_name("void pdkernels::cuda::(anonymous namespace)::move<int4, (pdkernels::Side)1>(int4*, unsigned long)")
+    'move<int4, (pdkernels::Side)1>'
+    """
+    text = demangled.replace("(anonymous namespace)::", "")
+    start, depth = 0, 0
+    for at, letter in enumerate(text):
+        if letter == "(" and depth == 0:
+            return text[start:at]
+        depth += (letter in "<(") - (letter in ">)")
+        if depth == 0 and letter in " :":
+            start = at + 1
+    return text[start:]
+
+
+def load_budgets(path: Path = BUDGET_FILE) -> dict[str, dict[str, dict[str, Any]]]:
+    """File name -> kernel -> budget."""
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def ceiling(budget: Mapping[str, Any], what: str, arch: str) -> int:
+    value = budget.get(what, 0)
+    return value.get(arch, 0) if isinstance(value, Mapping) else value
+
+
+def suggest(per_arch: Mapping[str, Resources]) -> dict[str, int]:
+    """The budget a kernel just meets, registers rounded up to the hardware's step.
+
+    Spills and stack are never suggested: who wants them has to write them down.
+    """
+    registers = max(used.registers for used in per_arch.values())
+    shared = max(used.shared for used in per_arch.values())
+    return {"registers": -(-registers // REGISTER_STEP) * REGISTER_STEP} | ({"shared": shared} if shared else {})
+
+
+def problems(file: str, measured: Measured, budgets: Budgets) -> list[str]:
+    """One sentence for everything that is over budget, has none, or has one and is gone."""
+    found = []
+    for kernel, per_arch in measured.items():
+        if kernel not in budgets:
+            line = f"{json.dumps(kernel)}: {json.dumps(suggest(per_arch))}"
+            found.append(f"{file}: {kernel} has no budget. Look at its figures, then add under {file!r}:  {line}")
+            continue
+        for arch, resources in per_arch.items():
+            for what, used in resources._asdict().items():
+                allowed = ceiling(budgets[kernel], what, arch)
+                if used > allowed:
+                    unit = "" if what == "registers" else " bytes of"
+                    found.append(f"{file}: {kernel} on {arch} takes {used}{unit} {what}, its budget is {allowed}")
+    found += [
+        f"{file}: {kernel} has a budget but is gone. Remove its line." for kernel in budgets if kernel not in measured
+    ]
+    return found
+
+
+def add_missing(measured: Mapping[str, Measured], path: Path = BUDGET_FILE) -> None:
+    """Give new kernels the budget they just meet and drop those that are gone. Never loosens one that stands."""
+    old = load_budgets(path)
+    files = []
+    for file, kernels in measured.items():
+        entries = {kernel: old.get(file, {}).get(kernel) or suggest(per_arch) for kernel, per_arch in kernels.items()}
+        lines = [f"    {json.dumps(kernel)}: {json.dumps(entry)}" for kernel, entry in entries.items()]
+        files.append(f"  {json.dumps(file)}: {{\n" + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(files) + "\n}\n")
+
+
+def print_table(measured: Mapping[str, Measured]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    budgets = load_budgets()
+    table = Table(title="CUDA kernels as compiled")
+    for column in ("file", "kernel", *(f"sm_{arch}" for arch in ARCHITECTURES), "budget"):
+        table.add_column(column, overflow="fold")
+    for file, kernels in measured.items():
+        for kernel, per_arch in kernels.items():
+            budget = budgets.get(file, {}).get(kernel)
+            cells = [
+                f"[{'red' if problems(file, {kernel: {arch: used}}, {kernel: budget or {}}) else 'green'}]{used}[/]"
+                for arch, used in per_arch.items()
+            ]
+            table.add_row(file, kernel, *cells, "none" if budget is None else json.dumps(budget)[1:-1].replace('"', ""))
+        table.add_section()
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Resources of every CUDA kernel, from nvcc alone.")
+    parser.add_argument(
+        "--add", action="store_true", help="add entries for new kernels, drop those of kernels that are gone"
+    )
+    arguments = parser.parse_args()
+    measured = {source.name: measure(source) for source in kernel_sources()}
+    if arguments.add:
+        add_missing(measured)
+    print_table(measured)
+    budgets = load_budgets()
+    for file in sorted({*measured, *budgets}):
+        for problem in problems(file, measured.get(file, {}), budgets.get(file, {})):
+            print(problem)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Two small real kernels, interpreted or compiled: odd sizes, masks, fp32 accumulation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness.error_budget import assert_within_budget
+from tests.harness.triton_interpreter import dot_dtypes, interpreted, triton_device
+
+triton = pytest.importorskip("triton", reason="needs triton")
+import triton.language as tl  # noqa: E402
+
+
+@triton.jit
+def softmax_kernel(x, out, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    values = tl.load(x + row * columns + at, mask=inside, other=float("-inf")).to(tl.float32)
+    weights = tl.exp(values - tl.max(values, axis=0))
+    tl.store(out + row * columns + at, weights / tl.sum(weights, axis=0), mask=inside)
+
+
+@triton.jit
+def matmul_kernel(a, b, out, M, N, K, BLOCK: tl.constexpr):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for start in range(0, K, BLOCK):
+        across, down = start + tl.arange(0, BLOCK)[None, :], start + tl.arange(0, BLOCK)[:, None]
+        left = tl.load(a + rows * K + across, mask=(rows < M) & (across < K), other=0.0)
+        right = tl.load(b + down * N + columns, mask=(down < K) & (columns < N), other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+    tl.store(out + rows * N + columns, total, mask=(rows < M) & (columns < N))
+
+
+def randn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(triton_device(), dtype)
+
+
+def test_kernels_run_where_the_mode_says() -> None:
+    assert interpreted() or torch.cuda.is_available()
+    assert type(softmax_kernel).__name__ == ("InterpretedFunction" if interpreted() else "JITFunction")
+
+
+@pytest.mark.parametrize("columns", [1, 63, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_masked_softmax(columns: int, dtype: torch.dtype) -> None:
+    x = randn(7, columns, dtype=dtype)
+    out = torch.full_like(x, float("nan"))
+    softmax_kernel[(7,)](x, out, columns, BLOCK=triton.next_power_of_2(columns))
+    assert_within_budget(out, x.double().softmax(1), x.softmax(1), name="softmax")
+
+
+@pytest.mark.parametrize("shape", [(33, 17, 50), (16, 16, 16), (1, 40, 7)])
+@pytest.mark.parametrize("dtype", dot_dtypes())
+def test_tiled_matmul(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = shape
+    a, b = randn(m, k, dtype=dtype), randn(k, n, dtype=dtype)
+    out = torch.full((m, n), float("nan"), dtype=dtype, device=a.device)
+    matmul_kernel[(triton.cdiv(m, 16), triton.cdiv(n, 16))](a, b, out, m, n, k, BLOCK=16)
+    assert_within_budget(out, a.double() @ b.double(), a @ b, name="matmul")

@@ -1,0 +1,42 @@
+"""The processor's vector units, against what the kernel of the operating system says."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LEVELS = ["portable", "avx2", "avx512", "amx"]
+
+
+def isa(wanted: str | None = None) -> str:
+    environment = {key: value for key, value in os.environ.items() if key != "PDKERNELS_CPU_ISA"}
+    if wanted is not None:
+        environment["PDKERNELS_CPU_ISA"] = wanted
+    command = [sys.executable, "-c", "from pdkernels._host import cpu_isa; print(cpu_isa())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return done.stdout.strip() or done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="needs x86-64 Linux")
+def test_agrees_with_cpuinfo() -> None:
+    flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+    expected = "portable"
+    if {"avx2", "fma"} <= set(flags):
+        expected = "avx2"
+        if {"avx512f", "avx512bw", "avx512vl", "avx512dq"} <= set(flags):
+            expected = "avx512"
+            if {"amx_bf16", "amx_tile", "avx512_bf16"} <= set(flags):
+                expected = "amx"
+    assert isa() == expected
+
+
+def test_environment_lowers_but_never_raises() -> None:
+    found = LEVELS.index(isa())
+    for level, name in enumerate(LEVELS):
+        assert isa(name) == LEVELS[min(level, found)]
+    assert "PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got 'neon'" in isa("neon")
