@@ -1,0 +1,129 @@
+"""Tables and plots out of benchmark JSON: `python -m bench.report [folder] [--write]`.
+
+The README and the docs hold tables between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; ``--write`` renews them and the
+plots beside the docs. Without it the tables are printed. No figure is typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench/results/cpu"
+Row = dict[str, Any]
+
+
+def load(folder: Path) -> list[Row]:
+    """The ``extra_info`` of every benchmark in the folder's JSON files, with its spread."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        for benchmark in json.loads(path.read_text())["benchmarks"]:
+            stats = benchmark["stats"]
+            rows.append({**benchmark["extra_info"], "group": benchmark["group"], "iqr_us": stats["iqr"] * 1e6})
+    return rows
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *lines])
+
+
+def microseconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def by_contender(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
+    """Contenders in the order they ran, with their row in each case."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    pick = lambda name, case: next((r for r in rows if r["contender"] == name and case.items() <= r.items()), None)  # noqa: E731
+    return [(name, [pick(name, case) for _, case in cases]) for name in names]
+
+
+def kv_commit(rows: list[Row], batch: int = 1) -> str:
+    rows = [row for row in rows if row["op"] == "kv_commit_" and row["batch"] == batch]
+    cases = [(f"{a} of {d}", {"accepted": a, "drafted": d}) for a, d in [(5, 81), (16, 256), (32, 1024)]]
+    header = ["µs, median (times the copy beside it)", *(title for title, _ in cases)]
+    lines = []
+    for name, found in by_contender(rows, cases):
+        cells = [f"{microseconds(row['median_us'])} ({row['ratio_to_baseline']:.3g}x)" if row else "-" for row in found]
+        lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells])
+    moved = [next(row["bytes_moved"] for row in rows if case.items() <= row.items()) / 1e6 for _, case in cases]
+    lines.append(["bytes to move", *(f"{mb:.2f} MB" for mb in moved)])
+    return table(header, lines)
+
+
+def verify_draft(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] == "verify_draft"]
+    cases = [(f"batch {b}, width {w}", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 64), (32, 64)]]
+    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    return table(["µs, median", *(title for title, _ in cases)], lines)
+
+
+def machine(rows: list[Row]) -> str:
+    row = rows[0]
+    return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
+
+
+TABLES = {
+    "kv_commit": lambda rows: kv_commit(rows, 1),
+    "kv_commit batch 4": lambda rows: kv_commit(rows, 4),
+    "verify_draft": verify_draft,
+    "machine": machine,
+}
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Commit times of all contenders, logarithmic, the copy of the same bytes as a line."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["op"] == "kv_commit_" and row["batch"] == 1]
+    groups = list(dict.fromkeys(row["accepted"] for row in rows))
+    figure, axes = plt.subplots(1, len(groups), figsize=(11, 3.2), sharey=True, layout="constrained")
+    for axis, accepted in zip(axes, groups):
+        part = [row for row in rows if row["accepted"] == accepted]
+        colours = ["#1f77b4" if row["contender"].startswith("pdkernels") else "#bbbbbb" for row in part]
+        axis.barh([row["contender"] for row in part], [row["median_us"] for row in part], color=colours)
+        axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="copy of the same bytes")
+        axis.set(xscale="log", xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
+    figure.suptitle("kv_commit_, 36 layers x [1, 4096, 8, 128] bf16")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def renew(path: Path, rows: list[Row]) -> None:
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return f"<!-- bench:{name} -->\n{TABLES[name](rows)}\n<!-- /bench -->"
+
+    text = path.read_text()
+    path.write_text(re.sub(r"<!-- bench:(.+?) -->\n.*?<!-- /bench -->", fill, text, flags=re.DOTALL))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=RESULTS)
+    parser.add_argument("--write", action="store_true", help="renew the tables in README.md and docs/, and the plots")
+    arguments = parser.parse_args()
+    rows = load(arguments.folder)
+    if arguments.write:
+        for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+            renew(path, rows)
+        plot(rows, ROOT / "docs/images/bench_kv_commit.png")
+    else:
+        for name, make in TABLES.items():
+            print(f"\n{name}\n{make(rows)}")
+
+
+if __name__ == "__main__":
+    main()
