@@ -185,7 +185,7 @@ class BuildNative(build_ext):
                     *(flag for code in codes for flag in ("-gencode", code)),
                     "-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda", "-isystem", torch / "include", *stable]
             ninja.rule("nvcc", [*quote(*cuda), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-            ninja.rule("link_ops", [*quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "-gencode", codes[-1]),
+            ninja.rule("link_ops", [*quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"),
                                     "-o $out $in", *quote(*(f.replace("-Wl,", "-Xlinker=") if isinstance(f, str) else f for f in libraries))])
         else:
             ninja.rule("link_ops", [*quote(*cxx, "-shared", *optimise), "-o $out $in", *quote(*libraries)])

@@ -4,7 +4,7 @@
 slow and obvious references in `pd.reference`.
 """
 
-from pdkernels import cache, ops, reference
+from pdkernels import cache, decoding, models, ops, reference
 from pdkernels._native import has_native
 from pdkernels.config import __version__, show_config
 from pdkernels.ops import DraftVerdict, kv_append_, kv_commit_, kv_trim_, verify_draft
@@ -13,10 +13,12 @@ __all__ = [
     "DraftVerdict",
     "__version__",
     "cache",
+    "decoding",
     "has_native",
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
+    "models",
     "ops",
     "reference",
     "show_config",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import struct
 import warnings
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,16 @@ import torch
 def library_path() -> Path:
     """``PDKERNELS_LIBRARY`` names another build, such as one with sanitizers."""
     return Path(os.environ.get("PDKERNELS_LIBRARY") or Path(__file__).with_name("_ops.so"))
+
+
+def _is_cut_off(path: Path) -> bool:
+    """Whether an ELF file ends before its last part, the table of sections. Loading such a file would end the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64:
+        return True
+    start, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    return start + size * count > path.stat().st_size
 
 
 @cache
@@ -34,6 +45,8 @@ def has_native() -> bool:
         )
         return False
     try:
+        if _is_cut_off(path):
+            raise OSError("the file is not complete")
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(

@@ -1,0 +1,181 @@
+"""The command line: ``python -m pdkernels generate | models | doctor``.
+
+The only module that imports typer and rich, which the library itself does not need.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated, Any
+
+try:
+    import typer
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+except ModuleNotFoundError as missing:
+    if (missing.name or "").partition(".")[0] not in ("typer", "rich"):
+        raise
+    sys.exit("The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'")
+
+from pdkernels import decoding, models
+from pdkernels.config import show_config
+from pdkernels.decoding.result import DecodeResult
+from pdkernels.models.tokenizers import Tokenizer
+
+app = typer.Typer(
+    help="Parallel decoding of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_ACCEPTED = "bold green"
+_GIVEN = "default"
+_PROMPT = "dim"
+
+
+class _Stream:
+    """Prints tokens as they come: what was drafted and accepted in colour, what the model had to give itself plain."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
+        self._console = console
+        self._text = tokenizer.incremental()
+
+    def __call__(self, sequence: int, ids: list[int], accepted: int) -> None:
+        self._print(self._text.feed(ids[:accepted]), _ACCEPTED)
+        self._print(self._text.feed(ids[accepted:]), _GIVEN)
+
+    def finish(self) -> None:
+        """Print what waited for the rest of a character, and end the line."""
+        self._print(self._text.flush(), _GIVEN)
+        self._console.print()
+
+    def _print(self, text: str, style: str) -> None:
+        if text:
+            self._console.print(Text(_visible(text), style), end="", soft_wrap=True)
+
+
+def _visible(text: str) -> str:
+    """`text` without characters that would steer the terminal: models may write those too."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
+    method: Annotated[
+        list[str] | None, typer.Option(help="Decoding method, or 'all'. May be given several times to compare.")
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
+    block_size: Annotated[int | None, typer.Option(help="Jacobi: tokens per block.")] = None,
+    window: Annotated[int | None, typer.Option(help="Jacobi: length of a running draft, instead of blocks.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Jacobi: seed of the tokens a draft starts from.")] = None,
+    page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
+    ] = False,
+) -> None:
+    """Continue a prompt, show which tokens were accepted drafts, and what the generation cost."""
+    console = Console(highlight=False)
+    given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
+    options = {name: value for name, value in given.items() if value is not None}
+    try:
+        methods = _methods(method or ["jacobi"], options)
+        language_model = models.load(model)
+        results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
+        greedy = None
+        if check:
+            greedy = results.get("autoregressive") or decoding.generate(
+                language_model, prompt, max_new_tokens=max_new_tokens
+            )
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        if not str(error).startswith("pdkernels."):  # a fault of ours, not of the input: keep the traceback
+            raise
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+    same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
+    console.print(_table(results, same if check else None))
+    if console.color_system is not None:
+        console.print(Text.assemble(("accepted drafts", _ACCEPTED), ", ", ("given by the model itself", _GIVEN)))
+    if not all(same.values()):
+        raise typer.Exit(1)
+
+
+def _methods(names: list[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The options of each method asked for. An option that none of them takes is an error, not ignored."""
+    if "all" in names:
+        names = list(decoding.available())
+    accepted = {name: decoding.method_options(name) for name in names}
+    for option in options:
+        if not any(option in known for known in accepted.values()):
+            raise typer.BadParameter(f"--{option.replace('_', '-')} is no option of {' or '.join(accepted)}.")
+    return {
+        name: {option: value for option, value in options.items() if option in known}
+        for name, known in accepted.items()
+    }
+
+
+def _run(
+    console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
+) -> DecodeResult:
+    # A few tokens unseen first, so that no method pays for the start of the process.
+    decoding.generate(model, prompt, method, max_new_tokens=min(4, max_new_tokens), **options)
+    console.rule(Text(method, "bold"), align="left", style="dim")
+    console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
+    stream = _Stream(console, model.tokenizer)
+    result = decoding.generate(
+        model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options
+    )
+    stream.finish()
+    return result
+
+
+def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("method")
+    for heading in ("forwards", "tokens", "tokens per forward", "seconds", "tokens/s"):
+        table.add_column(heading, justify="right")
+    if same is not None:
+        table.add_column("identical to greedy")
+    for name, result in results.items():
+        stats = result.stats
+        row = [
+            name,
+            str(stats.forwards),
+            str(stats.tokens),
+            f"{stats.tokens_per_forward:.2f}",
+            f"{stats.seconds:.3f}",
+            f"{stats.tokens_per_second:.0f}",
+        ]
+        if same is not None:
+            row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else "[bold red]no[/]")
+        table.add_row(*row)
+    return table
+
+
+@app.command("models")
+def list_models() -> None:
+    """List the models that can be loaded by name."""
+    for name in models.available():
+        typer.echo(name)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, what was compiled and what each op uses on each device."""
+    typer.echo(show_config())
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # generated text may hold characters that this output cannot
+    app(prog_name="pdkernels")

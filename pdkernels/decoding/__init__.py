@@ -1,0 +1,219 @@
+"""Decoding methods behind one entry, `generate`. One file per method; `available()` lists them."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type, message
+from pdkernels.decoding import autoregressive, jacobi
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens, TraceStep
+
+__all__ = ["DecodeResult", "DecodeStats", "TraceStep", "available", "generate", "method_options"]
+
+# A method fills a session; its keyword-only parameters are its options.
+_METHODS: dict[str, Callable[..., None]] = {
+    "autoregressive": autoregressive.decode,
+    "jacobi": jacobi.decode,
+}
+
+# Names of the other methods this library is about: asking for one is no typing error.
+_NAMED = (
+    "jacobi_multiblock",
+    "linear_self_speculation",
+    "quadratic_self_speculation",
+    "block_diffusion",
+    "recurrent_static",
+    "recurrent_adaptive",
+    "recurrent_self_speculation",
+    "recurrent_diffusion",
+    "llada",
+    "dream",
+    "slowfast",
+    "dllm_cache",
+    "fast_dllm",
+    "fast_dllm_v2",
+    "planned",
+)
+
+_OP = "decoding.generate"
+
+Prompt = str | torch.Tensor | Sequence[int]
+
+
+def available() -> tuple[str, ...]:
+    """Names of the methods `generate` offers.
+
+    >>> available()
+    ('autoregressive', 'jacobi')
+    """
+    return tuple(_METHODS)
+
+
+def method_options(method: str) -> tuple[str, ...]:
+    """Names of the options that `generate` takes for `method`.
+
+    >>> method_options("jacobi")
+    ('block_size', 'window', 'seed', 'page_size')
+    """
+    parameters = inspect.signature(_method(method)).parameters.values()
+    return tuple(item.name for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def generate(
+    model: Any,
+    prompt: Prompt | Sequence[str] | Sequence[torch.Tensor] | Sequence[Sequence[int]],
+    method: str = "autoregressive",
+    *,
+    max_new_tokens: int = 128,
+    end_tokens: Sequence[int] | None = None,
+    on_tokens: OnTokens | None = None,
+    trace: bool = False,
+    **options: Any,
+) -> DecodeResult:
+    """Generate greedily from `prompt`, with the decoding method called `method`.
+
+    Args:
+        model: a model with `new_cache`, `config.vocab_size`, `tokenizer` and `end_tokens`, called as
+            ``model(tokens, cache=cache, counts=counts, rows=rows) -> logits`` (see `pdkernels.models`).
+        prompt: text (for a model with a tokenizer), token ids as a 1-D integer tensor or a list of ints, or a list
+            of any of these for a batch. Prompts of a batch may differ in length; none may be empty.
+        method: one of `available()`.
+        max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
+        end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.
+        on_tokens: called as ``on_tokens(sequence, ids, accepted)`` whenever a sequence of the batch has new tokens;
+            the first `accepted` of `ids` were accepted drafts, the others the model gave itself.
+        trace: keep every draft, its predictions and what was accepted in ``stats.trace``.
+        **options: options of the method.
+
+            - ``autoregressive``: `page_size`.
+            - ``jacobi``: `block_size` (16) decodes block after block, `window` keeps one running draft of that length
+              instead; `seed` (0) of the tokens a draft starts from; `page_size`.
+
+            `page_size` is the number of rows per page of a paged KV cache; None, the default, keeps it contiguous.
+
+    Returns:
+        `DecodeResult` with the new tokens only, their text and the stats: a tensor and a string for a single prompt,
+        lists of those for a batch.
+
+    Raises:
+        ValueError: an unknown method, an empty prompt, ids outside the vocabulary, an option out of range.
+        TypeError: an unknown option or an argument of the wrong type.
+        NotImplementedError: a method this version does not have yet.
+
+    The forward over the prompt counts as a forward. A method never changes the tokens, only what they cost: every
+    method here gives the tokens of greedy autoregressive decoding, on logits that do not depend on how many rows a
+    forward has.
+
+    Example:
+        >>> from pdkernels.models.transformer import Transformer, TransformerConfig
+        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
+        ...                                       head_dim=8, intermediate_size=24))
+        >>> greedy = generate(model, [3, 1, 4], max_new_tokens=8)
+        >>> jacobi = generate(model, [3, 1, 4], "jacobi", max_new_tokens=8, block_size=4)
+        >>> torch.equal(greedy.tokens, jacobi.tokens), jacobi.stats.forwards <= greedy.stats.forwards
+        (True, True)
+    """
+    decode = _method(method)
+    _check_options(method, options)
+    check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
+    check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
+    vocabulary = model.config.vocab_size
+    ends = tuple(model.end_tokens) if end_tokens is None else tuple(end_tokens)
+    for token in ends:
+        check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
+        check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
+    prompts, single = _token_lists(model, prompt, vocabulary)
+
+    session = Session(model, prompts, max_new_tokens, ends, on_tokens, trace)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        decode(session, **options)
+    seconds = time.perf_counter() - started - session.callback_seconds
+
+    tokens = sum(len(ids) for ids in session.tokens)
+    # A sequence takes part in the prompt's forward and in one per verified draft.
+    taken_part = sum(1 + len(accepted) for accepted in session.accepted)
+    stats = DecodeStats(
+        method=method,
+        forwards=session.forwards,
+        tokens=tokens,
+        tokens_per_forward=tokens / taken_part,
+        seconds=seconds,
+        accepted=session.accepted,
+        trace=session.trace,
+    )
+    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
+    text = None
+    if model.tokenizer is not None:
+        text = [model.tokenizer.decode(sequence) for sequence in session.tokens]
+    if single:
+        return DecodeResult(ids[0], None if text is None else text[0], stats)
+    return DecodeResult(ids, text, stats)
+
+
+def _is_int(value: object) -> bool:
+    return type(value) is int
+
+
+def _method(method: str) -> Callable[..., None]:
+    check_type(isinstance(method, str), _OP, "method", "be a str", type(method).__name__)
+    offered = ", ".join(available())
+    if method in _NAMED:
+        raise NotImplementedError(
+            message(_OP, "method", "be one this version has", repr(method), f"Available: {offered}.")
+        )
+    check(method in _METHODS, _OP, "method", "name a decoding method", repr(method), f"Known: {offered}.")
+    return _METHODS[method]
+
+
+def _check_options(method: str, options: dict[str, Any]) -> None:
+    accepted = method_options(method)
+    for name in options:
+        check_type(
+            name in accepted, _OP, "options", f"be options of method {method!r}", repr(name),
+            f"It accepts: {', '.join(accepted)}.",
+        )
+    page_size = options.get("page_size")
+    if page_size is not None:
+        check_type(_is_int(page_size), _OP, "page_size", "be an int", type(page_size).__name__)
+        check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
+
+
+def _token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int]], bool]:
+    """Each prompt as a list of ids, and whether there was a single one instead of a batch."""
+    single = isinstance(prompt, (str, torch.Tensor)) or (
+        isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_int(item) for item in prompt)
+    )
+    if not single:
+        check_type(
+            isinstance(prompt, Sequence), _OP, "prompt", "be text, token ids or a list of either", type(prompt).__name__
+        )
+        check(len(prompt) > 0, _OP, "prompt", "hold at least one token", "an empty list")
+    prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
+    for ids in prompts:
+        check(len(ids) > 0, _OP, "prompt", "hold at least one token", "an empty prompt",
+              "Start from a beginning-of-text token if the model has one.")
+        low, high = min(ids), max(ids)
+        check(low >= 0 and high < vocabulary, _OP, "prompt", f"hold ids in 0 .. {vocabulary - 1}", f"{low} .. {high}")
+    return prompts, single
+
+
+def _token_list(model: Any, prompt: Any) -> list[int]:
+    if isinstance(prompt, str):
+        check(model.tokenizer is not None, _OP, "prompt", "be token ids (the model has no tokenizer)", "a str")
+        return list(model.tokenizer.encode(prompt))
+    if isinstance(prompt, torch.Tensor):
+        integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
+        check_type(integral, _OP, "prompt", "be an integer tensor", prompt.dtype)
+        check(prompt.dim() == 1, _OP, "prompt", "be a 1-D tensor", f"shape {tuple(prompt.shape)}",
+              "Give a batch as a list of 1-D tensors.")
+        return prompt.tolist()
+    integers = isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt)
+    check_type(integers, _OP, "prompt", "be text, a 1-D tensor or a list of ints", type(prompt).__name__)
+    return list(prompt)

@@ -1,0 +1,88 @@
+"""What every decoding loop starts from and leaves behind: packed prompts, a cache, the record of its tokens."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pdkernels.decoding.result import OnTokens, TraceStep
+
+
+def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Which of `tokens` are among `ends` (1-D), elementwise."""
+    return (tokens.unsqueeze(-1) == ends).any(-1)
+
+
+class Session:
+    """One call of `generate`: its inputs on the device, its growing output on the host.
+
+    A loop reads its device once per step, and that one read brings every token home; the record is kept from those
+    host copies, so nothing here touches the device after the prompt is packed.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        prompts: list[list[int]],
+        max_new_tokens: int,
+        end_tokens: tuple[int, ...],
+        on_tokens: OnTokens | None,
+        trace: bool,
+    ) -> None:
+        self.model = model
+        self.prompts = prompts
+        self.batch = len(prompts)
+        self.longest = max(len(prompt) for prompt in prompts)
+        self.max_new_tokens = max_new_tokens
+        self.end_tokens = end_tokens
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.accepted: list[list[int]] = [[] for _ in prompts]
+        self.trace: list[list[TraceStep]] | None = [[] for _ in prompts] if trace else None
+        self.forwards = 0
+        self.callback_seconds = 0.0
+        self._on_tokens = on_tokens
+
+    def new_cache(self, page_size: int | None) -> Any:
+        """A cache with room for every prompt and all its new tokens; paged if `page_size` is given."""
+        capacity = self.longest + self.max_new_tokens
+        if page_size is None:
+            return self.model.new_cache(self.batch, capacity)
+        cache = self.model.new_cache(self.batch, capacity, kind="paged", page_size=page_size)
+        # All pages at once: the loop then never has to ask the host-side allocator.
+        cache.reserve_([len(prompt) + self.max_new_tokens for prompt in self.prompts])
+        return cache
+
+    def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompts as rows ``(batch, width)`` with zeros behind them, and their lengths ``(batch,)``."""
+        rows = [prompt + [0] * (width - len(prompt)) for prompt in self.prompts]
+        lengths = [len(prompt) for prompt in self.prompts]
+        return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
+
+    def ragged(self, counts: torch.Tensor) -> torch.Tensor | None:
+        """`counts` of the prompts' forward, or None where all prompts are equally long and every row counts."""
+        return None if all(len(prompt) == self.longest for prompt in self.prompts) else counts
+
+    def record_first(self, sequence: int, token: int) -> None:
+        """The token that the prompt's forward gave."""
+        self._emit(sequence, [token], 0)
+
+    def record_step(
+        self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
+    ) -> None:
+        """One verified draft: ``draft[0]`` is on record since the step before, the rest and the next token are new."""
+        self.accepted[sequence].append(accepted)
+        if self.trace is not None and predictions is not None:
+            self.trace[sequence].append(TraceStep(draft, predictions, accepted))
+        new = draft[1:accepted]
+        if draft[accepted - 1] not in self.end_tokens:
+            new.append(next_token)
+        self._emit(sequence, new, accepted - 1)
+
+    def _emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
+        self.tokens[sequence] += new
+        if self._on_tokens is not None:
+            started = time.perf_counter()
+            self._on_tokens(sequence, list(new), accepted_drafts)
+            self.callback_seconds += time.perf_counter() - started

@@ -1,0 +1,67 @@
+"""What a decoder hands back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+# on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts)
+OnTokens = Callable[[int, list[int], int], None]
+
+
+class TraceStep(NamedTuple):
+    """One forward over a draft, as one sequence of the batch saw it."""
+
+    draft: list[int]
+    predictions: list[int]  # the model's own next token after each draft token
+    accepted: int  # draft[:accepted] was committed
+
+
+@dataclass(frozen=True)
+class DecodeStats:
+    """What a generation cost.
+
+    Attributes:
+        method: name of the decoding method.
+        forwards: forward passes of the model over the batch. The prompt's own forward counts.
+        tokens: new tokens, all sequences together.
+        tokens_per_forward: `tokens` over the forwards in which their sequences took part (a finished sequence takes
+            part in none), so that the figure of a sequence is the same alone and in a batch; 1.0 is autoregressive.
+        seconds: wall time from the first allocation to the last token on the host, without the time spent in
+            `on_tokens`.
+        accepted: per sequence, the draft tokens committed by each forward after the prompt's, the always right first
+            one included. One list per sequence, also for a single prompt.
+        trace: per sequence, one `TraceStep` per forward after the prompt's; None unless asked for.
+    """
+
+    method: str
+    forwards: int
+    tokens: int
+    tokens_per_forward: float
+    seconds: float
+    accepted: list[list[int]]
+    trace: list[list[TraceStep]] | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """`tokens` over `seconds`; 0.0 for a generation of no tokens."""
+        return self.tokens / self.seconds if self.tokens else 0.0
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """New tokens, without the prompt.
+
+    Attributes:
+        tokens: int64 ``(length,)`` on the CPU, or a list of those for a batch. An end token that stopped a
+            sequence is its last token.
+        text: the decoded tokens, special ones left out; None where the model has no tokenizer.
+        stats: see `DecodeStats`.
+    """
+
+    tokens: torch.Tensor | list[torch.Tensor]
+    text: str | list[str] | None
+    stats: DecodeStats

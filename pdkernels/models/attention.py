@@ -1,0 +1,82 @@
+"""What each new token sees, and the attention over it."""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from pdkernels.models.transformer import Cache
+
+
+class Visibility(NamedTuple):
+    """The keys of one forward: how many to read per sequence, and which of them each row sees.
+
+    `mask` is True where a row sees a key, and broadcasts to `(batch, heads, rows, keys)`. None: every row sees every
+    key, or, with `causal`, row i sees keys 0..i.
+    """
+
+    keys: int
+    mask: torch.Tensor | None
+    causal: bool = False
+
+
+def uncached_visibility(length: int, mask: torch.Tensor | None) -> Visibility:
+    """A full forward: causal, or an explicit `(length, length)` or `(batch, length, length)` mask."""
+    if mask is None:
+        return Visibility(length, None, causal=True)
+    return Visibility(length, mask[None, None] if mask.dim() == 2 else mask[:, None])
+
+
+def cached_visibility(cache: Cache, lengths: list[int] | None, counts: list[int] | None, rows: int) -> Visibility:
+    """`rows` new tokens per sequence on top of a cache: row i of sequence b sees the keys j <= lengths[b] + i.
+
+    `lengths` and `counts` are the host's copies, where it has them. Without them (the cache is on a device that the
+    host must not wait for) the whole capacity is read under a mask.
+    """
+    if lengths is None:
+        keys = cache.capacity
+    else:
+        longest = max(lengths)
+        if counts is None or min(counts) == rows:
+            keys = longest + rows
+            if rows == 1 and min(lengths) == longest:
+                return Visibility(keys, None)
+            if longest == 0:
+                return Visibility(keys, None, causal=True)
+        else:
+            # At least one, so that padding rows see something finite.
+            keys = max(1, max(map(operator.add, lengths, counts)))
+    device = cache.lengths.device
+    last_seen = cache.lengths[:, None] + torch.arange(rows, device=device)
+    return Visibility(keys, torch.arange(keys, device=device) <= last_seen[:, None, :, None])
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
+    """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
+    if visibility.causal and q.requires_grad and q.device.type == "cpu":
+        return _causal_by_matmul(q, k, v)
+    return F.scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=visibility.mask,
+        is_causal=visibility.causal,
+        enable_gqa=q.shape[2] != k.shape[2],
+    ).transpose(1, 2)
+
+
+def _causal_by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """For training on a CPU, where SDPA's backward takes twice as long as that of two batched products."""
+    batch, length, heads, head_dim = q.shape
+    kv_heads, group = k.shape[2], heads // k.shape[2]
+    q = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * length, head_dim)
+    k = k.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, length)
+    v = v.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
+    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf).repeat(group, 1)
+    weights = torch.baddbmm(bias, q, k, alpha=head_dim**-0.5).softmax(-1).to(v.dtype)
+    return (weights @ v).view(batch, kv_heads, group, length, head_dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

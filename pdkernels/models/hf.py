@@ -1,0 +1,144 @@
+"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3): configuration and tensors, both ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, message
+from pdkernels.models.rope import YarnScaling
+from pdkernels.models.transformer import TransformerConfig
+
+ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3")
+
+_OP = "models.load"
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+
+
+def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
+    """The `TransformerConfig` of a parsed `config.json`.
+
+    Raises NotImplementedError for what the transformer does not compute (another architecture, activation, RoPE scaling
+    or a sliding window), so that no checkpoint is run wrongly.
+
+    >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
+    ...                 "num_attention_heads": 4, "intermediate_size": 96, "rope_theta": 1e6}).qkv_bias
+    True
+    """
+    for name in _REQUIRED:
+        check(name in config, _OP, "config.json", f"hold {name!r}", f"only {', '.join(sorted(config))}")
+    kind = config.get("model_type")
+    _demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", repr(kind))
+    activation = config.get("hidden_act", "silu")
+    _demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
+    max_positions = config.get("max_position_embeddings", 2048)
+    window = config.get("sliding_window") if config.get("use_sliding_window", kind != "qwen2") else None
+    _demand(window is None or window >= max_positions, "sliding_window",
+            f"be absent or cover all {max_positions} positions", window)
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return TransformerConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        intermediate_size=config["intermediate_size"],
+        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        yarn=_yarn(rope, max_positions),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        tied_head=config.get("tie_word_embeddings", False),
+        max_positions=max_positions,
+    )
+
+
+def _demand(condition: bool, field: str, expectation: str, actual: object) -> None:
+    if not condition:
+        raise NotImplementedError(message(_OP, f"config.json: {field}", expectation, actual))
+
+
+def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    _demand(kind in ("default", "yarn"), "rope_type", "be 'default' or 'yarn'", repr(kind))
+    share = rope.get("partial_rotary_factor", 1.0)
+    _demand(share == 1.0, "partial_rotary_factor", "be 1", share)
+    beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+    if kind == "default":
+        _demand(beta == 0, "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
+        return None
+    factor = float(rope["factor"])
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0
+
+    attention_factor = rope.get("attention_factor")
+    if attention_factor is None:
+        one, other = rope.get("mscale"), rope.get("mscale_all_dim")
+        attention_factor = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
+    _demand(rope.get("truncate", True), "truncate", "be true", "false")
+    return YarnScaling(
+        factor=factor,
+        original_positions=rope.get("original_max_position_embeddings") or max_positions,
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        attention_factor=float(attention_factor),
+        query_beta=beta,
+    )
+
+
+def _names(config: TransformerConfig) -> Iterator[tuple[str, list[str]]]:
+    """Each of our parameters, and the tensors that stand one after the other in it."""
+    yield "embedding", ["model.embed_tokens.weight"]
+    for index in range(config.layers):
+        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
+        yield f"{ours}qkv", [f"{theirs}self_attn.{name}_proj.weight" for name in "qkv"]
+        if config.qkv_bias:
+            yield f"{ours}qkv_bias", [f"{theirs}self_attn.{name}_proj.bias" for name in "qkv"]
+        yield f"{ours}output", [f"{theirs}self_attn.o_proj.weight"]
+        yield f"{ours}gate_up", [f"{theirs}mlp.{name}_proj.weight" for name in ("gate", "up")]
+        yield f"{ours}down", [f"{theirs}mlp.down_proj.weight"]
+        yield f"{ours}attention_norm", [f"{theirs}input_layernorm.weight"]
+        yield f"{ours}mlp_norm", [f"{theirs}post_attention_layernorm.weight"]
+    yield "norm", ["model.norm.weight"]
+    if not config.tied_head:
+        yield "head", ["lm_head.weight"]
+
+
+def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
+    """Our state dict from one with Hugging Face names: q, k, v and gate, up become one matrix each.
+
+    Raises ValueError if tensors are missing or left over. A stored `lm_head` of a tied model must equal the embedding.
+    """
+    # Older checkpoints store the RoPE frequencies, which follow from the configuration.
+    left = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
+    ours = {}
+    missing = [name for _, parts in _names(config) for name in parts if name not in left]
+    check(not missing, _OP, "checkpoint", "hold every tensor of its config.json", f"none called {_some(missing)}")
+    for name, parts in _names(config):
+        tensors = [left.pop(part) for part in parts]
+        ours[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if config.tied_head and "lm_head.weight" in left:
+        same = torch.equal(left.pop("lm_head.weight"), ours["embedding"])
+        check(same, _OP, "lm_head.weight", "equal the embedding of a tied model", "another matrix",
+              "Set tie_word_embeddings to false in config.json.")
+    check(not left, _OP, "checkpoint", "hold only tensors of its config.json", f"also {_some(sorted(left))}")
+    return ours
+
+
+def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
+    """The inverse of `from_hf_state_dict`; the tensors are views of ours."""
+    query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    sizes = {3: [query, key_value, key_value], 2: [config.intermediate_size] * 2}
+    theirs = {}
+    for name, parts in _names(config):
+        tensors = [state[name]] if len(parts) == 1 else state[name].split(sizes[len(parts)])
+        theirs.update(zip(parts, tensors, strict=True))
+    return theirs
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

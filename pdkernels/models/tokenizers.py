@@ -1,0 +1,137 @@
+"""Text to ids and back: bytes for the tiny models, `tokenizer.json` for real checkpoints."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from pdkernels._validation import check, check_type
+
+
+class IncrementalDecoder(Protocol):
+    """Text of a stream of ids: `feed` returns what is certain so far, `flush` the rest."""
+
+    def feed(self, ids: Iterable[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Tokenizer(Protocol):
+    """What `Transformer.tokenizer` offers."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Iterable[int]) -> str: ...
+
+    def incremental(self) -> IncrementalDecoder: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes are ids 0 to 255; id 256 ends a text.
+
+    `decode` skips the end token and puts U+FFFD where bytes are not UTF-8.
+
+    >>> tokenizer = ByteTokenizer()
+    >>> tokenizer.encode("né")
+    [110, 195, 169]
+    >>> tokenizer.decode([110, 195, 169, tokenizer.end_token])
+    'né'
+    >>> stream = tokenizer.incremental()
+    >>> [stream.feed([byte]) for byte in (110, 195, 169)]
+    ['n', '', 'é']
+    """
+
+    end_token = 256
+    vocab_size = 257
+    end_tokens = (256,)
+
+    def encode(self, text: str) -> list[int]:
+        check_type(isinstance(text, str), "ByteTokenizer.encode", "text", "be a str", type(text).__name__)
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Iterable[int]) -> str:
+        stream = self.incremental()
+        return stream.feed(ids) + stream.flush()
+
+    def incremental(self) -> IncrementalDecoder:
+        return _ByteStream()
+
+
+class _ByteStream:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        values = [int(i) for i in ids]
+        for value in values:
+            check(0 <= value < ByteTokenizer.vocab_size, "ByteTokenizer.decode", "ids",
+                  f"lie in [0, {ByteTokenizer.vocab_size})", value)
+        return self._decoder.decode(bytes(value for value in values if value != ByteTokenizer.end_token))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of a checkpoint, through the optional `tokenizers` library. Special tokens are not decoded."""
+
+    def __init__(self, path: Path | str, *, end_tokens: tuple[int, ...] = ()) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise ImportError(
+                f"pdkernels.models.load: {path} needs the optional library `tokenizers`. "
+                "Install it with `pip install 'pdkernels[text]'`, or move the file away to work with token ids."
+            ) from error
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        self.end_tokens = end_tokens
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size())
+
+    def encode(self, text: str) -> list[int]:
+        check_type(isinstance(text, str), "JsonTokenizer.encode", "text", "be a str", type(text).__name__)
+        return list(self._tokenizer.encode(text).ids)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokenizer.decode([int(i) for i in ids]))
+
+    def incremental(self) -> IncrementalDecoder:
+        return _JsonStream(self)
+
+
+class _JsonStream:
+    """Decodes new ids together with the piece before them: a token's text may depend on its left neighbour.
+
+    A piece that ends inside a character waits for the rest of it.
+    """
+
+    def __init__(self, tokenizer: JsonTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._context: list[int] = []
+        self._new: list[int] = []
+
+    def feed(self, ids: Iterable[int]) -> str:
+        self._new.extend(int(i) for i in ids)
+        text = self._text()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._new = self._new, []
+        return text
+
+    def flush(self) -> str:
+        text = self._text()
+        self._context, self._new = [], []
+        return text
+
+    def _text(self) -> str:
+        return self._tokenizer.decode(self._context + self._new)[len(self._tokenizer.decode(self._context)) :]

@@ -1,0 +1,135 @@
+"""Greedy Jacobi decoding as the paper states it: no cache, one sequence, the whole sequence through the model each time.
+
+Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window).
+
+Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself gave it after
+right tokens only. A forward over the draft therefore settles at least one more token, and the tokens are those of
+greedy autoregressive decoding whatever the rest of the draft holds.
+
+The unsettled rest starts as tokens drawn from the sequence so far. Draft slot j is filled in step s with
+``history[word(seed, s, 0, j) mod len(history)]`` (Philox words, see philox.py). `history` is the prompt and the tokens
+committed before the forward of step s: a decoder that never waits for its device can draw it before the verdict is
+known. The row is 0 for every sequence, so that a sequence takes the same path alone and anywhere in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .autoregressive import Model, greedy_predictions
+from .philox import random_words
+
+
+class JacobiStep(NamedTuple):
+    draft: list[int]
+    predictions: list[int]  # the model's own next token after each draft token
+    accepted: int  # draft[:accepted] was committed; at least 1
+
+
+class JacobiResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # the prompt's forward counts
+    trace: list[JacobiStep]  # every forward but the prompt's
+
+
+def filler_words(seed: int, steps: int, slots: int) -> list[list[int]]:
+    """The random word of every step and draft slot."""
+    return random_words(seed, torch.arange(steps)[:, None], torch.tensor(0), torch.arange(slots)).tolist()
+
+
+def fillers(words: Sequence[int], history: Sequence[int]) -> list[int]:
+    """A token out of `history` for each of `words`."""
+    return [history[word % len(history)] for word in words]
+
+
+def accepted_length(draft: Sequence[int], predictions: Sequence[int], end_tokens: Sequence[int]) -> int:
+    """1 + the number of leading draft tokens the model agrees with, cut behind the first end token."""
+    accepted = 1
+    while accepted < len(draft) and draft[accepted] == predictions[accepted - 1]:
+        accepted += 1
+    for offset in range(accepted):
+        if draft[offset] in end_tokens:
+            return offset + 1
+    return accepted
+
+
+def jacobi(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    block_size: int = 16,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> JacobiResult:
+    """Block after block; inside a block the draft only shrinks (its accepted head leaves it).
+
+    Args:
+        model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
+        prompt: token ids, at least one.
+        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
+        end_tokens: stop after one of these; it is kept as the last token.
+        seed: of the draft tokens that start a block. It changes the forwards needed, never the tokens.
+    """
+    return _decode(model, list(prompt), max_new_tokens, block_size, end_tokens, seed, running=False)
+
+
+def jacobi_window(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    window: int,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> JacobiResult:
+    """The running window: what an accepted head leaves free is refilled at once, so the draft stays `window` long.
+
+    Arguments as in :func:`jacobi`. The authors' engine keeps the last committed token in slot 0 and refills with
+    ids of the whole vocabulary; here slot 0 is the first uncommitted token, and a refill comes from the sequence so
+    far as in :func:`jacobi`. Neither changes a token.
+    """
+    return _decode(model, list(prompt), max_new_tokens, window, end_tokens, seed, running=True)
+
+
+def _decode(
+    model: Model, prompt: list[int], limit: int, length: int, end_tokens: Sequence[int], seed: int, running: bool
+) -> JacobiResult:
+    if limit == 0:
+        return JacobiResult([], 0, [])
+
+    # The prompt's forward gives the first draft: the exact first token, then guesses that rest on fillers. The last
+    # token asked for is never verified by a forward of its own, so a draft longer than limit - 1 would be wasted.
+    draft_length = max(1, min(length, limit - 1))
+    words = filler_words(seed, limit, length)
+    guesses = greedy_predictions(model, prompt + fillers(words[0][: draft_length - 1], prompt))
+    draft = guesses[len(prompt) - 1 :]
+    committed: list[int] = []
+    trace: list[JacobiStep] = []
+
+    while True:
+        next_token = draft[0]
+        if next_token in end_tokens or len(committed) + 1 == limit:
+            return JacobiResult([*committed, next_token], 1 + len(trace), trace)
+
+        history = prompt + committed
+        predictions = greedy_predictions(model, history + draft)[len(history) :]
+        accepted = accepted_length(draft, predictions, end_tokens)
+        trace.append(JacobiStep(draft, predictions, accepted))
+        committed = committed + draft[:accepted]
+        if committed[-1] in end_tokens:
+            return JacobiResult(committed, 1 + len(trace), trace)
+
+        fresh = fillers(words[len(trace)], history)
+        if running:
+            kept = predictions[accepted - 1 :]
+            draft = kept + fresh[len(kept) :]
+        elif accepted < len(draft):
+            draft = predictions[accepted - 1 : -1]
+        else:
+            draft = [predictions[-1], *fresh[1:]]
+        draft = draft[: max(1, limit - len(committed) - 1)]

@@ -1,0 +1,121 @@
+"""Calls every op at small odd sizes, with good and with bad values, for a memory checker to watch.
+
+    compute-sanitizer --tool memcheck python scripts/sanitizer_driver.py
+    python scripts/sanitizer_driver.py --device cpu        (the same calls, nobody watching)
+
+Results of good calls are compared with the reference. Bad values must be refused (CPU) or leave their sequence alone (CUDA).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Every tensor is an allocation of its own, so that the checker knows where it ends.
+os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import pdkernels as pd
+from pdkernels import reference
+from pdkernels.ops._library import SCHEMAS
+from pdkernels.reference import kv_cache, verify_draft  # noqa: F401  (submodules of `reference`)
+from tests.ops import kv_cases
+
+WILD = [-1, -(2**31), 2**31 - 1, 100]
+Run = Callable[[object, kv_cases.Case], None]
+
+
+def spoil(rng: random.Random, tensors: list[torch.Tensor | None]) -> None:
+    present = [t for t in tensors if t is not None and t.numel() > 0]
+    for t in rng.sample(present, rng.randint(0, min(2, len(present)))):
+        t.view(-1)[rng.randrange(t.numel())] = rng.choice(WILD)
+
+
+def kv_case(rng: random.Random) -> kv_cases.Case:
+    return kv_cases.make_case(
+        rng.randrange(2**20), layers=rng.randint(1, 3), batch=rng.randint(1, 3), capacity=rng.randint(1, 24), heads=rng.randint(1, 3),
+        head_dim=rng.choice([1, 3, 8, 16, 33]), v_head_dim=rng.choice([None, 6]), dtype=rng.choice(kv_cases.DTYPES),
+        layout=rng.choice(kv_cases.LAYOUTS), page_size=rng.choice([None, 1, 3, 16]),
+        index_dtype=rng.choice([torch.int32, torch.int64]), offset=rng.randint(0, 3),
+    )  # fmt: skip
+
+
+def run_kv(rng: random.Random, device: torch.device, bad: bool, call: Run) -> None:
+    case = kv_case(rng)
+    if bad:
+        spoil(rng, [case.lengths, case.counts, case.source_index, case.block_table])
+    actual = case.moved(device)
+    try:
+        call(pd, actual)
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        expected = case.moved(torch.device("cpu"))
+        call(reference.kv_cache, expected)
+        assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes())), "not what the reference does"
+
+
+def append(ops: object, c: kv_cases.Case) -> None:
+    ops.kv_append_(*([kv_cases.as_list(x) for x in (c.k, c.v, c.k_new, c.v_new)]), c.lengths, counts=c.counts, block_table=c.block_table)
+
+
+def commit(ops: object, c: kv_cases.Case) -> None:
+    ops.kv_commit_(kv_cases.as_list(c.k), kv_cases.as_list(c.v), c.lengths, c.counts, c.source_index, block_table=c.block_table)
+
+
+def trim(ops: object, c: kv_cases.Case) -> None:
+    ops.kv_trim_(c.lengths, c.lengths // 2 if c.capacity % 2 else c.counts.clamp(max=c.lengths))
+
+
+def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
+    batch, width = rng.randint(1, 3), rng.choice([1, 2, 5, 33, 70])
+    shape = rng.choice([(batch, width), (batch, rng.randint(1, 5), width)])
+    dtype = rng.choice([torch.int32, torch.int64])
+    draft, predictions = torch.randint(0, 2, shape, dtype=dtype), torch.randint(0, 2, shape, dtype=dtype)
+    lengths = torch.randint(0, width + 1, (batch,), dtype=dtype)
+    if bad:
+        spoil(rng, [draft, predictions, lengths])
+    options = {"draft_lengths": lengths, "end_tokens": torch.tensor([1], dtype=dtype), "refill": torch.full((batch, width), 7, dtype=dtype)}
+    try:
+        moved = {name: t.to(device) for name, t in options.items()}
+        actual = [t.cpu() for t in pd.verify_draft(draft.to(device), predictions.to(device), **moved)]
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        expected = reference.verify_draft.verify_draft(draft, predictions, **options)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected)), "not what the reference does"
+
+
+RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
+    "kv_append_": lambda *arguments: run_kv(*arguments, append),
+    "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
+    "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
+    "verify_draft": run_verify,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--calls", type=int, default=60, help="of each op, half of them with bad values")
+    options = parser.parse_args()
+    kv_cases.GUARD = 0  # room around the tests' buffers, which would hide what goes on just outside them
+    torch.manual_seed(0)
+    assert set(RUNS) == set(SCHEMAS), f"no calls here for: {set(SCHEMAS) - set(RUNS)}"
+    for op, run in RUNS.items():
+        rng = random.Random(op)
+        for index in range(options.calls):
+            run(rng, torch.device(options.device), index % 2 == 1)
+        print(f"{op}: {options.calls} calls on {options.device}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

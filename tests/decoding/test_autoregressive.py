@@ -1,0 +1,51 @@
+"""The cached autoregressive decoder against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from pdkernels.reference.autoregressive import autoregressive
+from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
+
+token = st.integers(0, VOCABULARY - 1)
+prompts = st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.sampled_from(sorted(SCRIPTS)),
+    ties=st.booleans(),
+    batch=prompts,
+    limit=st.integers(0, 20),
+    ends=st.lists(token, max_size=3),
+    page_size=st.sampled_from([None, 1, 3, 16]),
+)
+def test_equals_the_reference(
+    script: str, ties: bool, batch: list[list[int]], limit: int, ends: list[int], page_size: int | None
+) -> None:
+    model = FakeModel(SCRIPTS[script], ties=ties)
+    result = generate(model, batch, max_new_tokens=limit, end_tokens=ends, page_size=page_size, trace=True)
+    expected = [autoregressive(model.plain, prompt, limit, end_tokens=ends) for prompt in batch]
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert stats.forwards == max(one.forwards for one in expected)
+    assert stats.tokens == sum(len(one.tokens) for one in expected)
+    assert stats.tokens_per_forward == (1.0 if limit else 0.0)
+    assert stats.accepted == [[1] * (len(one.tokens) - 1) for one in expected]
+    for steps, one in zip(stats.trace, expected, strict=True):
+        assert [(step.draft, step.predictions) for step in steps] == [
+            ([before], [after]) for before, after in zip(one.tokens, one.tokens[1:], strict=False)
+        ]
+    assert set(model.rows_seen) <= {1}  # the head only ever runs on the rows that are needed
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_few_tokens(limit: int) -> None:
+    model = FakeModel(SCRIPTS["history"])
+    result = generate(model, [4, 2], max_new_tokens=limit)
+    assert result.tokens.dtype == torch.int64 and result.tokens.shape == (limit,)
+    assert result.stats.forwards == limit == len(model.rows_seen)

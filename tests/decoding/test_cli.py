@@ -1,0 +1,146 @@
+"""The command line, on an untrained byte model: its text is noise, control characters included."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from pdkernels import cli, decoding, models
+from pdkernels.decoding._session import Session
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+
+GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
+
+
+@pytest.fixture(autouse=True)
+def noise(monkeypatch: pytest.MonkeyPatch) -> Transformer:
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16,
+        tied_head=False,
+    )
+    model = Transformer(config, tokenizer=ByteTokenizer()).double().requires_grad_(False)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_()
+    load = models.load
+    monkeypatch.setattr(models, "load", lambda name: model if name == "tiny-code" else load(name))
+    return model
+
+
+def run(*arguments: str, **environment: str | None) -> Result:
+    environment = {"NO_COLOR": None, "FORCE_COLOR": None, "TERM": None, "COLUMNS": "120", **environment}
+    return CliRunner().invoke(cli.app, list(arguments), env=environment)
+
+
+def test_one_method_and_its_table(noise: Transformer) -> None:
+    result = run(*GENERATE, "--block-size", "5")
+    assert result.exit_code == 0, result.output
+    stats = decoding.generate(noise, "def f(", "jacobi", max_new_tokens=24, block_size=5).stats
+    assert re.search(rf"^ +jacobi +{stats.forwards} +24 +{stats.tokens_per_forward:.2f} ", result.stdout, re.M)
+    assert "def f(" in result.stdout and "identical" not in result.stdout
+
+
+def test_the_text_is_streamed_unbroken_and_harmless(noise: Transformer) -> None:
+    result = run(*GENERATE, "--method", "autoregressive", "--max-new-tokens", "200", COLUMNS="40")
+    text = decoding.generate(noise, "def f(", max_new_tokens=200).text
+    assert "def f(" + cli._visible(text) + "\n" in result.stdout
+    assert any(ord(character) < 32 and character not in "\n\t" for character in text), "the noise must hold some"
+    assert all(character.isprintable() or character in "\n\t" for character in result.stdout)
+
+
+def test_no_character_steers_the_terminal() -> None:
+    assert cli._visible("a\x1b[2Jb\r\x07\x9b\n\té") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\té"
+
+
+def test_check_compares_with_greedy() -> None:
+    result = run(*GENERATE, "--method", "autoregressive", "--method", "jacobi", "--check")
+    assert result.exit_code == 0
+    assert re.search(r"autoregressive .* is greedy", result.stdout)
+    assert re.search(r"jacobi .* yes", result.stdout)
+    assert re.search(r"jacobi .* yes", run(*GENERATE, "--check").stdout)
+
+
+def test_a_difference_is_told_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(session: Session) -> None:
+        session.forwards += 1
+        session.record_first(0, 65)
+
+    monkeypatch.setitem(decoding._METHODS, "wrong", wrong)
+    result = run(*GENERATE, "--method", "wrong", "--check")
+    assert result.exit_code == 1
+    assert re.search(r"wrong .* no", result.stdout)
+    assert run(*GENERATE, "--method", "wrong").exit_code == 0
+
+
+def test_all_methods() -> None:
+    result = run(*GENERATE, "--method", "all", "--window", "6", "--seed", "3", "--page-size", "4", "--check")
+    assert result.exit_code == 0, result.output
+    for method in decoding.available():
+        assert re.search(rf"^ +{method} +\d", result.stdout, re.M)
+
+
+@pytest.mark.parametrize(
+    ("environment", "coloured"), [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+)
+def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: bool) -> None:
+    result = run(*GENERATE, "--max-new-tokens", "60", TERM="xterm-256color", **environment)
+    assert (re.search(r"\x1b\[[0-9;]*3[0-9]", result.stdout) is not None) == coloured
+    assert ("\x1b" in result.stdout) == bool(environment)
+    assert ("accepted drafts" in result.stdout) == bool(environment)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi."),
+        (["--method", "llada"], "Available: autoregressive, jacobi."),
+        (["--block-size", "0"], "block_size must be at least 1, got 0."),
+        (["--block-size", "4", "--window", "4"], "window must stand alone"),
+        (["--prompt", ""], "prompt must hold at least one token"),
+        (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1."),
+        (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
+    ],
+)
+def test_errors_are_one_sentence(arguments: list[str], text: str) -> None:
+    result = run(*GENERATE, *arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr and result.stderr.startswith("error: pdkernels.") and result.stderr.count("\n") == 1
+
+
+def test_an_option_no_method_takes_is_an_error() -> None:
+    result = run(*GENERATE, "--method", "autoregressive", "--block-size", "4")
+    assert result.exit_code == 2 and "--block-size is no option of autoregressive" in result.stderr
+
+
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(session: Session) -> None:
+        raise ValueError("something else")
+
+    monkeypatch.setitem(decoding._METHODS, "broken", broken)
+    result = run(*GENERATE, "--method", "broken")
+    assert isinstance(result.exception, ValueError) and str(result.exception) == "something else"
+
+
+def test_models_and_doctor() -> None:
+    assert run("models").stdout.split() == list(models.available())
+    assert run("doctor").stdout.startswith("pdkernels ")
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_extra_is_one_sentence(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; import pdkernels; import pdkernels.__main__"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'\n"
+
+
+def test_the_library_itself_needs_neither() -> None:
+    code = "import sys, pdkernels; sys.exit(any(name in sys.modules for name in ('typer', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

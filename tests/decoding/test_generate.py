@@ -1,0 +1,169 @@
+"""The one entry of all decoding methods: inputs, results, streaming, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.decoding import available, generate, method_options
+from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
+
+
+class Letters:
+    """A tokenizer of the letters a .. w."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) - ord("a") for letter in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(token + ord("a")) for token in ids)
+
+
+def model(**options: Any) -> FakeModel:
+    return FakeModel(SCRIPTS["sticky"], **options)
+
+
+def test_every_form_of_a_prompt() -> None:
+    lettered = model(tokenizer=Letters())
+    ids = [2, 0, 1]
+    expected = generate(lettered, ids, max_new_tokens=5)
+    for prompt in (tuple(ids), "cab", torch.tensor(ids), torch.tensor(ids, dtype=torch.int32)):
+        result = generate(lettered, prompt, max_new_tokens=5)
+        assert torch.equal(result.tokens, expected.tokens) and result.text == expected.text
+    batch = generate(lettered, [ids, "cab", torch.tensor(ids)], max_new_tokens=5)
+    assert isinstance(batch.tokens, list) and batch.text == [expected.text] * 3
+    assert all(torch.equal(tokens, expected.tokens) for tokens in batch.tokens)
+    one = generate(lettered, ["cab"], max_new_tokens=5)
+    assert isinstance(one.tokens, list) and one.text == [expected.text]
+
+
+def test_result_of_a_single_prompt() -> None:
+    result = generate(model(), [1, 2], "jacobi", max_new_tokens=5)
+    assert result.tokens.dtype == torch.int64 and result.tokens.shape == (5,)
+    assert result.text is None
+    stats = result.stats
+    assert stats.method == "jacobi" and stats.tokens == 5 and stats.seconds > 0 and stats.trace is None
+    assert stats.tokens_per_second == stats.tokens / stats.seconds
+    assert len(stats.accepted) == 1 and len(stats.accepted[0]) == stats.forwards - 1
+
+
+@pytest.mark.parametrize("method", available())
+def test_no_tokens_need_no_forward(method: str) -> None:
+    fake = model()
+    result = generate(fake, [[1], [2, 3]], method, max_new_tokens=0, trace=True)
+    assert [tokens.tolist() for tokens in result.tokens] == [[], []]
+    assert result.stats.forwards == 0 and result.stats.tokens_per_forward == 0.0
+    assert result.stats.tokens_per_second == 0.0 and result.stats.accepted == [[], []]
+    assert fake.rows_seen == []
+
+
+@pytest.mark.parametrize("method", available())
+def test_end_tokens_default_to_those_of_the_model(method: str) -> None:
+    fake = FakeModel(SCRIPTS["position"], end_tokens=(4,))
+    stopped = generate(fake, [3], method, max_new_tokens=40).tokens.tolist()
+    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
+    assert len(generate(fake, [3], method, max_new_tokens=40, end_tokens=()).tokens) == 40
+
+
+@pytest.mark.parametrize("method", available())
+def test_streaming_gives_every_token_once_and_tells_drafts_apart(method: str) -> None:
+    heard: list[list[int]] = [[], []]
+    drafts = [0, 0]
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the model's own
+        heard[sequence] += ids
+        drafts[sequence] += accepted
+        ids.clear()  # the list is the listener's
+
+    result = generate(model(), [[1, 2], [5]], method, max_new_tokens=30, on_tokens=listen)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    for sequence, accepted in enumerate(result.stats.accepted):
+        assert drafts[sequence] == sum(accepted) - len(accepted)
+    assert (sum(drafts) > 0) == (method != "autoregressive")
+
+
+def test_time_spent_listening_does_not_count() -> None:
+    import time
+
+    result = generate(model(), [1], max_new_tokens=4, on_tokens=lambda *_: time.sleep(0.1))
+    assert result.stats.seconds < 0.3
+
+
+def test_reachable_from_the_package() -> None:
+    assert pd.decoding.generate is generate
+
+
+NAMES = "Known: autoregressive, jacobi."
+GENERATE, JACOBI = "pdkernels.decoding.generate: ", "pdkernels.decoding.jacobi: "
+
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"prompt": []}, ValueError, GENERATE + "prompt must hold at least one token, got an empty list."),
+    ({"prompt": [[1], []]}, ValueError, GENERATE + "prompt must hold at least one token, got an empty prompt."),
+    ({"prompt": torch.zeros(0, dtype=torch.int64)}, ValueError, "prompt must hold at least one token"),
+    ({"prompt": [1, VOCABULARY]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got 1 .. 23."),
+    ({"prompt": [-1, 4]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got -1 .. 4."),
+    ({"prompt": "text"}, ValueError, GENERATE + "prompt must be token ids (the model has no tokenizer), got a str."),
+    ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids or a list of either, got int."),
+    ({"prompt": [[1, 2.5]]}, TypeError, GENERATE + "prompt must be text, a 1-D tensor or a list of ints, got list."),
+    ({"prompt": torch.zeros(3)}, TypeError, GENERATE + "prompt must be an integer tensor, got torch.float32."),
+    (
+        {"prompt": torch.zeros(1, 3, dtype=torch.int64)},
+        ValueError,
+        GENERATE + "prompt must be a 1-D tensor, got shape (1, 3). Give a batch as a list of 1-D tensors.",
+    ),
+    ({"max_new_tokens": -1}, ValueError, GENERATE + "max_new_tokens must be at least 0, got -1."),
+    ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),
+    ({"end_tokens": [99]}, ValueError, GENERATE + "end_tokens must hold ids in 0 .. 22, got 99."),
+    ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
+    ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
+    ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
+    (
+        {"method": "block_diffusion"},
+        NotImplementedError,
+        GENERATE + "method must be one this version has, got 'block_diffusion'. Available: autoregressive, jacobi.",
+    ),
+    (
+        {"method": "autoregressive", "block_size": 4},
+        TypeError,
+        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: page_size.",
+    ),
+    (
+        {"blocksize": 4},
+        TypeError,
+        GENERATE + "options must be options of method 'jacobi', got 'blocksize'. "
+        "It accepts: block_size, window, seed, page_size.",
+    ),
+    ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
+    ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),
+    ({"block_size": 0}, ValueError, JACOBI + "block_size must be at least 1, got 0."),
+    ({"window": 0}, ValueError, JACOBI + "window must be at least 1, got 0."),
+    ({"window": 2.0}, TypeError, JACOBI + "window must be an int, got float."),
+    ({"seed": "x"}, TypeError, JACOBI + "seed must be an int, got str."),
+    (
+        {"window": 4, "block_size": 4},
+        ValueError,
+        JACOBI + "window must stand alone, got window=4 and block_size=4. "
+        "Give block_size to decode block by block, or window to keep one running draft.",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "text"), ERRORS)
+def test_errors(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as raised:
+        generate(model(), **{"prompt": [1], "method": "jacobi", "max_new_tokens": 4, **arguments})
+    assert text in str(raised.value)
+
+
+def test_options_are_checked_even_when_no_token_is_asked_for() -> None:
+    with pytest.raises(ValueError, match="block_size must be at least 1"):
+        generate(model(), [1], "jacobi", max_new_tokens=0, block_size=0)
+
+
+def test_method_options() -> None:
+    assert method_options("autoregressive") == ("page_size",)
+    assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")

@@ -1,0 +1,152 @@
+"""Qwen2, Llama and Ministral3 written down once more, from the published maths: plain, uncached, fp64, HF names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+
+
+def random_checkpoint(fields: dict[str, Any], seed: int = 0, dtype: torch.dtype = torch.float64) -> State:
+    """Random tensors with the names and shapes of a checkpoint with this config.json."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3).to(dtype)
+
+    hidden, inner, vocab = fields["hidden_size"], fields["intermediate_size"], fields["vocab_size"]
+    heads, kv_heads, head_dim = _heads(fields)
+    state = {"model.embed_tokens.weight": matrix(vocab, hidden), "model.norm.weight": 1 + matrix(hidden)}
+    for layer in range(fields["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        for part, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
+            state[f"{name}self_attn.{part}_proj.weight"] = matrix(width, hidden)
+            if fields["model_type"] == "qwen2":
+                state[f"{name}self_attn.{part}_proj.bias"] = matrix(width)
+        state[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
+        state[f"{name}mlp.gate_proj.weight"] = matrix(inner, hidden)
+        state[f"{name}mlp.up_proj.weight"] = matrix(inner, hidden)
+        state[f"{name}mlp.down_proj.weight"] = matrix(hidden, inner)
+        state[f"{name}input_layernorm.weight"] = 1 + matrix(hidden)
+        state[f"{name}post_attention_layernorm.weight"] = 1 + matrix(hidden)
+    if not fields.get("tie_word_embeddings", False):
+        state["lm_head.weight"] = matrix(vocab, hidden)
+    return state
+
+
+def _heads(fields: dict[str, Any]) -> tuple[int, int, int]:
+    heads = fields["num_attention_heads"]
+    return heads, fields["num_key_value_heads"], fields.get("head_dim", fields["hidden_size"] // heads)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
+    """Radians per position of a pair of components."""
+    rope = fields.get("rope_parameters", {})
+    theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
+    plain = theta ** (-2 * pair / head_dim)
+    if rope.get("rope_type", "default") == "default":
+        return plain
+    original = rope["original_max_position_embeddings"]
+
+    def boundary(turns: float) -> float:
+        return head_dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    low = max(math.floor(boundary(rope["beta_fast"])), 0)
+    high = min(math.ceil(boundary(rope["beta_slow"])), head_dim - 1)
+    ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+    return ramp * plain / rope["factor"] + (1 - ramp) * plain
+
+
+def rotate_pairs(
+    x: torch.Tensor, positions: list[int], fields: dict[str, Any], interleaved: bool = False
+) -> torch.Tensor:
+    """x (length, head_dim), one component pair after the other."""
+    out = torch.empty_like(x)
+    head_dim = x.shape[-1]
+    for pair in range(head_dim // 2):
+        first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + head_dim // 2)
+        for row, position in enumerate(positions):
+            angle = position * frequency(pair, head_dim, fields)
+            a, b = x[row, first], x[row, second]
+            out[row, first] = a * math.cos(angle) - b * math.sin(angle)
+            out[row, second] = a * math.sin(angle) + b * math.cos(angle)
+    return out
+
+
+def plain_logits(
+    state: State,
+    fields: dict[str, Any],
+    tokens: list[int],
+    *,
+    interleaved: bool = False,
+    positions: list[int] | None = None,
+    visible: list[list[bool]] | None = None,
+) -> torch.Tensor:
+    """Logits (length, vocab) in fp64."""
+    state = {name: tensor.double() for name, tensor in state.items()}
+    length = len(tokens)
+    positions = positions if positions is not None else list(range(length))
+    heads, kv_heads, head_dim = _heads(fields)
+    eps = fields.get("rms_norm_eps", 1e-6)
+    rope = fields.get("rope_parameters", {})
+    x = state["model.embed_tokens.weight"][tokens]
+    for layer in range(fields["num_hidden_layers"]):
+        name = f"model.layers.{layer}."
+        h = _norm(x, state[f"{name}input_layernorm.weight"], eps)
+        q, k, v = (
+            h @ state[f"{name}self_attn.{part}_proj.weight"].T + state.get(f"{name}self_attn.{part}_proj.bias", 0.0)
+            for part in "qkv"
+        )
+        outputs = []
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            q_head = rotate_pairs(q[:, head * head_dim :][:, :head_dim], positions, fields, interleaved)
+            k_head = rotate_pairs(k[:, kv * head_dim :][:, :head_dim], positions, fields, interleaved)
+            v_head = v[:, kv * head_dim :][:, :head_dim]
+            beta = rope.get("llama_4_scaling_beta", 0.0)
+            if beta:
+                original = rope["original_max_position_embeddings"]
+                scales = [[1 + beta * math.log(1 + p // original)] for p in positions]
+                q_head = q_head * torch.tensor(scales, dtype=torch.float64)
+            scores = q_head @ k_head.T / math.sqrt(head_dim)
+            for i in range(length):
+                for j in range(length):
+                    if not (visible[i][j] if visible is not None else j <= i):
+                        scores[i, j] = -math.inf
+            outputs.append(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ v_head)
+        x = x + torch.cat(outputs, -1) @ state[f"{name}self_attn.o_proj.weight"].T
+        h = _norm(x, state[f"{name}post_attention_layernorm.weight"], eps)
+        gate = h @ state[f"{name}mlp.gate_proj.weight"].T
+        up = h @ state[f"{name}mlp.up_proj.weight"].T
+        x = x + (gate / (1 + torch.exp(-gate)) * up) @ state[f"{name}mlp.down_proj.weight"].T
+    x = _norm(x, state["model.norm.weight"], eps)
+    return x @ state.get("lm_head.weight", state["model.embed_tokens.weight"]).T
+
+
+QWEN2 = {
+    "model_type": "qwen2", "vocab_size": 23, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 20, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True, "max_position_embeddings": 64, "eos_token_id": 5,
+}
+LLAMA = {
+    "model_type": "llama", "vocab_size": 19, "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 12, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False, "max_position_embeddings": 64,
+}
+MINISTRAL3 = {
+    "model_type": "ministral3", "vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 24, "tie_word_embeddings": False,
+    "max_position_embeddings": 64, "dtype": "bfloat16", "eos_token_id": [2, 11],
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8,
+        "beta_fast": 1.0, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+}
+CHECKPOINTS = {"qwen2": QWEN2, "llama": LLAMA, "ministral3": MINISTRAL3}

@@ -1,0 +1,221 @@
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pdkernels import models
+from pdkernels.models import ByteTokenizer, Transformer, YarnScaling, from_hf_config
+from pdkernels.models import from_hf_state_dict, to_hf_state_dict
+from pdkernels.models.zoo import WEIGHTS
+from tests.models.plain import CHECKPOINTS, LLAMA, MINISTRAL3, QWEN2, plain_logits, random_checkpoint
+
+SNIPPET = '''\
+class Counter:
+    def __init__(self, start=0):
+        self.value = start
+
+    def increment(self, amount=1):
+        """Add amount to the value and return it."""
+        self.value += amount
+        return self.value
+'''
+
+
+# ---- tiny models
+
+
+def test_tiny_code_is_small() -> None:
+    model = models.load("tiny-code")
+    assert "tiny-code" in models.available()
+    assert (WEIGHTS / "tiny-code.safetensors").stat().st_size <= 4_000_000
+    assert 1.8e6 < sum(p.numel() for p in model.parameters()) < 2.2e6
+    assert model.config.vocab_size == 257 and model.end_tokens == (256,)
+    assert isinstance(model.tokenizer, ByteTokenizer)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+
+
+def test_tiny_code_knows_python() -> None:
+    model = models.load("tiny-code")
+    tokens = torch.tensor([model.tokenizer.encode(SNIPPET)])
+    loss = torch.nn.functional.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:])
+    assert loss.item() / math.log(2) < 2.0
+    shuffled = tokens[:, torch.randperm(tokens.shape[1], generator=torch.Generator().manual_seed(0))]
+    noise = torch.nn.functional.cross_entropy(model(shuffled)[0, :-1], shuffled[0, 1:])
+    assert noise > 3 * loss
+
+
+def test_stored_weights_are_the_loaded_ones() -> None:
+    stored = load_file(WEIGHTS / "tiny-code.safetensors")
+    for dtype in (None, torch.float64, torch.bfloat16):
+        model = models.load("tiny-code", dtype=dtype)
+        assert model.dtype == (dtype or torch.float32)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, stored[name].to(tensor.dtype))
+    a, b = models.load("tiny-code"), models.load("tiny-code")
+    with torch.no_grad():
+        a.norm.zero_()
+    assert b.norm.any()
+
+
+def test_tiny_files_keep_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdkernels.models import zoo
+
+    config = replace(from_hf_config(MINISTRAL3), vocab_size=257, rope_style="interleaved")
+    zoo.save_tiny(Transformer(config), tmp_path / "tiny-test.safetensors", bits=1.5)
+    monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
+    assert zoo.available() == ("tiny-test",)
+    assert zoo.load("tiny-test").config == config
+
+
+# ---- checkpoints
+
+
+def write(folder: Path, fields: dict[str, Any], state: dict[str, torch.Tensor], shards: int = 1) -> None:
+    (folder / "config.json").write_text(json.dumps(fields))
+    names = sorted(state)
+    if shards == 1:
+        save_file(state, folder / "model.safetensors")
+        return
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        save_file({name: state[name] for name in names[shard::shards]}, folder / file)
+        weight_map.update(dict.fromkeys(names[shard::shards], file))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("shards", [1, 3])
+def test_folders_equal_the_plain_transcription(name: str, shards: int, tmp_path: Path) -> None:
+    fields = CHECKPOINTS[name]
+    state = random_checkpoint(fields, dtype=torch.float32)
+    write(tmp_path, fields, state, shards)
+    tokens = torch.randint(fields["vocab_size"], (1, 12), generator=torch.Generator().manual_seed(0))
+    model = models.load(tmp_path, dtype=torch.float64)
+    torch.testing.assert_close(model(tokens)[0], plain_logits(state, fields, tokens[0].tolist()), rtol=1e-11, atol=1e-11)
+    assert model.tokenizer is None
+    saved = to_hf_state_dict(models.load(str(tmp_path), dtype=torch.float32).state_dict(), model.config)
+    assert saved.keys() == state.keys() and all(torch.equal(saved[key], state[key]) for key in state)
+
+
+def test_dtype_and_end_tokens_of_a_folder(tmp_path: Path) -> None:
+    write(tmp_path, MINISTRAL3, random_checkpoint(MINISTRAL3, dtype=torch.bfloat16))
+    model = models.load(tmp_path)
+    assert model.dtype == torch.bfloat16 and model.end_tokens == (2, 11)
+    assert models.load(tmp_path, dtype=torch.float16).dtype == torch.float16
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
+    assert models.load(tmp_path).end_tokens == (3,)
+    (tmp_path / "generation_config.json").write_text("{}")
+    (tmp_path / "config.json").write_text(json.dumps({**MINISTRAL3, "torch_dtype": "float32", "dtype": None,
+                                                      "eos_token_id": None}))
+    assert models.load(tmp_path).dtype == torch.float32 and models.load(tmp_path).end_tokens == ()
+
+
+def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    write(tmp_path, QWEN2, random_checkpoint(QWEN2, dtype=torch.float32))
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    model = models.load(tmp_path)
+    assert model.tokenizer.encode("b a c") == [1, 0, 2] and model.tokenizer.end_tokens == (5,)
+
+
+def test_configurations() -> None:
+    config = from_hf_config(MINISTRAL3)
+    assert config.yarn == YarnScaling(4.0, 8, 1.0, 0.1, 1.0, 0.1) and config.rope_theta == 100.0
+    assert asdict(from_hf_config(LLAMA))["qkv_bias"] is False and from_hf_config(LLAMA).head_dim == 8
+    rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
+    yarn = from_hf_config({**QWEN2, "rope_scaling": rope}).yarn
+    assert yarn is not None and math.isclose(yarn.attention_factor, 0.1 * math.log(16) + 1)
+    assert from_hf_config({**QWEN2, "sliding_window": 8, "use_sliding_window": False}).tied_head
+
+
+def test_state_dict_round_trip() -> None:
+    state, config = random_checkpoint(QWEN2), from_hf_config(QWEN2)
+    back = to_hf_state_dict(from_hf_state_dict(state, config), config)
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    extra = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone(),
+             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    assert from_hf_state_dict(extra, config).keys() == from_hf_state_dict(state, config).keys()
+
+
+# ---- errors
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(ValueError) as caught:
+        models.load("tiny-cod")
+    assert str(caught.value) == (
+        "pdkernels.models.load: name_or_path must name a model or a local folder, got 'tiny-cod'. "
+        f"Models: {', '.join(models.available())}."
+    )
+
+
+def test_bad_dtype() -> None:
+    with pytest.raises(TypeError, match="dtype must be one of float64, float32, bfloat16, float16, got torch.int64"):
+        models.load("tiny-code", dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type must be one of qwen2, llama, mistral, ministral3, got 'gpt2'."),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
+        ({"sliding_window": 8, "use_sliding_window": True},
+         "sliding_window must be absent or cover all 64 positions, got 8."),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type must be 'default' or 'yarn', got 'llama3'."),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5."),
+        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+         "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1."),
+    ],
+)
+def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        from_hf_config({**QWEN2, **changes})
+    assert str(caught.value) == f"pdkernels.models.load: config.json: {message}"
+
+
+def test_missing_field() -> None:
+    with pytest.raises(ValueError, match="config.json must hold 'hidden_size', got only"):
+        from_hf_config({name: value for name, value in QWEN2.items() if name != "hidden_size"})
+
+
+def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+    state, config = random_checkpoint(QWEN2), from_hf_config(QWEN2)
+    short = {name: tensor for name, tensor in state.items() if "layers.1.self_attn" not in name}
+    with pytest.raises(ValueError, match=r"got none called model\.layers\.1\.self_attn\.q_proj\.weight.* and 3 more\."):
+        from_hf_state_dict(short, config)
+    with pytest.raises(ValueError, match=r"hold only tensors of its config\.json, got also model\.layers\.0\.q_norm\."):
+        from_hf_state_dict({**state, "model.layers.0.q_norm": torch.ones(1)}, config)
+    with pytest.raises(ValueError, match=r"lm_head\.weight must equal the embedding of a tied model"):
+        from_hf_state_dict({**state, "lm_head.weight": torch.ones(23, 24)}, config)
+    write(tmp_path, QWEN2, {**state, "model.norm.weight": torch.ones(25)})
+    with pytest.raises(ValueError, match=r"norm must have shape \(24,\), got \(25,\)\."):
+        models.load(tmp_path)
+
+
+def test_broken_folders(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"name_or_path must hold config\.json, got none in"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json must be JSON, got .*config\.json"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    with pytest.raises(ValueError, match=r"name_or_path must hold \*\.safetensors files, got none in"):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "dtype": "int8"}))
+    with pytest.raises(ValueError, match=r"dtype must be one of .*, got 'int8'. Pass dtype="):
+        models.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN2))
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"got none called model-00001-of-00002\.safetensors\."):
+        models.load(tmp_path)

@@ -1,0 +1,144 @@
+"""The order of the house: every op in all its rooms, arrows one way, files of a readable size, everything documented."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pdkernels as pd
+from pdkernels import config
+from pdkernels.ops._library import SCHEMAS
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "pdkernels"
+FAMILIES = sorted(path.stem for path in (PACKAGE / "ops").glob("[!_]*.py"))
+SOURCES = sorted(
+    path
+    for folder in ("csrc", "python_bindings", "pdkernels", "reference", "tests", "bench", "examples", "scripts")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".h", ".cpp", ".cu", ".sh"}
+)
+LONGEST = 450
+
+# A module may import from its own room and from rooms of a lower rank.
+RANKS = {"reference": 0, "base": 0, "masks": 1, "triton": 2, "ops": 3, "cache": 4, "models": 5}
+RANKS |= {"decoding": 6, "training": 6, "integrations": 6, "top": 7}
+TOP = {"__init__", "__main__", "cli"}
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_op_family_has_all_its_rooms(family: str) -> None:
+    rooms = [
+        [f"reference/{family}.py"],
+        [f"csrc/include/pdkernels/{family}.h"],
+        [f"csrc/cpu/{family}.cpp"],
+        [f"csrc/cuda/{family}.cu", f"pdkernels/triton/{family}.py"],
+        [f"pdkernels/ops/{family}.py"],
+        [f"tests/ops/test_{family}.py"],
+        [f"bench/bench_{family}.py"],
+        [f"docs/ops/{family}.md"],
+    ]
+    assert [room for room in rooms if not any((ROOT / path).is_file() for path in room)] == []
+
+
+def test_no_kernel_without_a_family() -> None:
+    kernels = [*(ROOT / "csrc/cpu").glob("*.cpp"), *(ROOT / "csrc/cuda").glob("*.cu")]
+    assert {path.stem for path in kernels} == set(FAMILIES)
+
+
+def room_of(module: str) -> str:
+    """The room of a dotted name that starts with `pdkernels`."""
+    parts = module.split(".")
+    if len(parts) == 1 or parts[1] in TOP:
+        return "top"
+    return parts[1] if parts[1] in RANKS else "base"
+
+
+def imported(path: Path, module: str) -> Iterator[str]:
+    """Dotted names of ours that a file imports, wherever in the file it does."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*parents, *filter(None, [node.module])])
+            # `from pdkernels import ops` names a module, `from pdkernels.ops import x` an object in one.
+            names = [f"{source}.{alias.name}" for alias in node.names] if source == "pdkernels" else [source]
+        else:
+            continue
+        yield from (name for name in names if name.partition(".")[0] == "pdkernels")
+
+
+def test_import_arrows_point_one_way() -> None:
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        room = "top" if path.parent == PACKAGE and path.stem in TOP else room_of(module)
+        for name in imported(path, module):
+            if room_of(name) != room and RANKS[room_of(name)] >= RANKS[room]:
+                wrong.append(f"{relative(path)} ({room}) imports {name}")
+    assert wrong == []
+
+
+def test_reference_imports_nothing_of_ours() -> None:
+    names = {
+        f"{relative(path)}: {name}"
+        for path in (ROOT / "reference").rglob("*.py")
+        for name in imported(path, f"pdkernels.reference.{path.stem}")
+        if room_of(name) != "reference"
+    }
+    assert names == set()
+
+
+def test_kernels_know_neither_torch_nor_python() -> None:
+    foreign = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
+    assert [relative(path) for path in SOURCES if path.is_relative_to(ROOT / "csrc") and foreign.search(path.read_text())] == []
+    for path in (ROOT / "csrc/include").rglob("*.h"):
+        quoted = re.findall(r'#include\s*"([^"]+)"', path.read_text())
+        assert all(name.startswith("pdkernels/") for name in quoted), relative(path)
+
+
+def test_files_can_be_read_in_one_go() -> None:
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in [*SOURCES, ROOT / "setup.py"]}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST} == {}
+
+
+def test_nothing_is_left_to_do() -> None:
+    mark = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+    assert [relative(path) for path in SOURCES if mark.search(path.read_text())] == []
+
+
+@pytest.mark.parametrize("op", sorted(SCHEMAS))
+def test_every_op_is_public_and_shown(op: str) -> None:
+    function = getattr(pd, op)
+    assert op in pd.__all__ and op in pd.ops.__all__ and getattr(pd.ops, op) is function
+    text = inspect.getdoc(function)
+    assert text and "Example:" in text and ">>>" in text and "Args:" in text
+
+
+@pytest.mark.parametrize("module", ["pdkernels", *(f"pdkernels.{path.parent.name}" for path in sorted(PACKAGE.glob("*/__init__.py")))])
+def test_every_public_name_has_a_docstring(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert loaded.__doc__
+    public = {name: getattr(loaded, name) for name in loaded.__all__}
+    documented = (inspect.isclass, inspect.isroutine, inspect.ismodule)
+    # What a class takes over from its base would be found too: each needs words of its own.
+    assert [name for name, value in public.items() if any(kind(value) for kind in documented) and not vars(value).get("__doc__", value.__doc__)] == []
+
+
+def test_every_environment_variable_is_in_show_config() -> None:
+    reads = re.compile(r'(?:environ|getenv)\W[^\n]*?"(PDKERNELS_\w+)"')
+    folders = ("pdkernels", "csrc", "python_bindings")
+    read = {name for path in SOURCES if path.relative_to(ROOT).parts[0] in folders for name in reads.findall(path.read_text())}
+    assert read == set(config.ENVIRONMENT)

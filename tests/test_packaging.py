@@ -1,0 +1,390 @@
+"""What gets built, what gets installed, and what is said when that cannot be done."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels import _native
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ["csrc", "python_bindings", "pdkernels", "reference", "scripts", "examples"]
+FILES = ["setup.py", "pyproject.toml", "requirements.txt", "MANIFEST.in", "Makefile", "LICENSE", "README.md"]
+
+
+def load(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem + "_under_test", ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(
+    *command: object, cwd: Path | str = "/", environment: dict[str, str] | None = None, fails: bool = False
+) -> subprocess.CompletedProcess[str]:
+    ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    arguments = [str(part) for part in command]
+    answer = subprocess.run(arguments, cwd=cwd, env=ours | (environment or {}), capture_output=True, text=True, check=False)
+    assert (answer.returncode != 0) == fails, answer.stdout + answer.stderr
+    return answer
+
+
+def python(code: str, *, executable: Path | str = sys.executable, **options) -> subprocess.CompletedProcess[str]:
+    return run(executable, "-c", code, **options)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of the sources without anything that was built."""
+    copy = tmp_path / "a checkout"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.egg-info")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, copy / name, ignore=ignored)
+    for name in FILES:
+        shutil.copy2(ROOT / name, copy / name)
+    return copy
+
+
+def new_environment(folder: Path, *, packages: bool = True) -> Path:
+    """A virtual environment that sees this one's packages, but not its editable installs. Its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    interpreter = folder / "bin/python"
+    if packages:
+        site = Path(python("import sysconfig; print(sysconfig.get_path('purelib'))", executable=interpreter).stdout.strip())
+        folders = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])])
+        (site / "these.pth").write_text("\n".join(folders) + "\n")
+    return interpreter
+
+
+def pip(interpreter: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check", *arguments, **options)
+
+
+def elsewhere(build: Path) -> dict[str, str]:
+    """Environment that keeps what setuptools leaves behind out of the checkout."""
+    build.mkdir()
+    configuration = build / "extra.cfg"
+    configuration.write_text(f"[build]\nbuild_base = {build}\n[egg_info]\negg_base = {build}\n")
+    return {"DIST_EXTRA_CONFIG": str(configuration)}
+
+
+# What runs in an environment where the package was installed, from any folder.
+USE = """
+import pathlib, torch, pdkernels as pd, pdkernels.decoding, pdkernels.models, pdkernels.reference.jacobi
+from pdkernels._host import PageAllocator
+assert pd.has_native() and PageAllocator(2).allocate(1) == [0]
+lengths = torch.tensor([5]); pd.kv_trim_(lengths, torch.tensor([3])); assert lengths.item() == 3
+names = pdkernels.models.available(); assert "tiny-code" in names, names
+pdkernels.models.load("tiny-code")
+print(pathlib.Path(pd.__file__).parent, pathlib.Path(pd.reference.__file__).parent, sep="\\n")
+"""
+
+
+# ---------------------------------------------------------------------------------------------------- wheel and sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", folder]
+    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=elsewhere(folder / "build"))
+    return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
+    expected = {str(path.relative_to(ROOT)) for path in tracked}
+    expected |= {f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")}
+    expected |= {"pdkernels/_ops.so", f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}", "pdkernels/py.typed"}
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith("LICENSE") for name in names)
+    assert any(name.endswith(".safetensors") for name in names)
+
+
+def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
+    interpreter = new_environment(tmp_path / "venv")
+    pip(interpreter, "install", "--no-index", "--no-deps", wheel)
+    answer = python(USE, executable=interpreter, cwd=tmp_path)
+    package, reference = answer.stdout.split()
+    assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"
+    assert pd.__version__ in run(tmp_path / "venv/bin/pdkernels", "doctor", cwd=tmp_path).stdout
+
+
+def test_sdist_holds_all_sources(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
+    archive = next(tmp_path.glob("*.tar.gz"))
+    names = {name.partition("/")[2] for name in run("tar", "-tzf", archive).stdout.split()}
+    sources = [path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")]
+    wanted = {".py", ".h", ".cpp", ".cu", ".safetensors", ".typed"}
+    missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
+    assert not missing
+
+
+# ------------------------------------------------------------------------------------------------------------- import
+
+
+def test_import_from_outside_finds_everything(tmp_path: Path) -> None:
+    python(USE, cwd=tmp_path)
+
+
+def test_import_is_quick_and_lazy() -> None:
+    code = """
+import sys, time, warnings
+warnings.simplefilter("error")
+import torch
+before, start = set(sys.modules), time.process_time()
+import pdkernels
+print(time.process_time() - start)
+heavy = {"rich", "typer", "triton", "transformers", "matplotlib"}
+print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & heavy))
+assert not torch.cuda.is_initialized()
+"""
+    answers = [python(code).stdout.split("\n") for _ in range(2)]
+    assert answers[0][1] == "[]"
+    assert min(float(answer[0]) for answer in answers) < 1.0
+
+
+def test_missing_library_is_one_warning_and_right_results() -> None:
+    code = """
+import warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    import torch, pdkernels as pd
+    cache = torch.zeros(1, 4, 1, 2)
+    lengths = torch.tensor([1])
+    pd.kv_append_(cache, cache.clone(), torch.ones(1, 2, 1, 2), torch.ones(1, 2, 1, 2), lengths)
+    pd.kv_commit_(cache, cache.clone(), lengths, torch.tensor([2]))
+    torch.ops.pdkernels.kv_trim_(lengths, torch.tensor([2]))
+    verdict = pd.verify_draft(torch.tensor([[1, 2, 3]]), torch.tensor([[2, 9, 9]]))
+    assert not pd.has_native() and "missing" in pd.show_config()
+assert cache[0, :, 0, 0].tolist() == [0, 1, 1, 0] and lengths.item() == 2 and verdict.accepted.item() == 2
+ours = [warning for warning in seen if "pdkernels" in str(warning.message)]
+assert [warning.category for warning in ours] == [RuntimeWarning], ours
+print(ours[0].message)
+"""
+    answer = python(code, environment={"PDKERNELS_LIBRARY": "/nowhere/_ops.so"})
+    assert "the compiled library is missing (/nowhere/_ops.so)" in answer.stdout and "Build it with" in answer.stdout
+
+
+@pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.95])
+def test_broken_library_is_an_import_error(tmp_path: Path, part: float) -> None:
+    whole = _native.library_path().read_bytes()
+    broken = tmp_path / "_ops.so"
+    broken.write_bytes(whole[: int(len(whole) * part)])
+    answer = python("import pdkernels", environment={"PDKERNELS_LIBRARY": str(broken)}, fails=True)
+    last = answer.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: pdkernels: {broken} does not load with torch") and "Rebuild it with" in last
+
+
+# ----------------------------------------------------------------------------------------------------- error sentences
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    return load("setup.py")
+
+
+def fake_torch(folder: Path, version: str) -> str:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/version.py").write_text(f"__version__ = '{version}'\n")
+    return str(folder)
+
+
+def test_sentences_about_torch(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found, version = setup_py.find_torch()
+    assert (found, version) == (Path(torch.__file__).parent, torch.__version__)
+    for folders, sentence in [
+        ([], "torch must be installed before pdkernels is built. Run: pip install 'torch>=2.11'"),
+        ([fake_torch(tmp_path / "old", "2.10.1+cu128")], "torch 2.11 or newer is needed, but 2.10.1[+]cu128 is installed"),
+        ([fake_torch(tmp_path / "bare", "2.13.0")], "has no C[+][+] headers"),
+    ]:
+        monkeypatch.setattr(setup_py, "package_folders", lambda folders=folders: iter(folders))
+        with pytest.raises(SystemExit, match=sentence):
+            setup_py.find_torch()
+
+
+def test_sentences_about_compilers(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CXX", "CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(setup_py, "USUAL_CUDA_HOME", None)
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler was found. Install one .* or name it in CXX"):
+        setup_py.find_compiler()
+    assert setup_py.find_nvcc() is None
+    monkeypatch.setenv("PDKERNELS_BUILD_CUDA", "1")
+    with pytest.raises(SystemExit, match="PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found"):
+        setup_py.find_nvcc()
+    monkeypatch.setenv("PDKERNELS_BUILD_CUDA", "maybe")
+    with pytest.raises(SystemExit, match="PDKERNELS_BUILD_CUDA must be auto, 0 or 1, got 'maybe'"):
+        setup_py.find_nvcc()
+
+
+def test_sentences_about_python(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setup_py.check_python((3, 10, 0), "77.0.3")
+    with pytest.raises(SystemExit, match="Python 3.10 or newer is needed, but this is 3.9.18"):
+        setup_py.check_python((3, 9, 18), "77.0.3")
+    with pytest.raises(SystemExit, match="setuptools 77 or newer is needed, but this is 65.5.0"):
+        setup_py.check_python((3, 11, 7), "65.5.0")
+    monkeypatch.setattr(setup_py.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(SystemExit, match=r"has no Python.h. .*apt-get install python3-dev"):
+        setup_py.find_python_headers()
+
+
+def test_a_failing_build_ends_with_one_sentence() -> None:
+    environment = {"PATH": "", "CXX": "no-such-compiler"}
+    answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, environment=environment, fails=True)
+    assert answer.stderr.strip().splitlines()[-1].startswith("pdkernels: no C++ compiler was found.")
+    assert "Traceback" not in answer.stderr
+
+
+def test_torch_is_a_build_requirement_only_where_there_is_none(tmp_path: Path) -> None:
+    code = "from setuptools.build_meta import get_requires_for_build_wheel; print('ASKS FOR', get_requires_for_build_wheel())"
+    environment = elsewhere(tmp_path / "build")
+    assert "ASKS FOR []" in python(code, cwd=ROOT, environment=environment).stdout
+    bare = new_environment(tmp_path / "venv", packages=False)
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    folder = Path(importlib.util.find_spec("setuptools").origin).parents[1]
+    for part in [*folder.glob("setuptools*"), folder / "_distutils_hack"]:
+        (tools / part.name).symlink_to(part)
+    answer = python(code, executable=bare, cwd=ROOT, environment=environment | {"PYTHONPATH": str(tools)})
+    assert "ASKS FOR ['torch>=2.11']" in answer.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------- bootstrap
+
+
+def test_bootstrap_installs_only_what_is_missing() -> None:
+    bootstrap = load("scripts/bootstrap.py")
+    names = {requirement.name for requirement in bootstrap.requirements()}
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
+    assert len(lines) == len(bootstrap.requirements()) and {"torch", "numpy", "triton", "setuptools"} <= names
+
+    def lacking(python: str, **versions: str | None) -> list[str]:
+        packages = {name: "999" for name in names} | versions
+        return [requirement.pin for requirement in bootstrap.lacking({"python": python, "packages": packages})]
+
+    assert lacking("3.12.3", torch="2.11.0+cu130", triton="3.6.0", setuptools="80.9.0") == []
+    assert lacking("3.12.3", torch="2.10.0+cu130") == ["torch==2.13.0"]
+    assert lacking("3.10.12", numpy=None) == ["numpy==2.2.6"]
+    assert lacking("3.11.7", numpy=None) == ["numpy==2.4.6"]
+
+
+def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
+    source = (ROOT / "scripts/bootstrap.py").read_text()
+    ast.parse(source, feature_version=(3, 7))
+    answer = python(f"import sys; sys.version_info = (3, 8, 10); exec({source!r})", fails=True)
+    assert answer.stderr.strip().startswith("pdkernels: Python 3.10 or newer is needed, but this is 3.8.10. Run: make PYTHON=")
+
+
+# ------------------------------------------------------------------------------------------------------------ binaries
+
+
+def test_cuda_code_for_every_architecture_and_ptx(tmp_path: Path) -> None:
+    archs = _native.cuda_archs()
+    if not archs:
+        pytest.skip("built without nvcc")
+    beside_nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin/cuobjdump"
+    triton = importlib.util.find_spec("triton")
+    in_triton = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton else None
+    tool = next((str(path) for path in (beside_nvcc, in_triton) if path and path.is_file()), shutil.which("cuobjdump"))
+    if tool is None:
+        pytest.skip("no cuobjdump")
+    assert {"80", "90a", "100"} <= set(archs)
+    run(tool, "--extract-elf", "all", _native.library_path(), cwd=tmp_path)
+    # Names of the files say 90 for 90a, depending on the tool; what the assembler noted inside is exact.
+    compiled: dict[str, set[str]] = {}
+    for file in tmp_path.glob("*.cubin"):
+        arch = re.search(rb"-arch sm_(\w+)", file.read_bytes())[1].decode()
+        compiled.setdefault(file.name.partition(".")[0], set()).add(arch)
+    assert compiled == {unit.stem: set(archs) for unit in (ROOT / "csrc/cuda").glob("*.cu")}
+    ptx = run(tool, "--list-ptx", _native.library_path()).stdout
+    assert all(f"{unit}.sm_{archs[-1]}.ptx" in ptx for unit in compiled)
+
+
+def test_a_second_build_does_nothing() -> None:
+    """Twice in the checkout itself; the first one has nothing to do either, unless somebody edited a source."""
+    library = _native.library_path()
+    for _ in range(2):
+        before = library.stat()
+        answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT)
+    assert "no work to do" in answer.stdout
+    assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("unit", [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), *sorted((ROOT / "python_bindings").glob("*.cpp"))], ids=lambda path: path.stem)
+def test_compiles_for_aarch64(unit: Path) -> None:
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no aarch64-linux-gnu-g++")
+    if unit.stem == "ops_cuda":
+        pytest.skip("needs CUDA's headers")
+    import pybind11
+
+    folders = [Path(torch.__file__).parent / "include", pybind11.get_include(), sysconfig.get_path("include")]
+    flags = ["-std=c++20", "-fsyntax-only", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    facts = [f'-DPDKERNELS_{name}="0"' for name in ("VERSION", "TORCH_VERSION", "CUDA_ARCHS")]
+    includes = [f"-I{ROOT}/csrc/include", f"-I{ROOT}/csrc/cpu", *(f"-isystem{folder}" for folder in folders)]
+    run(compiler, *flags, *facts, *includes, unit)
+
+
+# ------------------------------------------------------------------------------------------------- slow: whole installs
+
+
+@pytest.mark.slow
+def test_clean_build_takes_less_than_three_minutes(checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In processor time, which other processes on the machine hardly change: six minutes are three on two cores."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=checkout)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    with capsys.disabled():
+        print(f"\nclean build: {seconds:.0f} s of processor time, {len(re.findall('^.[0-9]+/', answer.stdout, re.M))} steps")
+    assert seconds < 360
+    assert (checkout / "pdkernels/_ops.so").is_file()
+
+
+@pytest.mark.slow
+def test_bootstrap_prepares_an_environment_once(checkout: Path, tmp_path: Path) -> None:
+    interpreter = new_environment(tmp_path / "venv")
+    offline = {"PIP_NO_INDEX": "1", "PDKERNELS_BUILD_CUDA": "0"}
+    command = [interpreter, checkout / "scripts/bootstrap.py", "-c", USE]
+    first = run(*command, cwd=tmp_path, environment=offline)
+    assert "built in" in first.stdout and "this checkout is what" in first.stdout
+    assert first.stdout.split("\n")[-3:-1] == [f"{checkout}/pdkernels", f"{checkout}/reference"]
+    second = run(*command, cwd=tmp_path, environment=offline)
+    assert second.stdout.split("\n")[:-1] == first.stdout.split("\n")[-3:-1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--editable"]], ids=["install", "editable"])
+def test_isolated_build_takes_the_torch_that_is_there(checkout: Path, tmp_path: Path, options: list[str]) -> None:
+    tried = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "ninja"], capture_output=True, check=False)
+    if tried.returncode != 0:
+        pytest.skip("no package index")
+    interpreter = new_environment(tmp_path / "venv")
+    # As after `pip install torch`: on the disk of the environment, not by way of a .pth file.
+    site = next((tmp_path / "venv/lib").glob("python*/site-packages"))
+    (site / "torch").symlink_to(Path(torch.__file__).parent)
+    never = tmp_path / "never.txt"
+    never.write_text("torch<0\n")
+    environment = {"PIP_CONSTRAINT": str(never), "PIP_BUILD_CONSTRAINT": str(never), "PDKERNELS_BUILD_CUDA": "0"}
+    pip(interpreter, "install", "--no-deps", *options, checkout, environment=environment)
+    answer = python(USE, executable=interpreter, cwd=tmp_path)
+    assert answer.stdout.startswith(f"{checkout if options else site}/pdkernels\n")

@@ -1,0 +1,69 @@
+"""The op tests once more, in a process of their own, on a CPU library built with ASan and UBSan."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = ROOT / "build/native-sanitize/_ops.so"
+
+# The guards around the tests' buffers would hide from ASan what goes on just outside them.
+OP_TESTS = """
+import sys, pytest
+from tests.ops import kv_cases
+kv_cases.GUARD = 0
+sys.exit(pytest.main(["tests/ops", "-q", "-x", "--capture=sys", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[1:]]))
+"""
+
+# A write one byte behind a tensor, through a function that ASan watches in every library.
+OVERFLOW = "import ctypes, torch; t = torch.zeros(4); ctypes.memset(t.data_ptr(), 0, 17); print('not noticed')"
+
+
+def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def environment() -> dict[str, str]:
+    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    runtimes = []
+    # Torch's own libraries are not instrumented, so the runtime has to be in the process before anything else, and the
+    # C++ library with it, or exceptions would pass it by.
+    for name in ("libasan.so", "libstdc++.so"):
+        answer = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
+        runtimes.append(answer.stdout.strip())
+    if not all(Path(runtime).is_absolute() for runtime in runtimes):
+        pytest.skip(f"{compiler[0]} comes without libasan.so")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    built = run("setup.py", "-q", "build_ext", environment=clean | {"PDKERNELS_SANITIZE": "1"})
+    assert built.returncode == 0, built.stdout + built.stderr
+    return clean | {
+        "LD_PRELOAD": " ".join(runtimes),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself keeps memory until the end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "PDKERNELS_LIBRARY": str(LIBRARY),
+        "OMP_NUM_THREADS": "2",
+    }
+
+
+def test_a_write_behind_a_tensor_is_noticed(environment: dict[str, str]) -> None:
+    assert b"__asan_init" in LIBRARY.read_bytes()
+    answer = run("-c", OVERFLOW, environment=environment)
+    assert answer.returncode != 0 and "heap-buffer-overflow" in answer.stderr, answer.stdout + answer.stderr
+
+
+def test_ops(environment: dict[str, str]) -> None:
+    # Simulated kernels have checks of their own, and compiling graphs has nothing to do with our memory.
+    chosen = ["-m", "not slow", "-k", "not cudasim and not inductor and not fullgraph"]
+    answer = run("-c", OP_TESTS, *chosen, environment=environment)
+    report = re.search("(==[0-9]+==ERROR|[^\n]+runtime error:).{,4000}", answer.stderr, re.DOTALL)
+    assert answer.returncode == 0, report[0] if report else answer.stdout[-8000:] + answer.stderr[-2000:]
+    assert " passed" in answer.stdout
