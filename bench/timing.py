@@ -19,6 +19,8 @@ import pdkernels as pd
 
 Call = Callable[[], object]
 
+WARMUP = 10  # rounds: threads started, pages mapped, branches learnt
+
 
 def foreign_cpu_seconds() -> float:
     """CPU seconds spent by everything but this process since boot (Linux)."""
@@ -65,9 +67,9 @@ def compare(
         synchronize(device)
 
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
-    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=3)
+    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=WARMUP)
     elapsed = time.perf_counter() - started
-    median = statistics.median(beside[3:])
+    median = statistics.median(beside[WARMUP:])
     ours = benchmark.stats.stats.median
     benchmark.extra_info.update(
         facts,

@@ -83,12 +83,15 @@ class FakeModel:
     tokenizer: Any = None
     config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCABULARY))
     rows_seen: list[int] = field(default_factory=list)  # logit rows per forward
+    cache: Any = None  # the last one made
 
     def new_cache(self, batch: int, capacity: int, *, kind: str = "contiguous", page_size: int = 16) -> Any:
         if kind == "contiguous":
-            return ContiguousKVCache(LAYERS, batch, capacity, 1, 1)
-        pages = -(-capacity // page_size)
-        return PagedKVCache(LAYERS, batch, batch * pages, page_size, 1, 1, max_pages_per_sequence=pages)
+            self.cache = ContiguousKVCache(LAYERS, batch, capacity, 1, 1)
+        else:
+            pages = -(-capacity // page_size)
+            self.cache = PagedKVCache(LAYERS, batch, batch * pages, page_size, 1, 1, max_pages_per_sequence=pages)
+        return self.cache
 
     def logits(self, ids: list[int], first: int) -> torch.Tensor:
         """Rows ``(len(ids) - first, vocabulary)``: what follows ``ids[: first + 1]``, ``ids[: first + 2]``, ..."""

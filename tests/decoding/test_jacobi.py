@@ -68,6 +68,10 @@ def test_equals_greedy_and_the_reference(
         assert tokens.tolist() == autoregressive(model.plain, prompt, limit, end_tokens=ends).tokens
     expected = [reference(model, prompt, limit, kind, length, end_tokens=ends, seed=seed) for prompt in batch]
     assert_same(result, expected, limit)
+    if limit:  # a finished sequence stands still
+        committed = [sum(step.accepted for step in one.trace) for one in expected]
+        lengths = [len(prompt) + count for prompt, count in zip(batch, committed, strict=True)]
+        assert model.cache.lengths.tolist() == lengths
     assert max(model.rows_seen, default=0) <= length  # the head only ever runs on the rows that are needed
 
 
@@ -152,11 +156,12 @@ def test_one_sequence_ends_early_and_stands_still() -> None:
 
 @pytest.mark.parametrize("limit", range(7))
 def test_the_limit_is_exact_inside_a_block(limit: int) -> None:
-    model = FakeModel(SCRIPTS["position"])
     for options in ({"block_size": 5}, {"window": 5}):
+        model = FakeModel(SCRIPTS["position"])
         result = generate(model, [3], "jacobi", max_new_tokens=limit, **options)
         assert result.tokens.tolist() == autoregressive(model.plain, [3], limit).tokens
-    # One token is the prompt's own; no forward is spent on tokens nobody asked for.
+        # One token is the prompt's own; no forward and no row is spent on tokens nobody asked for.
+        assert sum(model.rows_seen) == (0, 1, 2, 4, 6, 8, 10)[limit]
     assert result.stats.forwards == (0 if limit == 0 else 1 if limit == 1 else 2 if limit < 7 else 3)
 
 

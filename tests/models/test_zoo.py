@@ -99,7 +99,8 @@ def test_folders_equal_the_plain_transcription(name: str, shards: int, tmp_path:
     write(tmp_path, fields, state, shards)
     tokens = torch.randint(fields["vocab_size"], (1, 12), generator=torch.Generator().manual_seed(0))
     model = models.load(tmp_path, dtype=torch.float64)
-    torch.testing.assert_close(model(tokens)[0], plain_logits(state, fields, tokens[0].tolist()), rtol=1e-11, atol=1e-11)
+    expected = plain_logits(state, fields, tokens[0].tolist())
+    torch.testing.assert_close(model(tokens)[0], expected, rtol=1e-11, atol=1e-11)
     assert model.tokenizer is None
     saved = to_hf_state_dict(models.load(str(tmp_path), dtype=torch.float32).state_dict(), model.config)
     assert saved.keys() == state.keys() and all(torch.equal(saved[key], state[key]) for key in state)
