@@ -97,7 +97,7 @@ def plot(rows: list[Row], path: Path) -> None:
         colours = ["#1f77b4" if row["contender"].startswith("pdkernels") else "#bbbbbb" for row in part]
         axis.barh([row["contender"] for row in part], [row["median_us"] for row in part], color=colours)
         axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="memcpy of the same bytes")
-        axis.set(xscale="log", xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted")
+        axis.set(xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
