@@ -21,7 +21,7 @@ def load(folder: Path) -> list[Row]:
     """The ``extra_info`` of every benchmark in the folder's JSON files, with its spread."""
     rows = []
     for path in sorted(folder.glob("*.json")):
-        for benchmark in json.loads(path.read_text())["benchmarks"]:
+        for benchmark in json.loads(path.read_text()).get("benchmarks", []):
             stats = benchmark["stats"]
             rows.append({**benchmark["extra_info"], "group": benchmark["group"], "iqr_us": stats["iqr"] * 1e6})
     return rows

@@ -69,6 +69,8 @@ def compare(
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
     benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=WARMUP)
     elapsed = time.perf_counter() - started
+    if benchmark.stats is None:  # --benchmark-disable: the call was only tried
+        return
     median = statistics.median(beside[WARMUP:])
     ours = benchmark.stats.stats.median
     benchmark.extra_info.update(
