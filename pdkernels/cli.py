@@ -140,7 +140,7 @@ def _run(
 
 def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("method")
+    table.add_column("method", no_wrap=True)
     for heading in ("forwards", "tokens", "tokens per forward", "seconds", "tokens/s"):
         table.add_column(heading, justify="right")
     if same is not None:

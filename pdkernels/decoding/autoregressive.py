@@ -37,8 +37,8 @@ def decode(session: Session, *, page_size: int | None = None) -> None:
             break
         if ends.numel():
             active = active.masked_fill(is_end(token[:, 0], ends), 0)
-        # No counts where every row counts: the model then needs no mask.
-        token = model(token, cache=cache, counts=None if all(going) else active).argmax(-1)
+        # A finished sequence goes through the model too, but its row is never committed.
+        token = model(token, cache=cache).argmax(-1)
         session.forwards += 1
         cache.commit_(active)
         following = token[:, 0].tolist()  # the one read of the device in a step

@@ -1,0 +1,38 @@
+"""The code in README.md and docs/ runs, and the tables in them are what the committed results say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench import report
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each page's blocks run in order, in one namespace, as a reader would type them."""
+    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), f"{page.name} points to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_tables_are_the_committed_results(page: Path, tmp_path: Path) -> None:
+    copy = tmp_path / page.name
+    copy.write_text(page.read_text())
+    report.renew(copy, report.load(report.RESULTS))
+    assert copy.read_text() == page.read_text(), "run: python -m bench.report --write"
