@@ -20,6 +20,8 @@ except ModuleNotFoundError as missing:
         raise
     sys.exit("The pdkernels command line needs typer and rich: pip install 'pdkernels[cli]'")
 
+import torch
+
 from pdkernels import decoding, models
 from pdkernels.config import show_config
 from pdkernels.decoding.result import DecodeResult
@@ -31,6 +33,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+# Below this many parameters handing work to other threads costs more than they save.
+_TINY = 20_000_000
 
 _ACCEPTED = "bold green"
 _GIVEN = "default"
@@ -78,6 +83,9 @@ def generate(
     window: Annotated[int | None, typer.Option(help="Jacobi: length of a running draft, instead of blocks.")] = None,
     seed: Annotated[int | None, typer.Option(help="Jacobi: seed of the tokens a draft starts from.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads; by default one for a tiny model, else what torch takes.")
+    ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
     ] = False,
@@ -89,6 +97,9 @@ def generate(
     try:
         methods = _methods(method or ["jacobi"], options)
         language_model = models.load(model)
+        tiny = sum(parameter.numel() for parameter in language_model.parameters()) < _TINY
+        if threads is not None or tiny:
+            torch.set_num_threads(threads or 1)
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
         if check:
@@ -139,12 +150,12 @@ def _run(
 
 
 def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     table.add_column("method", no_wrap=True)
-    for heading in ("forwards", "tokens", "tokens per forward", "seconds", "tokens/s"):
-        table.add_column(heading, justify="right")
+    for heading in ("forwards", "tokens", "tokens per\nforward", "seconds", "tokens/s"):
+        table.add_column(heading, justify="right", no_wrap=True)
     if same is not None:
-        table.add_column("identical to greedy")
+        table.add_column("identical\nto greedy", no_wrap=True)
     for name, result in results.items():
         stats = result.stats
         row = [
