@@ -19,8 +19,6 @@ import pdkernels as pd
 
 Call = Callable[[], object]
 
-WARMUP = 10  # rounds: threads started, pages mapped, branches learnt
-
 
 def foreign_cpu_seconds() -> float:
     """CPU seconds spent by everything but this process since boot (Linux)."""
@@ -42,10 +40,11 @@ def compare(
     reset: Call = lambda: None,
     device: str = "cpu",
     rounds: int = 200,
+    warmup: int = 10,
     bytes_moved: int | None = None,
     **facts: object,
 ) -> None:
-    """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` is never timed."""
+    """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` and the `warmup` rounds are not timed."""
 
     def timed(some: Call) -> float:
         synchronize(device)
@@ -67,11 +66,11 @@ def compare(
         synchronize(device)
 
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
-    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=WARMUP)
+    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=warmup)
     elapsed = time.perf_counter() - started
     if benchmark.stats is None:  # --benchmark-disable: the call was only tried
         return
-    median = statistics.median(beside[WARMUP:])
+    median = statistics.median(beside[warmup:])
     ours = benchmark.stats.stats.median
     benchmark.extra_info.update(
         facts,

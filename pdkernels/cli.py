@@ -84,7 +84,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Jacobi: seed of the tokens a draft starts from.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads; by default one for a tiny model, else what torch takes.")
+        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else what torch takes.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
