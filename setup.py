@@ -195,9 +195,9 @@ class BuildNative(build_ext):
         built = {}
         if not sanitize:
             # First, because it takes longest to compile.
-            host_object = ninja.build(out / "host.o", "cxx_host", [bindings / "host.cpp"])
+            host_objects = [ninja.build(out / f"{unit.stem}.o", "cxx_host", [unit]) for unit in sorted(bindings.glob("host*.cpp"))]
             host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
-            built["pdkernels._host"] = ninja.build(host_module, "link_host", [host_object])
+            built["pdkernels._host"] = ninja.build(host_module, "link_host", host_objects)
         units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
         objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
         if nvcc:

@@ -1,0 +1,246 @@
+"""The mask type: segments of tokens, what each sees, and the forms that attention implementations want."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from os import PathLike
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels import _host
+from pdkernels._validation import check, check_type
+from pdkernels.masks.tile_plan import TilePlan
+
+MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Segment(NamedTuple):
+    """A run of tokens that are seen together, and what they see."""
+
+    length: int
+    """Tokens; 0 is allowed, so that segment numbers do not depend on what is empty."""
+    inside: Literal["causal", "full", "none"]
+    """What a token sees of its own segment: itself and what stands before it, all of it, or nothing."""
+    sees: tuple[range, ...] = ()
+    """Numbers of the other segments it sees wholly: ascending ranges, none reaching into the next."""
+    kind: str = "tokens"
+    """What the segment is, such as ``"prompt"`` or ``"noisy"``: a colour in pictures."""
+    sample: int = 0
+    """The packed sample it belongs to."""
+
+
+class SegmentMask:
+    """Which tokens may see which, as a short list of segments.
+
+    Between two different segments visibility is all or nothing; inside a segment it is causal, full or none. So a mask over
+    16k tokens takes a few hundred numbers, and all other forms are made from those. Slices are masks too: ``mask[a:b, c:d]``
+    shows rows ``a..b`` and columns ``c..d``, so queries and keys may differ in number::
+
+        prompt of 2, then two blind branches of 2:      m[2:4] (queries of the first branch)
+            1 . | . . | . .                                 1 1 | 1 . | . .
+            1 1 | . . | . .                                 1 1 | 1 1 | . .
+            1 1 | 1 . | . .
+            1 1 | 1 1 | . .
+            1 1 | . . | 1 .
+            1 1 | . . | 1 1
+
+    Args:
+        segments: in token order.
+        positions: ``(tokens,)`` int64 position ids; None: 0, 1, 2, ...
+
+    Raises:
+        ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the own one, or
+            positions of another shape.
+        TypeError: `sees` that is no tuple of ranges, positions that are not int64.
+
+    Equal masks have equal segments, windows and positions; they share their plans.
+
+    Example:
+        >>> from pdkernels.masks import Segment, SegmentMask
+        >>> mask = SegmentMask([Segment(2, "causal"), Segment(1, "full", (range(0, 1),)), Segment(1, "full", (range(0, 1),))])
+        >>> mask.dense().int().tolist()
+        [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 0, 1]]
+        >>> mask[2:, 1:].dense().int().tolist()
+        [[1, 1, 0], [1, 0, 1]]
+    """
+
+    def __init__(self, segments: Sequence[Segment], positions: Tensor | None = None) -> None:
+        tokens = sum(segment[0] for segment in segments)
+        if positions is not None:
+            op = "masks.SegmentMask"
+            check_type(getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions)
+            check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
+        self._build(tuple(segments), positions, (0, tokens), (0, tokens))
+
+    def _build(self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+        self.segments = segments
+        """All segments, also those outside the window of a slice."""
+        self._rows, self._columns = rows, columns
+        self._positions = positions
+        self._table = _host.SegmentMask(segments, rows, columns)
+
+    # What it is
+
+    @property
+    def q_len(self) -> int:
+        """Rows."""
+        return self._rows[1] - self._rows[0]
+
+    @property
+    def kv_len(self) -> int:
+        """Columns."""
+        return self._columns[1] - self._columns[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(q_len, kv_len)``."""
+        return self.q_len, self.kv_len
+
+    @property
+    def positions(self) -> Tensor:
+        """``(q_len,)`` int64 position ids of the rows."""
+        return self._all_positions[slice(*self._rows)]
+
+    @property
+    def kv_positions(self) -> Tensor:
+        """``(kv_len,)`` int64 position ids of the columns: the same as `positions` unless the mask is a slice."""
+        return self._all_positions[slice(*self._columns)]
+
+    @cached_property
+    def _all_positions(self) -> Tensor:
+        return torch.arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
+
+    @property
+    def density(self) -> float:
+        """Visible pairs as a share of all pairs; 0 for a mask without any."""
+        return self.plan().visible_pairs / max(self.q_len * self.kv_len, 1)
+
+    def __getitem__(self, window: slice | tuple[slice, slice]) -> SegmentMask:
+        rows, columns = window if isinstance(window, tuple) else (window, slice(None))
+        for name, part in (("rows", rows), ("columns", columns)):
+            op = "masks.SegmentMask"
+            check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
+            check(part.step in (None, 1), op, name, "have step 1", part.step)
+        part = SegmentMask.__new__(SegmentMask)
+        part._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
+        return part
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.segments, self._rows, self._columns))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, SegmentMask):
+            return NotImplemented
+        same = (self._rows, self._columns) == (other._rows, other._columns) and self.segments == other.segments
+        return same and torch.equal(self._all_positions, other._all_positions)
+
+    def __repr__(self) -> str:
+        kinds = dict.fromkeys(segment.kind for segment in self.segments)
+        counts = (f"{sum(segment.kind == kind for segment in self.segments)} {kind}" for kind in kinds)
+        return f"{type(self).__name__}({self.q_len} x {self.kv_len}: {', '.join(counts)})"
+
+    # Other forms
+
+    @cached_property
+    def relation(self) -> Tensor:
+        """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
+        size = len(self.segments)
+        if size == 0:
+            return torch.zeros(0, 0, dtype=torch.uint8)
+        return torch.frombuffer(self._table.relation(), dtype=torch.uint8).view(size, size)
+
+    @cached_property
+    def segment_ids(self) -> Tensor:
+        """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
+        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64)
+        return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+
+    def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
+        """Visibility of each of some rows and some columns, both counted over all tokens."""
+        ids = self.segment_ids.to(torch.int64)
+        relation = self.relation[ids[rows]][:, ids[columns]]
+        return (relation == 1) | ((relation == 2) & (rows[:, None] >= columns))
+
+    def dense(self) -> Tensor:
+        """``(q_len, kv_len)`` bool, True where the row sees the column. For checks and pictures: it holds every pair.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> pd.masks.causal(3).dense().int().tolist()
+            [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+        """
+        return self._visible(torch.arange(*self._rows), torch.arange(*self._columns))
+
+    def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
+        """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.
+
+        It reads tables held as tensors (the segment of each token, what a segment sees), so that a compiled kernel does not
+        depend on the sizes inside the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
+
+        Example:
+            >>> import torch, pdkernels as pd
+            >>> mask_mod, zero = pd.masks.causal(4).mask_mod(), torch.tensor(0)
+            >>> mask_mod(zero, zero, torch.tensor(1), torch.tensor([0, 1, 2, 3])).tolist()
+            [True, True, False, False]
+        """
+        ids, relation = self.segment_ids.to(device), self.relation.to(device)
+        q_ids, kv_ids = ids[slice(*self._rows)], ids[slice(*self._columns)]
+        shift = torch.tensor(self._rows[0] - self._columns[0], device=device)
+
+        def mask_mod(batch: Tensor, head: Tensor, q_index: Tensor, kv_index: Tensor) -> Tensor:
+            seen = relation[q_ids[q_index], kv_ids[kv_index]]
+            return (seen == 1) | ((seen == 2) & (q_index + shift >= kv_index))
+
+        return mask_mod
+
+    def plan(self, block_q: int = 128, block_k: int = 128, device: torch.device | str = "cpu") -> TilePlan:
+        """The tiles that a block-sparse kernel visits. Plans are kept and shared between equal masks.
+
+        Args:
+            block_q, block_k: tile sizes, multiples of 16 in ``[16, 1024]``.
+            device: where the plan's tensors lie.
+
+        Raises:
+            ValueError: other tile sizes.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> plan = pd.masks.causal(96).plan(32, 32)
+            >>> plan.kv_offsets.tolist(), plan.kv_tiles.tolist()
+            ([0, 1, 3, 6], [0, 0, 1, 0, 1, 2])
+            >>> plan.kv_bitmaps.tolist()
+            [0, -1, 0, -1, -1, 0]
+        """
+        return _plan(self, operator.index(block_q), operator.index(block_k), torch.device(device))
+
+    def draw(self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None) -> None:
+        """Writes a picture of the mask as PNG. Needs matplotlib.
+
+        Args:
+            path: the file.
+            tile: overlays the tiles of this size: outlined where all is visible, hatched where a bitmap is needed.
+            title: above the picture; None: the kinds of segments. The size and the density are always added.
+        """
+        from pdkernels.masks.draw import draw
+
+        draw(self, path, tile, title)
+
+
+def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
+    start, stop, _ = part.indices(window[1] - window[0])
+    return window[0] + start, window[0] + max(start, stop)
+
+
+@lru_cache(maxsize=128)
+def _plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
+    if device.type != "cpu":
+        return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
+    return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)

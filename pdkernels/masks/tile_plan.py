@@ -1,0 +1,168 @@
+"""The tile plan: all that a block-sparse kernel knows about a mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels import _host
+from pdkernels._validation import check
+
+# Every tensor of a plan begins at a multiple of this many words (128 bytes), for wide loads.
+ALIGNMENT = 32
+
+
+class BlockLists(NamedTuple):
+    """Full and partial key tiles of each query tile, padded: what FlashAttention 4 and FlexAttention read. All int32."""
+
+    mask_block_cnt: Tensor
+    """(..., q_tiles) partial key tiles of each query tile."""
+    mask_block_idx: Tensor
+    """(..., q_tiles, kv_tiles) their numbers, ascending, then 0."""
+    full_block_cnt: Tensor
+    """(..., q_tiles) key tiles that need no mask."""
+    full_block_idx: Tensor
+    """(..., q_tiles, kv_tiles) their numbers, ascending, then 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class TilePlan:
+    """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit a pair.
+
+    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible are not listed. The bits of partial tiles
+    are stored once for all tiles that look the same. All tensors are int32 and share one block of memory. A stacked plan has
+    a leading batch dimension on the offsets and orders; offsets then count over the lists of all samples.
+    """
+
+    kv_offsets: Tensor
+    """(q_tiles + 1,): query tile t visits entries ``kv_offsets[t] .. kv_offsets[t + 1]`` of the next two."""
+    kv_tiles: Tensor
+    """(visits,): key tiles, ascending for each query tile."""
+    kv_bitmaps: Tensor
+    """(visits,): -1 where all pairs inside the lengths are visible, else the number of a bitmap."""
+    q_offsets: Tensor
+    """(kv_tiles + 1,): the transposed lists, for the gradients of keys and values."""
+    q_tiles: Tensor
+    """(visits,): query tiles, ascending for each key tile."""
+    q_bitmaps: Tensor
+    """(visits,): as `kv_bitmaps`; bitmaps are not transposed."""
+    q_order: Tensor
+    """(q_tiles,): query tiles, those with the longest lists first."""
+    k_order: Tensor
+    """(kv_tiles,): key tiles, those with the longest lists first."""
+    bitmaps: Tensor
+    """(n, block_q, ceil(block_k / 32)): bit ``c % 32`` of word ``[r, c // 32]`` is the pair of row r and column c of the tile.
+    Bits outside the lengths are 0."""
+    q_len: int
+    """Rows of the mask."""
+    kv_len: int
+    """Columns of the mask."""
+    block_q: int
+    """Rows of a tile, a multiple of 16."""
+    block_k: int
+    """Columns of a tile, a multiple of 16."""
+    visible_pairs: int
+    """Pairs that the mask shows, over all samples."""
+
+    @property
+    def tile_efficiency(self) -> float:
+        """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted whole; 1 if none is visited."""
+        visited = self.kv_tiles.numel() * self.block_q * self.block_k
+        return self.visible_pairs / visited if visited else 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie."""
+        return self.kv_offsets.device
+
+    @property
+    def batch(self) -> int | None:
+        """Samples of a stacked plan; None for a plan that all samples share."""
+        return self.kv_offsets.shape[0] if self.kv_offsets.dim() == 2 else None
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.type == "Tensor"}
+
+    def _facts(self) -> dict[str, int]:
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.type != "Tensor"}
+
+    def to(self, device: torch.device | str) -> TilePlan:
+        """The plan on another device, moved in one copy. Itself if it is there already."""
+        if self.device == torch.device(device):
+            return self
+        return TilePlan._laid_out(self._tensors(), self._facts(), device)
+
+    @staticmethod
+    def _laid_out(tensors: dict[str, Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
+        """A plan of these tensors in one fresh block of memory."""
+        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        words = torch.zeros(sum(sizes), dtype=torch.int32)
+        begins = list(accumulate(sizes, initial=0))
+        for begin, tensor in zip(begins, tensors.values()):
+            words[begin : begin + tensor.numel()] = tensor.flatten()
+        words = words.to(device)
+        views = {
+            name: words[begin : begin + tensor.numel()].view(tensor.shape) for begin, (name, tensor) in zip(begins, tensors.items())
+        }
+        return TilePlan(**views, **facts)
+
+    @staticmethod
+    def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
+        words = torch.frombuffer(host, dtype=torch.int32)
+        *lists, bitmaps = (words[begin : begin + size] for begin, size in host.places)
+        return TilePlan(*lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs)
+
+    @staticmethod
+    def stack(plans: Sequence[TilePlan]) -> TilePlan:
+        """One plan for a batch whose samples have masks of their own: offsets and orders get a leading batch dimension.
+
+        Args:
+            plans: one a sample, of equal lengths and tile sizes, on one device, none of them stacked.
+
+        Raises:
+            ValueError: no plans, or plans that differ in more than their mask.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> masks = [pd.masks.causal(64), pd.masks.full(64)]
+            >>> plan = pd.masks.TilePlan.stack([mask.plan(32, 32) for mask in masks])
+            >>> plan.kv_offsets.tolist(), plan.kv_tiles.tolist()
+            ([[0, 1, 3], [3, 5, 7]], [0, 0, 1, 0, 1, 0, 1])
+        """
+        op = "masks.TilePlan.stack"
+        check(len(plans) > 0, op, "plans", "hold at least one plan", "none")
+        first = plans[0]
+        for plan in plans:
+            check(plan.batch is None, op, "plans", "be plans of single samples", "a stacked plan")
+            for name in ("q_len", "kv_len", "block_q", "block_k", "device"):
+                wanted, have = getattr(first, name), getattr(plan, name)
+                remedy = "Lengthen the shorter masks with pack([mask], length=...)." if name in ("q_len", "kv_len") else ""
+                check(have == wanted, op, "plans", f"agree in {name} ({wanted})", have, remedy)
+        # Samples that share a plan share its lists and bitmaps.
+        distinct = list({id(plan): plan for plan in plans}.values())
+        visits = dict(zip(map(id, distinct), accumulate((plan.kv_tiles.numel() for plan in distinct), initial=0)))
+        bitmaps = dict(zip(map(id, distinct), accumulate((plan.bitmaps.shape[0] for plan in distinct), initial=0)))
+        shifted = lambda plan, tensor: torch.where(tensor < 0, tensor, tensor + bitmaps[id(plan)])  # noqa: E731
+        tensors = {
+            "kv_offsets": torch.stack([plan.kv_offsets + visits[id(plan)] for plan in plans]),
+            "kv_tiles": torch.cat([plan.kv_tiles for plan in distinct]),
+            "kv_bitmaps": torch.cat([shifted(plan, plan.kv_bitmaps) for plan in distinct]),
+            "q_offsets": torch.stack([plan.q_offsets + visits[id(plan)] for plan in plans]),
+            "q_tiles": torch.cat([plan.q_tiles for plan in distinct]),
+            "q_bitmaps": torch.cat([shifted(plan, plan.q_bitmaps) for plan in distinct]),
+            "q_order": torch.stack([plan.q_order for plan in plans]),
+            "k_order": torch.stack([plan.k_order for plan in plans]),
+            "bitmaps": torch.cat([plan.bitmaps for plan in distinct]),
+        }
+        facts = {**first._facts(), "visible_pairs": sum(plan.visible_pairs for plan in plans)}
+        return TilePlan._laid_out(tensors, facts, first.device)

@@ -1,0 +1,75 @@
+// Segment masks and tile plans for Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "host.h"
+#include "pdkernels/segment_mask.h"
+#include "pdkernels/tile_plan.h"
+
+namespace py = pybind11;
+
+namespace {
+
+using pdkernels::Inside;
+using pdkernels::SegmentMask;
+using pdkernels::SegmentRange;
+using pdkernels::TilePlan;
+
+Inside parse_inside(py::handle text, size_t segment) {
+  const auto name = py::cast<std::string>(text);
+  if (name == "causal") return Inside::kCausal;
+  if (name == "full") return Inside::kFull;
+  if (name == "none") return Inside::kNone;
+  pdkernels::fail_mask("SegmentMask: inside must be 'causal', 'full' or 'none', got '" + name + "' in segment " + std::to_string(segment) + ".");
+}
+
+int32_t number(py::handle range, const char* name) { return py::cast<int32_t>(range.attr(name)); }
+
+// Segments as tuples (length, inside, ranges of segments seen, ..).
+SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) {
+  SegmentMask mask;
+  std::vector<SegmentRange> sees;
+  for (size_t i = 0; i < segments.size(); ++i) {
+    const auto segment = py::cast<py::tuple>(segments[i]);
+    sees.clear();
+    for (const py::handle range : py::cast<py::tuple>(segment[2])) {
+      if (!PyRange_Check(range.ptr())) {
+        throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + std::string(py::str(py::type::of(range))) +
+                             " in segment " + std::to_string(i) + ".");
+      }
+      if (py::len(range) == 0) continue;
+      sees.push_back({number(range, "start"), number(range, "stop"), number(range, "step")});
+    }
+    mask.add(py::cast<int64_t>(segment[0]), parse_inside(segment[1], i), sees);
+  }
+  mask.finish(rows.first, rows.second, columns.first, columns.second);
+  return mask;
+}
+
+py::bytearray relation(const SegmentMask& mask) {
+  const auto size = static_cast<size_t>(mask.segments()) * mask.segments();
+  py::bytearray bytes(nullptr, size);
+  mask.write_relation(reinterpret_cast<uint8_t*>(PyByteArray_AS_STRING(bytes.ptr())));
+  return bytes;
+}
+
+}  // namespace
+
+void bind_planner(py::module_& m) {
+  py::class_<TilePlan>(m, "TilePlan", py::buffer_protocol(), "One block of int32 words that holds all arrays of a tile plan.")
+      .def_buffer([](TilePlan& plan) {
+        return py::buffer_info(plan.words.data(), static_cast<py::ssize_t>(plan.words.size()));
+      })
+      .def_property_readonly("places", [](const TilePlan& plan) {
+        std::vector<std::pair<int64_t, int64_t>> places;
+        for (const auto& place : plan.places) places.emplace_back(place.begin, place.size);
+        return places;
+      }, "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps.")
+      .def_readonly("visible_pairs", &TilePlan::visible_pairs, "Pairs that the mask shows.");
+
+  py::class_<SegmentMask>(m, "SegmentMask", "Segments as the planner reads them: checked, with a window of rows and columns.")
+      .def(py::init(&parse), py::arg("segments"), py::arg("rows"), py::arg("columns"))
+      .def("relation", &relation, "Row-major bytes, segments x segments: 0 nothing, 1 all, 2 itself causally.")
+      .def("plan", &pdkernels::plan_tiles, py::arg("block_q"), py::arg("block_k"), py::call_guard<py::gil_scoped_release>(),
+           "The tile plan. ValueError unless the tile sizes are multiples of 16 in [16, 1024].");
+}
