@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "host.h"
 #include "pdkernels/cpu_isa.h"
 #include "pdkernels/page_allocator.h"
 
@@ -33,4 +34,6 @@ Example:
            "Returns pages. ValueError for an id that is unknown or not in use; nothing is returned then.")
       .def_property_readonly("available", &pdkernels::PageAllocator::available, "Pages that are free.")
       .def_property_readonly("num_pages", &pdkernels::PageAllocator::num_pages, "Pages in the pool.");
+
+  bind_planner(m);
 }

@@ -72,8 +72,8 @@ class TilePlan:
     @property
     def tile_efficiency(self) -> float:
         """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted whole; 1 if none is visited."""
-        visited = self.kv_tiles.numel() * self.block_q * self.block_k
-        return self.visible_pairs / visited if visited else 1.0
+        visits = int((self.kv_offsets[..., -1] - self.kv_offsets[..., 0]).sum())
+        return self.visible_pairs / (visits * self.block_q * self.block_k) if visits else 1.0
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,29 @@
+"""What may see what: segment masks, a builder for each paper's layout, and the tile plans that kernels read."""
+
+from pdkernels.masks.basic import block_causal, causal, full, pack
+from pdkernels.masks.dual_stream import dual_stream
+from pdkernels.masks.jacobi import NoiseAwareMask, candidates, noise_aware_causal
+from pdkernels.masks.planned import Stage, planned
+from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.speculation import QuadraticMask, quadratic, tree
+from pdkernels.masks.tile_plan import BlockLists, TilePlan
+
+__all__ = [
+    "BlockLists",
+    "NoiseAwareMask",
+    "QuadraticMask",
+    "Segment",
+    "SegmentMask",
+    "Stage",
+    "TilePlan",
+    "block_causal",
+    "candidates",
+    "causal",
+    "dual_stream",
+    "full",
+    "noise_aware_causal",
+    "pack",
+    "planned",
+    "quadratic",
+    "tree",
+]

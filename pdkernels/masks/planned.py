@@ -1,0 +1,86 @@
+"""Layout of planned diffusion: plans written token by token, then chunks diffused together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pdkernels._validation import check_type
+from pdkernels.masks._arguments import integer
+from pdkernels.masks.segment_mask import Segment, SegmentMask
+
+
+class Stage(NamedTuple):
+    """One round of planning and diffusion."""
+
+    plan: int
+    """Tokens written one by one: the prompt (in the first stage), the plan, or a last end token."""
+    chunks: tuple[int, ...] = ()
+    """Tokens of each chunk that the plan starts, its two tags included."""
+    sync: bool = True
+    """Whether a sync token follows the chunks. The round that ends a text may have none."""
+
+
+def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMask:
+    """Plans see causally, chunks see their whole past and themselves, and a sync shows chunks to what follows::
+
+        planned([Stage(2, (2, 2))])           sparse=True
+        plan   1 . | . . . . | .              1 . | . . . . | .
+               1 1 | . . . . | .              1 1 | . . . . | .
+        chunk  1 1 | 1 1 1 1 | .              1 1 | 1 1 . . | .
+               1 1 | 1 1 1 1 | .              1 1 | 1 1 . . | .
+        chunk  1 1 | 1 1 1 1 | .              1 1 | . . 1 1 | .
+               1 1 | 1 1 1 1 | .              1 1 | . . 1 1 | .
+        sync   1 1 | 1 1 1 1 | 1              1 1 | 1 1 1 1 | 1
+
+    - A plan token sees all plan and sync tokens before it, and all chunks before the last sync.
+    - A chunk token sees everything before its round's chunks, its own chunk, and, dense, the other chunks of the round.
+    - A sync token sees everything before it. What came before a chunk never sees it.
+
+    Args:
+        stages: the rounds, as `Stage` or as tuples ``(plan, chunks, sync)``.
+        sparse: whether the chunks of a round are blind to each other (PDSA).
+
+    Returns:
+        A square mask over all tokens in text order; positions are 0, 1, 2, ...
+
+    Raises:
+        ValueError: a negative length.
+        TypeError: something that is no stage.
+
+    Source: Planned Diffusion, section 4.2 and appendix H; its released code, whose accumulated mask rules where a text goes
+    on without a sync: later plan tokens do not see the open chunks, later chunks do.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> mask = pd.masks.planned([pd.masks.Stage(3, (2, 2)), pd.masks.Stage(1, sync=False)], sparse=True)
+        >>> mask
+        SegmentMask(9 x 9: 2 plan, 2 chunk, 1 sync)
+        >>> mask.dense()[3].int().tolist()
+        [1, 1, 1, 1, 1, 0, 0, 0, 0]
+    """
+    op = "planned"
+    segments: list[Segment] = []
+    hidden: list[range] = []  # segments of chunks that no sync has shown yet
+    for stage in stages:
+        is_stage = isinstance(stage, tuple) and 1 <= len(stage) <= 3
+        check_type(is_stage, f"masks.{op}", "stages", "hold stages (plan, chunks, sync)", repr(stage), "See pdkernels.masks.Stage.")
+        plan, chunks, sync = Stage(*stage)
+        number = len(segments)
+        segments.append(Segment(integer(op, "plan", plan, 0), "causal", _without(number, hidden), "plan"))
+        first, last = number + 1, number + 1 + len(chunks)
+        for chunk, length in enumerate(chunks, start=first):
+            others = () if sparse else (range(first, chunk), range(chunk + 1, last))
+            segments.append(Segment(integer(op, "chunks", length, 0), "full", (range(first), *others), "chunk"))
+        if last > first:
+            hidden.append(range(first, last))
+        if sync:
+            segments.append(Segment(1, "causal", (range(last),), "sync"))
+            hidden.clear()
+    return SegmentMask(segments)
+
+
+def _without(end: int, holes: list[range]) -> tuple[range, ...]:
+    """The segments below `end` that lie in none of the holes."""
+    edges = [0, *(edge for hole in holes for edge in (hole.start, hole.stop)), end]
+    return tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2]))

@@ -1,0 +1,196 @@
+"""Layouts of drafts with branches: quadratic self-speculation and token trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, fail
+from pdkernels.masks._arguments import choice, integer, inverse
+from pdkernels.masks.segment_mask import Segment, SegmentMask
+
+
+class QuadraticMask(SegmentMask):
+    """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64 and count in the mask's order.
+
+    Attributes:
+        draft_len, masks_per_group, in_group, layout, anchor_group: as given to the builder.
+    """
+
+    draft_len: int
+    masks_per_group: int
+    in_group: Literal["bidirectional", "causal"]
+    layout: Literal["spec_first", "interleaved"]
+    anchor_group: bool
+
+    @property
+    def groups(self) -> range:
+        """Draft tokens that a group of masks continues."""
+        return range(0 if self.anchor_group else 1, self.draft_len)
+
+    @cached_property
+    def draft_rows(self) -> Tensor:
+        """``(draft_len,)`` rows of the draft tokens."""
+        draft = torch.arange(self.draft_len)
+        if self.layout == "spec_first":
+            return draft
+        return draft + self.masks_per_group * (draft - self.groups.start).clamp(min=0)
+
+    @cached_property
+    def mask_rows(self) -> Tensor:
+        """``(groups, masks_per_group)`` rows of the mask tokens; with an anchor group entry g continues draft token g."""
+        masks = torch.arange(self.masks_per_group)
+        if self.layout == "spec_first":
+            return self.draft_len + torch.arange(len(self.groups))[:, None] * self.masks_per_group + masks
+        return self.draft_rows[self.groups.start :, None] + 1 + masks
+
+    @cached_property
+    def to_interleaved(self) -> Tensor:
+        """``(tokens,)``: ``x[to_interleaved]`` puts tokens of this mask's order into the paper's: each draft token, its group."""
+        groups = torch.cat([self.draft_rows[self.groups.start :, None], self.mask_rows], dim=1)
+        return torch.cat([self.draft_rows[: self.groups.start], groups.flatten()])
+
+    @cached_property
+    def from_interleaved(self) -> Tensor:
+        """``(tokens,)``: ``x[from_interleaved]`` puts tokens of the interleaved order into this mask's order."""
+        return inverse(self.to_interleaved)
+
+
+def quadratic(
+    draft_len: int,
+    masks_per_group: int | None = None,
+    in_group: Literal["bidirectional", "causal"] = "bidirectional",
+    layout: Literal["spec_first", "interleaved"] = "spec_first",
+    anchor_group: bool = True,
+) -> QuadraticMask:
+    """A draft, and behind each of its tokens a group of masks that drafts on from there, whatever part is accepted::
+
+        quadratic(2)                          interleaved: d m m | d m m
+          d d   m m   m m                       1 . . . . .
+        d 1 .   . .   . .                       1 1 1 . . .
+        d 1 1   . .   . .                       1 1 1 . . .
+        m 1 .   1 1   . .                       1 . . 1 . .
+        m 1 .   1 1   . .                       1 . . 1 1 1
+        m 1 1   . .   1 1                       1 . . 1 1 1
+        m 1 1   . .   1 1
+
+    Draft tokens see each other causally and never a mask, so they verify exactly as a causal model would. Group g sees draft
+    tokens 0 .. g and itself. The cached prefix, seen by all, is not part of the mask, which therefore serves all steps.
+
+    Args:
+        draft_len: draft tokens, the first one (the anchor, known to be right) included.
+        masks_per_group: None: as many as draft tokens.
+        in_group: whether masks of a group see each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
+            (Samragh et al., Apple).
+        layout: ``"spec_first"``: all draft tokens, then the groups: tiles fill up, and accepting a draft moves no cache row;
+            ``"interleaved"``: each draft token before its group.
+        anchor_group: whether the anchor has a group. The released code has it, equation 11 of the paper does not, but then
+            nothing is drafted when all but the anchor is refused.
+
+    Returns:
+        A square mask; positions ``g + r`` count from the cached length: draft token g at g, mask r = 1, 2, .. of its group at
+        ``g + r``.
+
+    Raises:
+        ValueError: sizes out of range or an unknown name.
+
+    Source: Nemotron-Labs-Diffusion, appendix C, and its released code.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> mask = pd.masks.quadratic(2)
+        >>> mask.positions.tolist(), mask.mask_rows.tolist()
+        ([0, 1, 1, 2, 2, 3], [[2, 3], [4, 5]])
+        >>> pd.masks.quadratic(32).plan(64, 64).kv_tiles.numel()
+        33
+    """
+    op = "quadratic"
+    draft_len = integer(op, "draft_len", draft_len, 1)
+    masks_per_group = draft_len if masks_per_group is None else integer(op, "masks_per_group", masks_per_group, 0)
+    choice(op, "in_group", in_group, ("bidirectional", "causal"))
+    choice(op, "layout", layout, ("spec_first", "interleaved"))
+    inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
+    first = 0 if anchor_group else 1
+    # With the draft in front one segment holds the tokens that all groups see; the others are single.
+    step = 2 if layout == "interleaved" else 1
+    number = lambda g: g if g < first else first + step * (g - first)  # noqa: E731
+    seen = lambda end: (range(min(first, end)), range(first, number(end), step))  # noqa: E731
+    draft = [Segment(1, "causal", seen(g), "draft") for g in range(draft_len)]
+    groups = [Segment(masks_per_group, inside, seen(g + 1), "masks") for g in range(first, draft_len)]
+    if layout == "interleaved":
+        segments = draft[:first] + [segment for pair in zip(draft[first:], groups) for segment in pair]
+    else:
+        segments = draft + groups
+
+    ranks = torch.arange(1 + masks_per_group)
+    positions = torch.arange(first, draft_len)[:, None] + ranks
+    if layout == "interleaved":
+        positions = torch.cat([torch.arange(first), positions.flatten()])
+    else:
+        positions = torch.cat([torch.arange(draft_len), positions[:, 1:].flatten()])
+    mask = QuadraticMask(segments, positions)
+    mask.draft_len, mask.masks_per_group, mask.in_group = draft_len, masks_per_group, in_group
+    mask.layout, mask.anchor_group = layout, bool(anchor_group)
+    return mask
+
+
+def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
+    """A tree of draft tokens: each sees itself and its ancestors. The cached prefix is not part of the mask::
+
+        tree([-1, 0, 1, 0])      0 - 1 - 2
+            1 . . .               \\
+            1 1 . .                 3
+            1 1 1 .
+            1 . . 1
+
+    Args:
+        parents: the parent of each token, -1 for those that continue the prefix. Parents come before their children.
+
+    Returns:
+        A square mask; the position of a token is its depth, relative to the cached length.
+
+    Raises:
+        ValueError: a parent that does not come before its child.
+
+    Tokens that follow each other in a chain without branches become one segment.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> mask = pd.masks.tree([-1, 0, 1, 0])
+        >>> mask.positions.tolist(), [segment.length for segment in mask.segments]
+        ([0, 1, 2, 1], [1, 2, 1])
+    """
+    parents = [int(parent) for parent in parents]
+    children = [0] * len(parents)
+    depth: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            fail("masks.tree", "parents", f"be -1 or come before their child, so be in [-1, {node - 1}] for token {node}", parent)
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+        if parent >= 0:
+            children[parent] += 1
+
+    segment_of: list[int] = []
+    lengths: list[int] = []
+    sees: list[tuple[range, ...]] = []
+    for node, parent in enumerate(parents):
+        if node > 0 and parent == node - 1 and children[parent] == 1:
+            lengths[-1] += 1
+        else:
+            lengths.append(1)
+            above = segment_of[parent] if parent >= 0 else -1
+            sees.append(_and_segment(sees[above], above) if parent >= 0 else ())
+        segment_of.append(len(lengths) - 1)
+    segments = [Segment(length, "causal", seen, "branch") for length, seen in zip(lengths, sees)]
+    return SegmentMask(segments, torch.tensor(depth, dtype=torch.int64))
+
+
+def _and_segment(sees: tuple[range, ...], segment: int) -> tuple[range, ...]:
+    """The ranges and one more segment behind them."""
+    if sees and sees[-1].stop == segment:
+        return (*sees[:-1], range(sees[-1].start, segment + 1))
+    return (*sees, range(segment, segment + 1))
