@@ -4,7 +4,7 @@
 slow and obvious references in `pd.reference`.
 """
 
-from pdkernels import cache, decoding, models, ops, reference
+from pdkernels import cache, decoding, masks, models, ops, reference
 from pdkernels._native import has_native
 from pdkernels.config import __version__, show_config
 from pdkernels.ops import DraftVerdict, kv_append_, kv_commit_, kv_trim_, verify_draft
@@ -18,6 +18,7 @@ __all__ = [
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
+    "masks",
     "models",
     "ops",
     "reference",

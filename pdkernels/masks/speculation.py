@@ -115,7 +115,7 @@ def quadratic(
     choice(op, "layout", layout, ("spec_first", "interleaved"))
     inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
     first = 0 if anchor_group else 1
-    # With the draft in front one segment holds the tokens that all groups see; the others are single.
+    # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..
     step = 2 if layout == "interleaved" else 1
     number = lambda g: g if g < first else first + step * (g - first)  # noqa: E731
     seen = lambda end: (range(min(first, end)), range(first, number(end), step))  # noqa: E731

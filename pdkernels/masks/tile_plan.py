@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -15,6 +15,13 @@ from pdkernels._validation import check
 
 # Every tensor of a plan begins at a multiple of this many words (128 bytes), for wide loads.
 ALIGNMENT = 32
+
+
+def _words(visible: Tensor) -> Tensor:
+    """``(n, rows, columns)`` bool as int32 words of 32 columns."""
+    padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % 32)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=visible.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
 class BlockLists(NamedTuple):
@@ -102,6 +109,43 @@ class TilePlan:
             return self
         return TilePlan._laid_out(self._tensors(), self._facts(), device)
 
+    def block_lists(self, ragged_is_partial: bool = False) -> BlockLists:
+        """Counts and padded lists of partial and of full key tiles: the block-sparsity tensors of FlashAttention 4.
+
+        Args:
+            ragged_is_partial: lists full tiles that reach beyond the lengths as partial, as FlexAttention does.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> lists = pd.masks.causal(96).plan(32, 32).block_lists()
+            >>> lists.mask_block_idx.tolist(), lists.full_block_cnt.tolist()
+            ([[0, 0, 0], [1, 0, 0], [2, 0, 0]], [0, 1, 2])
+        """
+        if self.batch is not None:
+            samples = [self._sample(b).block_lists(ragged_is_partial) for b in range(self.batch)]
+            return BlockLists(*(torch.stack(tensors) for tensors in zip(*samples)))
+        q_tiles, kv_tiles = len(self.kv_offsets) - 1, len(self.q_offsets) - 1
+        rows = torch.repeat_interleave(torch.arange(q_tiles, device=self.device), self.kv_offsets.diff())
+        full = self.kv_bitmaps < 0
+        if ragged_is_partial:
+            full &= ((rows + 1) * self.block_q <= self.q_len) & ((self.kv_tiles + 1) * self.block_k <= self.kv_len)
+        lists = []
+        for chosen in (~full, full):
+            counts = torch.bincount(rows[chosen], minlength=q_tiles)
+            before = counts.cumsum(0) - counts
+            places = torch.arange(int(counts.sum()), device=self.device) - torch.repeat_interleave(before, counts)
+            index = torch.zeros(q_tiles, kv_tiles, dtype=torch.int32, device=self.device)
+            index[rows[chosen], places] = self.kv_tiles[chosen]
+            lists += [counts.to(torch.int32), index]
+        return BlockLists(*lists)
+
+    def _sample(self, number: int) -> TilePlan:
+        """One sample of a stacked plan."""
+        visits = slice(*self.kv_offsets[number, [0, -1]].tolist())
+        parts = {name: getattr(self, name)[visits] for name in ("kv_tiles", "kv_bitmaps", "q_tiles", "q_bitmaps")}
+        parts |= {name: getattr(self, name)[number] - visits.start for name in ("kv_offsets", "q_offsets")}
+        return replace(self, q_order=self.q_order[number], k_order=self.k_order[number], **parts)
+
     @staticmethod
     def _laid_out(tensors: dict[str, Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
         """A plan of these tensors in one fresh block of memory."""
@@ -121,6 +165,54 @@ class TilePlan:
         words = torch.frombuffer(host, dtype=torch.int32)
         *lists, bitmaps = (words[begin : begin + size] for begin, size in host.places)
         return TilePlan(*lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs)
+
+    @staticmethod
+    def from_tiles(full: Tensor, partial: tuple[Tensor, Tensor], visible: Tensor, q_len: int, kv_len: int) -> TilePlan:
+        """A plan out of tiles that something else than a segment mask has judged.
+
+        Args:
+            full: ``(q_tiles, kv_tiles)`` bool, True where all pairs inside the lengths are visible.
+            partial: query tile and key tile of ``n`` tiles whose pairs follow, row by row, none of them full. Those that turn
+                out to show all their pairs become full, those that show none are left out.
+            visible: ``(n, block_q, block_k)`` bool, False outside the lengths.
+            q_len, kv_len: rows and columns.
+
+        Example:
+            >>> import torch
+            >>> from pdkernels.masks import TilePlan
+            >>> triangle = torch.ones(1, 16, 16, dtype=torch.bool).tril()
+            >>> zero = torch.tensor([0])
+            >>> TilePlan.from_tiles(torch.tensor([[False]]), (zero, zero), triangle, 16, 16).visible_pairs
+            136
+        """
+        block_q, block_k = visible.shape[1:]
+        rows = (q_len - torch.arange(full.shape[0], device=full.device) * block_q).clamp(max=block_q)
+        columns = (kv_len - torch.arange(full.shape[1], device=full.device) * block_k).clamp(max=block_k)
+        areas = rows[:, None] * columns
+        pairs = torch.where(full, areas, 0)
+        pairs[partial] = visible.flatten(1).sum(1)
+        # The number of a partial tile's bitmap is the order in which such a bitmap is met first.
+        numbers = torch.full_like(areas, -1)
+        needed = (pairs[partial] > 0) & (pairs[partial] < areas[partial])
+        contents, content = torch.unique(_words(visible[needed]), dim=0, return_inverse=True)
+        met = torch.full((len(contents),), len(content), device=full.device).scatter_reduce(
+            0, content, torch.arange(len(content), device=full.device), "amin"
+        )
+        rank = torch.argsort(met)
+        numbers[partial[0][needed], partial[1][needed]] = torch.argsort(rank)[content]
+
+        def lists(pairs: Tensor, numbers: Tensor) -> list[Tensor]:
+            counts = (pairs > 0).sum(1)
+            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+            order = torch.argsort(counts, descending=True, stable=True)
+            return [part.to(torch.int32) for part in (offsets, (pairs > 0).nonzero()[:, 1], numbers[pairs > 0], order)]
+
+        kv_offsets, kv_tiles, kv_bitmaps, q_order = lists(pairs, numbers)
+        q_offsets, q_tiles, q_bitmaps, k_order = lists(pairs.T, numbers.T)
+        tensors = [kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, contents[rank]]
+        names = [field.name for field in fields(TilePlan) if field.type == "Tensor"]
+        facts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_k": block_k, "visible_pairs": int(pairs.sum())}
+        return TilePlan._laid_out(dict(zip(names, tensors)), facts, full.device)
 
     @staticmethod
     def stack(plans: Sequence[TilePlan]) -> TilePlan:

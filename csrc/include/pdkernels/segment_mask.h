@@ -37,7 +37,11 @@ class SegmentMask {
     if (tokens() + length > std::numeric_limits<int32_t>::max()) fail_mask(who + " must end within 2**31 - 1 tokens, got more.");
     begin_.push_back(tokens() + length);
     inside_.push_back(inside);
-    sees_.insert(sees_.end(), sees.begin(), sees.end());
+    for (SegmentRange range : sees) {
+      // A stop right behind the last number: what lies between may belong to the next range.
+      if (range.step > 1 && range.start < range.stop) range.stop = (range.stop - 1 - range.start) / range.step * range.step + range.start + 1;
+      sees_.push_back(range);
+    }
     sees_end_.push_back(sees_.size());
   }
 

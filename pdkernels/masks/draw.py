@@ -1,0 +1,204 @@
+"""Pictures of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import message
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from pdkernels.masks.segment_mask import SegmentMask
+    from pdkernels.masks.tile_plan import TilePlan
+
+COLOURS = {
+    "tokens": "#4c78a8", "prompt": "#8c8c8c", "plan": "#8c8c8c", "clean": "#4c78a8", "block": "#4c78a8", "noisy": "#f58518",
+    "chunk": "#f58518", "draft": "#4c78a8", "masks": "#f58518", "candidate": "#54a24b", "branch": "#54a24b", "sync": "#b279a2",
+    "padding": "#d8d8d8",
+}  # fmt: skip
+OTHERS = ["#e45756", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6"]
+HIDDEN = (0.975, 0.975, 0.975)
+INK = "#333333"
+PARTIAL = "#b00020"
+# Pixels of the matrix in either direction; longer masks show a sample of their rows and columns.
+MOST = 1400
+# A label needs this share of the matrix.
+LEAST_SHARE = 0.035
+
+
+def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, int] | None, title: str | None) -> None:
+    """See `SegmentMask.draw`."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(message("masks.draw", "matplotlib", "be installed", "none", "Install it with: pip install matplotlib")) from error
+
+    kinds = list(dict.fromkeys(segment.kind for segment in mask.segments))
+    spare = iter(OTHERS * len(kinds))
+    colours = {kind: COLOURS.get(kind) or next(spare) for kind in kinds}
+    q_len, kv_len = max(mask.q_len, 1), max(mask.kv_len, 1)
+    size = 6.2
+    height = size * min(max(q_len / kv_len, 0.12), 1.6)
+    width = min(size, height * kv_len / q_len) if q_len > kv_len else size
+    figure = Figure(figsize=(max(width, 3.0) + 1.5, height + 1.75), layout="constrained")
+    axes = figure.add_subplot()
+    axes.imshow(_colours(mask, colours), extent=(0, kv_len, q_len, 0), interpolation="nearest", aspect="auto", zorder=0)
+    _lines(axes, mask)
+    _strips(axes, mask, colours)
+    shape = f"{mask.q_len} x {mask.kv_len}, {mask.density:.1%} visible"
+    entries = _kind_legend(colours)
+    if tile is not None:
+        plan = mask.plan(*((tile, tile) if isinstance(tile, int) else tile))
+        _tiles(axes, plan)
+        entries += _tile_legend(plan)
+        visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
+        of = (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1)
+        shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial, efficiency {plan.tile_efficiency:.1%}"
+    axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
+    figure.suptitle(title or ", ".join(kinds) or "empty mask", fontsize=11, fontweight="bold", x=0.03, ha="left")
+    axes.set_title(shape, fontsize=8.5, color=INK, loc="left", pad=27)
+    figure.supylabel("queries", fontsize=9, color=INK)
+    axes.set_xlabel("keys", fontsize=9, color=INK)
+    axes.tick_params(labelsize=8, colors=INK)
+    axes.spines[:].set_color("#bbbbbb")
+    if entries:
+        columns = max(1, min(len(entries), int(figure.get_figwidth() / 1.3)))
+        figure.legend(handles=entries, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _sampled(window: tuple[int, int]) -> Tensor:
+    start, stop = window
+    count = min(stop - start, MOST)
+    return start + (torch.arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
+
+
+def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
+    """``(rows, columns, 3)``: the colour of the key's kind, paler where the key is in another segment than the query."""
+    from matplotlib.colors import to_rgb
+
+    rows, columns = _sampled(mask._rows), _sampled(mask._columns)
+    if rows.numel() == 0 or columns.numel() == 0:
+        return torch.tensor(HIDDEN).expand(1, 1, 3)
+    ids = mask.segment_ids.to(torch.int64)
+    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments])[ids[columns]]
+    strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]
+    shade = palette * strength + (1 - strength)
+    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN)).numpy()
+
+
+def _spans(mask: SegmentMask, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+    """Segment, begin and end of what the window shows of each segment that is not empty."""
+    token = 0
+    for number, segment in enumerate(mask.segments):
+        begin, end = max(token, window[0]) - window[0], min(token + segment.length, window[1]) - window[0]
+        if begin < end:
+            yield number, begin, end
+        token += segment.length
+
+
+def _lines(axes: Axes, mask: SegmentMask) -> None:
+    """Edges of segments, unless there are too many, and of tokens, if there are few."""
+    for window, along in ((mask._rows, axes.axhline), (mask._columns, axes.axvline)):
+        spans, total = list(_spans(mask, window)), window[1] - window[0]
+        if total <= 64:
+            for token in range(1, total):
+                along(token, color="white", linewidth=0.7, zorder=1)
+        if len(spans) <= 64:
+            for _, begin, _ in spans[1:]:
+                along(begin, color="#888888", linewidth=0.6, zorder=2)
+
+
+def _strips(axes: Axes, mask: SegmentMask, colours: dict[str, str]) -> None:
+    """Bars above and beside the matrix: which segment is where."""
+    figure = axes.get_figure()
+    width, height = figure.get_size_inches()
+    for window, horizontal in ((mask._columns, True), (mask._rows, False)):
+        total = max(window[1] - window[0], 1)
+        thick = 0.13 / (height if horizontal else width)
+        for begin, end, kind, label in _labelled(mask, window):
+            share = (end - begin) / total
+            place, extent = begin / total, share
+            if horizontal:
+                corner, box, middle = (place, 1.006), (extent, thick), (place + extent / 2, 1.012 + thick)
+            else:
+                place = 1 - end / total
+                corner, box, middle = (1.006, place), (thick, extent), (1.012 + thick, place + extent / 2)
+            _bar(axes, corner, box, colours[kind])
+            needed = LEAST_SHARE if not horizontal else 0.011 * len(label) + 0.01
+            if share >= needed:
+                vertical, side = ("bottom", "center") if horizontal else ("center", "left")
+                axes.text(*middle, label, transform=axes.transAxes, clip_on=False, fontsize=7.5, color=INK, va=vertical, ha=side)
+
+
+def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colour: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    patch = Rectangle(corner, *box, transform=axes.transAxes, facecolor=colour, edgecolor="white", linewidth=0.4, clip_on=False)
+    axes.add_patch(patch)
+
+
+def _labelled(mask: SegmentMask, window: tuple[int, int]) -> list[tuple[int, int, str, str]]:
+    """Begin, end, kind and label of bars. Where the segments are too narrow for words, runs of one kind share a bar."""
+    totals: dict[tuple[int, str], int] = {}
+    numbers = []
+    for segment in mask.segments:
+        key = (segment.sample, segment.kind)
+        numbers.append(totals.get(key, 0))
+        totals[key] = numbers[-1] + 1
+    spans = list(_spans(mask, window))
+    narrow = min((end - begin for _, begin, end in spans), default=1) < LEAST_SHARE * (window[1] - window[0])
+    runs: list[list[tuple[int, int, int]]] = []
+    for span in spans:
+        segment, before = mask.segments[span[0]], mask.segments[runs[-1][-1][0]] if runs else None
+        together = narrow and before is not None and (before.kind, before.sample) == (segment.kind, segment.sample)
+        if together:
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    bars = []
+    for run in runs:
+        (first, begin, _), (last, _, end) = run[0], run[-1]
+        segment = mask.segments[first]
+        label = segment.kind
+        if totals[(segment.sample, segment.kind)] > 1:
+            label += f" {numbers[first]}" if first == last else f" {numbers[first]}..{numbers[last]}"
+        bars.append((begin, end, segment.kind, label))
+    return bars
+
+
+def _tiles(axes: Axes, plan: TilePlan) -> None:
+    from matplotlib.collections import PatchCollection
+    from matplotlib.patches import Rectangle
+
+    full, partial = [], []
+    for i in range(len(plan.kv_offsets) - 1):
+        for visit in range(int(plan.kv_offsets[i]), int(plan.kv_offsets[i + 1])):
+            corner = (int(plan.kv_tiles[visit]) * plan.block_k, i * plan.block_q)
+            box = (min(plan.block_k, plan.kv_len - corner[0]), min(plan.block_q, plan.q_len - corner[1]))
+            (full if plan.kv_bitmaps[visit] < 0 else partial).append(Rectangle(corner, *box))
+    thin = 1.1 if len(full) + len(partial) < 300 else 0.35
+    axes.add_collection(PatchCollection(full, facecolor="none", edgecolor=INK, linewidth=thin, zorder=3))
+    hatched = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
+    axes.add_collection(PatchCollection(partial, facecolor="none", edgecolor=PARTIAL, alpha=0.6, linewidth=thin, zorder=4, **hatched))
+
+
+def _kind_legend(colours: dict[str, str]) -> list:
+    from matplotlib.patches import Patch
+
+    return [Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys") for kind, colour in colours.items()]
+
+
+def _tile_legend(plan: TilePlan) -> list:
+    from matplotlib.patches import Patch
+
+    return [
+        Patch(facecolor="none", edgecolor=INK, label="full tile"),
+        Patch(facecolor="none", edgecolor=PARTIAL, hatch="///", label="partial tile"),
+    ]

@@ -1,0 +1,197 @@
+"""Dense masks as rules on single pairs: each function lists the tokens, then asks for every (row, column) whether the rule of
+the source lets the row see the column. Returns ``(visible, positions)``: bool ``(rows, columns)`` and int64 ``(rows,)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+Mask = tuple[Tensor, Tensor]
+
+
+def _evaluate(rows: Sequence[Any], columns: Sequence[Any], sees: Callable[[Any, Any], bool], positions: Sequence[int]) -> Mask:
+    visible = torch.tensor([[bool(sees(q, k)) for k in columns] for q in rows], dtype=torch.bool)
+    return visible.view(len(rows), len(columns)), torch.tensor(list(positions), dtype=torch.int64)
+
+
+def causal(q_len: int, kv_len: int | None = None) -> Mask:
+    """The last row is the token of the last column; a row sees columns up to its own token."""
+    kv_len = q_len if kv_len is None else kv_len
+    rows = range(kv_len - q_len, kv_len)
+    return _evaluate(rows, range(kv_len), lambda q, k: k <= q, rows)
+
+
+def full(q_len: int, kv_len: int | None = None) -> Mask:
+    kv_len = q_len if kv_len is None else kv_len
+    rows = range(kv_len - q_len, kv_len)
+    return _evaluate(rows, range(kv_len), lambda q, k: True, rows)
+
+
+def block_causal(length: int, block_size: int, prefix_len: int = 0) -> Mask:
+    """In the prefix ``k <= q``; behind it the whole prefix, and ``block(k) <= block(q)``, blocks counted from the prefix on."""
+
+    def sees(q: int, k: int) -> bool:
+        if q < prefix_len:
+            return k <= q
+        return k < prefix_len or (k - prefix_len) // block_size <= (q - prefix_len) // block_size
+
+    return _evaluate(range(length), range(length), sees, range(length))
+
+
+class _Packed(NamedTuple):
+    stream: str  # "prompt", "k" (noisy) or "l" (clean)
+    block: int
+    offset: int
+    position: int
+
+
+def noise_aware_causal(
+    prompt_len: int, block_size: int, num_blocks: int, conditioning: str = "noisy", window: int | None = None, layout: str = "streams"
+) -> Mask:
+    """Jacobi Forcing, the table of its three trainers. "Own" is the same block, and a key not behind the query.
+
+    prompt: causal in the prompt. l_j: prompt, all l_{<j}, own. k_j: prompt, own, and
+    noisy (NC): all k_{<j}; clean (2a): all l_{<j}; window (NC-IC): l_{<i} and k_i .. k_{j-1} with i = floor(j / w) * w.
+    """
+    size, count = block_size, num_blocks
+    prompt = [_Packed("prompt", 0, p, p) for p in range(prompt_len)]
+    block = lambda stream, j: [_Packed(stream, j, t, prompt_len + j * size + t) for t in range(size)]  # noqa: E731
+    if layout == "interleaved":
+        tokens = prompt + [token for j in range(count) for token in block("k", j) + block("l", j)]
+    else:
+        tokens = prompt + [token for stream in "lk" for j in range(count) for token in block(stream, j)]
+
+    def sees(q: _Packed, k: _Packed) -> bool:
+        if q.stream == "prompt":
+            return k.stream == "prompt" and k.offset <= q.offset
+        if k.stream == "prompt":
+            return True
+        if q.stream == k.stream and q.block == k.block:
+            return k.offset <= q.offset
+        if q.stream == "l":
+            return k.stream == "l" and k.block < q.block
+        if conditioning == "noisy":
+            return k.stream == "k" and k.block < q.block
+        if conditioning == "clean":
+            return k.stream == "l" and k.block < q.block
+        start = q.block // window * window
+        return (k.stream == "l" and k.block < start) or (k.stream == "k" and start <= k.block < q.block)
+
+    return _evaluate(tokens, tokens, sees, [token.position for token in tokens])
+
+
+def dual_stream(
+    length: int,
+    block_size: int,
+    clean: str = "causal",
+    order: str = "noisy_first",
+    noisy_positions: Sequence[int] | None = None,
+    prefix_len: int = 0,
+) -> Mask:
+    """Nemotron-Labs-Diffusion (clean stream causal) and BD3-LM, Fast-dLLM v2 (clean stream causal by blocks).
+
+    noisy to noisy: the same block. noisy to clean: an earlier block, or the prefix. clean to noisy: never.
+    clean to clean: ``k <= q``, or ``block(k) <= block(q)`` behind the prefix.
+    """
+    kept = range(prefix_len, length) if noisy_positions is None else noisy_positions
+    noisy_tokens, clean_tokens = [("noisy", p) for p in kept], [("clean", p) for p in range(length)]
+    tokens = noisy_tokens + clean_tokens if order == "noisy_first" else clean_tokens + noisy_tokens
+
+    def block(position: int) -> int:
+        return -1 if position < prefix_len else (position - prefix_len) // block_size
+
+    def sees(q: tuple[str, int], k: tuple[str, int]) -> bool:
+        (q_stream, q_pos), (k_stream, k_pos) = q, k
+        if q_stream == "noisy":
+            return block(k_pos) == block(q_pos) if k_stream == "noisy" else block(k_pos) < block(q_pos)
+        if k_stream == "noisy":
+            return False
+        if clean == "causal" or block(q_pos) == -1:
+            return k_pos <= q_pos
+        return block(k_pos) <= block(q_pos)
+
+    return _evaluate(tokens, tokens, sees, [position for _, position in tokens])
+
+
+def planned(stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False) -> Mask:
+    """Planned Diffusion. The mask grows as in the released code, row by row of text:
+
+    plan tokens see what plan tokens have been shown so far, and each other causally; the chunks of a round see all earlier
+    rows, and each other (dense) or only their own chunk (sparse); a sync token sees all earlier rows and shows them to all
+    later rows.
+    """
+    shown: set[int] = set()  # tokens that plan rows may see
+    seen_by: list[set[int]] = []
+    for plan, chunks, sync in stages:
+        for _ in range(plan):
+            shown.add(len(seen_by))
+            seen_by.append(set(shown))
+        start = len(seen_by)
+        spans = []
+        for length in chunks:
+            begin = spans[-1][1] if spans else start
+            spans.append((begin, begin + length))
+        for begin, end in spans:
+            mates = range(begin, end) if sparse else range(start, spans[-1][1])
+            seen_by += [set(range(start)) | set(mates) for _ in range(begin, end)]
+        if sync:
+            shown = set(range(len(seen_by) + 1))
+            seen_by.append(set(shown))
+    tokens = range(len(seen_by))
+    return _evaluate(tokens, tokens, lambda q, k: k in seen_by[q], tokens)
+
+
+def quadratic(
+    draft_len: int,
+    masks_per_group: int | None = None,
+    in_group: str = "bidirectional",
+    layout: str = "spec_first",
+    anchor_group: bool = True,
+) -> Mask:
+    """Self-speculation, closed form over (group g, rank r): ``(r_k == 0 and g_k <= g_q) or (g_k == g_q and r_q != 0)``, in the
+    second part ``r_k <= r_q`` too for causal groups. Position ``g + r``."""
+    count = draft_len if masks_per_group is None else masks_per_group
+    size = lambda g: count if anchor_group or g > 0 else 0  # noqa: E731
+    if layout == "interleaved":
+        tokens = [(g, r) for g in range(draft_len) for r in range(1 + size(g))]
+    else:
+        tokens = [(g, 0) for g in range(draft_len)] + [(g, r) for g in range(draft_len) for r in range(1, 1 + size(g))]
+
+    def sees(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        (g_q, r_q), (g_k, r_k) = q, k
+        in_own = g_k == g_q and r_q != 0 and (in_group == "bidirectional" or r_k <= r_q)
+        return (r_k == 0 and g_k <= g_q) or in_own
+
+    return _evaluate(tokens, tokens, sees, [g + r for g, r in tokens])
+
+
+def candidates(count: int, length: int) -> Mask:
+    """The same branch, and ``k <= q``."""
+    tokens = [(branch, i) for branch in range(count) for i in range(length)]
+    return _evaluate(tokens, tokens, lambda q, k: q[0] == k[0] and k[1] <= q[1], [i for _, i in tokens])
+
+
+def tree(parents: Sequence[int]) -> Mask:
+    """The token itself, or an ancestor."""
+
+    def line(token: int) -> list[int]:
+        return [token, *line(parents[token])] if token >= 0 else []
+
+    lines = [line(token) for token in range(len(parents))]
+    tokens = range(len(parents))
+    return _evaluate(tokens, tokens, lambda q, k: k in lines[q], [len(path) - 1 for path in lines])
+
+
+def pack(masks: Sequence[Mask], length: int | None = None) -> Mask:
+    """The same sample, and visible there. Padding sees nothing, nobody sees it, its position is 0."""
+    used = sum(len(positions) for _, positions in masks)
+    tokens = [(sample, i) for sample, (_, positions) in enumerate(masks) for i in range(len(positions))]
+    tokens += [(-1, 0)] * ((used if length is None else length) - used)
+
+    def sees(q: tuple[int, int], k: tuple[int, int]) -> bool:
+        return q[0] == k[0] != -1 and bool(masks[q[0]][0][q[1], k[1]])
+
+    return _evaluate(tokens, tokens, sees, [int(masks[sample][1][i]) if sample >= 0 else 0 for sample, i in tokens])

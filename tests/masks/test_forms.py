@@ -1,0 +1,167 @@
+"""Slices, FlexAttention, pictures and errors."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+import pdkernels.masks as masks
+from pdkernels.integrations.flex_attention import from_block_mask, to_block_mask
+from tests.masks.brute_force import brute_force, listed
+from tests.masks.strategies import build, calls, random_masks
+
+
+@settings(max_examples=60)
+@given(random_masks(12), st.data())
+def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
+    edge = st.one_of(st.none(), st.integers(-30, 30))
+    rows, columns = (slice(data.draw(edge), data.draw(edge)) for _ in range(2))
+    part = mask[rows, columns]
+    assert torch.equal(part.dense(), mask.dense()[rows, columns])
+    assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(part.kv_positions, mask.kv_positions[columns])
+    assert torch.equal(part[1:, 1:].dense(), mask.dense()[rows, columns][1:, 1:])
+
+
+@settings(max_examples=40)
+@given(st.one_of(random_masks(12), calls.map(build)))
+def test_mask_mod(mask: masks.SegmentMask) -> None:
+    if 0 in mask.shape:
+        return
+    assert torch.equal(create_mask(mask.mask_mod(), None, None, *mask.shape, device="cpu")[0, 0], mask.dense())
+
+
+def assert_same_block_mask(ours, theirs) -> None:
+    assert ours.seq_lengths == theirs.seq_lengths and ours.BLOCK_SIZE == theirs.BLOCK_SIZE
+    for prefix in ("kv", "full_kv", "q", "full_q"):
+        counts, expected = getattr(ours, f"{prefix}_num_blocks"), getattr(theirs, f"{prefix}_num_blocks")
+        assert torch.equal(counts, expected) and counts.dtype == expected.dtype
+        listed = torch.arange(getattr(ours, f"{prefix}_indices").shape[-1]) < counts[..., None]
+        assert torch.equal(getattr(ours, f"{prefix}_indices")[listed], getattr(theirs, f"{prefix}_indices")[listed])
+
+
+@settings(max_examples=25)
+@given(st.one_of(random_masks(60), calls.map(build)), st.sampled_from([16, 32, (16, 48)]))
+def test_block_mask(mask: masks.SegmentMask, block_size: int | tuple[int, int]) -> None:
+    if 0 in mask.shape:
+        return
+    ours = to_block_mask(mask, block_size)
+    theirs = create_block_mask(mask.mask_mod(), None, None, *mask.shape, device="cpu", BLOCK_SIZE=block_size)
+    assert_same_block_mask(ours, theirs)
+    assert torch.equal(create_mask(ours.mask_mod, None, None, *mask.shape, device="cpu")[0, 0], mask.dense())
+    block_q, block_k = ours.BLOCK_SIZE
+    for block_mask in (ours, theirs):
+        assert listed(from_block_mask(block_mask)) == brute_force(mask.dense(), block_q, block_k)
+
+
+def test_block_mask_of_a_batch() -> None:
+    lengths = torch.tensor([20, 50])
+    block_mask = create_block_mask(lambda b, h, q, k: (k <= q) & (k < lengths[b]), 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+    plan = from_block_mask(block_mask)
+    assert plan.batch == 2
+    dense = [masks.causal(50).dense() & (torch.arange(50) < length) for length in lengths]
+    assert plan.visible_pairs == sum(int(part.sum()) for part in dense)
+    for b, part in enumerate(dense):
+        assert listed(plan._sample(b))["kv_tiles"] == brute_force(part, 16, 16)["kv_tiles"]
+    with pytest.raises(ValueError, match=r"from_block_mask: block_mask must have one head, got 2. Create it with H=None"):
+        from_block_mask(create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 32, 32, device="cpu", BLOCK_SIZE=16))
+    with pytest.raises(TypeError, match="must be a BlockMask, got int"):
+        from_block_mask(3)
+
+
+def test_mask_mod_is_captured_by_compile() -> None:
+    """One graph for all masks of a kind: the tables are inputs, not constants."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def evaluate(mask_mod, q, k):
+        return mask_mod(None, None, q[:, None], k)
+
+    compiled = torch.compile(evaluate, fullgraph=True, dynamic=True, backend=backend)
+    for num_blocks in (2, 3, 5):
+        mask = masks.noise_aware_causal(7, 4, num_blocks, "window", 2)
+        rows = torch.arange(mask.q_len)
+        assert torch.equal(compiled(mask.mask_mod(), rows, rows), mask.dense())
+    assert len(graphs) <= 2
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", header[16:])
+
+
+@pytest.mark.parametrize(
+    "mask, tile",
+    [
+        (masks.noise_aware_causal(6, 4, 3), 16),
+        (masks.pack([masks.quadratic(3), masks.planned([(3, (2, 2), True)])], length=24), None),
+        (masks.noise_aware_causal(512, 32, 64), 128),
+        (masks.causal(5, 40), (16, 32)),
+        (masks.causal(0), None),
+    ],
+    ids=["small", "packed", "large", "slice", "empty"],
+)
+def test_draw(mask: masks.SegmentMask, tile: int | tuple[int, int] | None, tmp_path: Path) -> None:
+    mask.draw(tmp_path / "mask.png", tile)
+    width, height = png_size(tmp_path / "mask.png")
+    assert 300 <= width <= 2000 and 200 <= height <= 2000
+
+
+Segment = masks.Segment
+
+
+@pytest.mark.parametrize(
+    "make, kind, sentence",
+    [
+        (lambda: masks.causal(-1), ValueError, r"masks.causal: q_len must be 0 or more, got -1\."),
+        (lambda: masks.causal(2.5), TypeError, r"masks.causal: q_len must be an integer, got float\."),
+        (lambda: masks.full(True), TypeError, r"masks.full: q_len must be an integer, got bool\."),
+        (lambda: masks.block_causal(4, 0), ValueError, r"masks.block_causal: block_size must be 1 or more, got 0\."),
+        (lambda: masks.block_causal(4, 2, 5), ValueError, r"prefix_len must be at most length \(4\), got 5\."),
+        (lambda: masks.noise_aware_causal(4, 2, 2, "dirty"), ValueError, r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'"),
+        (lambda: masks.noise_aware_causal(4, 2, 2, layout="x"), ValueError, r"layout must be one of 'streams', 'interleaved', got 'x'"),
+        (lambda: masks.noise_aware_causal(4, 2, 2, "window"), ValueError, r'window must be given with conditioning="window", got None\.'),
+        (lambda: masks.noise_aware_causal(4, 2, 2, window=3), ValueError, r"window must be None with conditioning='noisy', got 3\."),
+        (lambda: masks.dual_stream(4, 2, noisy_positions=[2, 1]), ValueError, r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]"),
+        (lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1), ValueError, r"ascend within \[1, 4\), got \[0\]"),
+        (lambda: masks.planned([3]), TypeError, r"stages must hold stages \(plan, chunks, sync\), got 3\."),
+        (lambda: masks.planned([(3, 4)]), TypeError, r"chunks must be a tuple of lengths, got 4\."),
+        (lambda: masks.planned([(3, (-4,))]), ValueError, r"chunks must be 0 or more, got -4\."),
+        (lambda: masks.quadratic(0), ValueError, r"draft_len must be 1 or more, got 0\."),
+        (lambda: masks.tree([-1, 1]), ValueError, r"come before their child, so be in \[-1, 0\] for token 1, got 1\."),
+        (lambda: masks.pack([masks.causal(3)], 2), ValueError, r"length must be at least the 3 tokens of the masks, got 2\."),
+        (lambda: masks.pack([masks.causal(3)[1:]]), ValueError, r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first"),
+        (lambda: masks.pack([3]), TypeError, r"masks must be segment masks, got int\."),
+        (lambda: masks.causal(3)[::2], ValueError, r"rows must have step 1, got 2\."),
+        (lambda: masks.causal(3)[1], TypeError, r"rows must be a slice, got 1\. Write mask\[a:b\]"),
+        (lambda: masks.causal(3).plan(100, 128), ValueError, r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\."),
+        (lambda: masks.causal(3).plan(128, 2048), ValueError, r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
+        (lambda: masks.SegmentMask([Segment(-1, "full")]), ValueError, r"segment 0 must have a length of 0 or more, got -1\."),
+        (lambda: masks.SegmentMask([Segment(1, "some")]), ValueError, r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0"),
+        (lambda: masks.SegmentMask([Segment(1, "full", (range(1),))]), ValueError, r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)"),
+        (lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]), ValueError, r"below 1, got range\(1, 3, 1\)"),
+        (lambda: masks.SegmentMask([Segment(1, "full", ((0, 1),))]), TypeError, r"sees must be a tuple of ranges, got <class 'tuple'> in segment 0"),
+        (lambda: masks.SegmentMask([Segment(2, "full")], torch.zeros(3).long()), ValueError, r"positions must have shape \(2,\), got \(3,\)"),
+        (lambda: masks.SegmentMask([Segment(1, "full")], torch.zeros(1)), TypeError, r"positions must be an int64 tensor, got"),
+        (lambda: masks.TilePlan.stack([]), ValueError, r"stack: plans must hold at least one plan, got none\."),
+        (lambda: masks.TilePlan.stack([masks.causal(n).plan() for n in (3, 4)]), ValueError, r"agree in q_len \(3\), got 4\. Lengthen"),
+    ],
+)  # fmt: skip
+def test_errors(make, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence) as raised:
+        make()
+    assert str(raised.value).startswith("pdkernels.masks.")
+
+
+def test_masks_too_long_for_tiles() -> None:
+    with pytest.raises(ValueError, match=r"segment 1 must end within 2\*\*31 - 1 tokens"):
+        masks.SegmentMask([Segment(2**31 - 1, "causal"), Segment(1, "causal")])

@@ -1,0 +1,180 @@
+"""The planner against a brute-force planner on the dense mask, published tile counts, and what plans offer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pdkernels.masks as masks
+from tests.masks.brute_force import brute_force, listed
+from tests.masks.strategies import build, calls, random_masks
+
+tiles = st.sampled_from([16, 32, 48, 64])
+
+
+@settings(max_examples=150)
+@given(st.one_of(random_masks(), calls.map(build)), tiles, tiles)
+def test_equals_brute_force(mask: masks.SegmentMask, block_q: int, block_k: int) -> None:
+    assert listed(mask.plan(block_q, block_k)) == brute_force(mask.dense(), block_q, block_k)
+
+
+@pytest.mark.parametrize("block_q, block_k", [(16, 16), (32, 64), (128, 128), (128, 80), (1024, 16)])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.noise_aware_causal(37, 32, 5),
+        masks.noise_aware_causal(37, 32, 5, "window", 2, "interleaved"),
+        masks.noise_aware_causal(0, 1, 90, "clean", layout="interleaved"),
+        masks.dual_stream(170, 32, "block"),
+        masks.planned([(40, (33, 70), True), (11, (64,), False), (1, (), False)], sparse=True),
+        masks.quadratic(13, in_group="causal"),
+        masks.pack([masks.causal(100), masks.dual_stream(65, 8), masks.tree([-1, 0, 0, 1, 2])], length=400),
+        masks.noise_aware_causal(100, 16, 8)[100:228, 3:317],
+    ],
+    ids=repr,
+)
+def test_larger_masks_equal_brute_force(mask: masks.SegmentMask, block_q: int, block_k: int) -> None:
+    if mask.q_len * mask.kv_len > 130_000 and block_q * block_k < 1000:
+        pytest.skip("slow in Python")
+    assert listed(mask.plan(block_q, block_k)) == brute_force(mask.dense(), block_q, block_k)
+
+
+@settings(max_examples=50)
+@given(random_masks(80), tiles, tiles)
+def test_skipped_tiles_are_hidden_and_full_tiles_visible(mask: masks.SegmentMask, block_q: int, block_k: int) -> None:
+    """The plan, unpacked pair by pair, is the mask, read along rows and along columns."""
+    dense, plan = mask.dense(), mask.plan(block_q, block_k)
+    bits = (plan.bitmaps[..., None] >> torch.arange(32)) & 1
+    for offsets, others, numbers, transposed in (
+        (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, False),
+        (plan.q_offsets, plan.q_tiles, plan.q_bitmaps, True),
+    ):
+        unpacked = torch.zeros(-(-mask.q_len // block_q) * block_q, -(-mask.kv_len // block_k) * block_k, dtype=torch.bool)
+        for tile in range(len(offsets) - 1):
+            for visit in range(offsets[tile], offsets[tile + 1]):
+                i, j = (int(others[visit]), tile) if transposed else (tile, int(others[visit]))
+                number = int(numbers[visit])
+                content = torch.ones(block_q, block_k) if number < 0 else bits[number].flatten(1)[:, :block_k]
+                unpacked[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k] = content.bool()
+        assert torch.equal(unpacked[: mask.q_len, : mask.kv_len], dense)
+    # Beyond the lengths all bits of partial tiles are 0.
+    assert sum(int(bits[number].sum()) for number in plan.kv_bitmaps.tolist() if number >= 0) <= int(dense.sum())
+
+
+def counts(mask: masks.SegmentMask, tile: int = 128) -> tuple[int, int]:
+    plan = mask.plan(tile, tile)
+    return plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
+
+
+@pytest.mark.parametrize(
+    "num_blocks, layout, visited, partial, work",
+    [
+        (64, "interleaved", 666, 532, 1.698),
+        (64, "streams", 410, 36, 1.046),
+        (248, "interleaved", 8256, 7754, 1.899),
+        (248, "streams", 4412, 128, 1.015),
+    ],
+)
+def test_noise_aware_tiles(num_blocks: int, layout: str, visited: int, partial: int, work: float) -> None:
+    mask = masks.noise_aware_causal(512, 32, num_blocks, layout=layout)
+    assert counts(mask) == (visited, partial)
+    assert 1 / mask.plan().tile_efficiency == pytest.approx(work, abs=1e-3)
+
+
+@pytest.mark.parametrize("conditioning, window, short, long", [("noisy", None, 0.95, 0.98), ("window", 16, 0.95, 0.98), ("clean", None, 0.92, 0.97)])
+def test_noise_aware_efficiency(conditioning: str, window: int | None, short: float, long: float) -> None:
+    for num_blocks, efficiency in ((64, short), (248, long)):
+        assert masks.noise_aware_causal(512, 32, num_blocks, conditioning, window).plan().tile_efficiency >= efficiency
+
+
+@pytest.mark.parametrize("clean, pairs, work", [("causal", 16_844_800, 1.058), ("block", 16_908_288, 1.054)])
+@pytest.mark.parametrize("order", ["noisy_first", "clean_first"])
+def test_dual_stream_tiles(clean: str, pairs: int, work: float, order: str) -> None:
+    mask = masks.dual_stream(4096, 32, clean, order)
+    assert counts(mask) == (1088, 96) and mask.plan().visible_pairs == pairs
+    assert 1 / mask.plan().tile_efficiency == pytest.approx(work, abs=1e-3) and mask.plan().tile_efficiency >= 0.94
+
+
+@pytest.mark.parametrize(
+    "tile, draft_len, interleaved, spec_first, of", [(16, 16, 168, 33, 289), (64, 16, 18, 9, 25), (64, 32, 168, 33, 289), (128, 32, 52, 17, 81)]
+)
+def test_quadratic_tiles(tile: int, draft_len: int, interleaved: int, spec_first: int, of: int) -> None:
+    for layout, visited in (("interleaved", interleaved), ("spec_first", spec_first)):
+        plan = masks.quadratic(draft_len, layout=layout).plan(tile, tile)
+        assert plan.kv_tiles.numel() == visited and (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1) == of
+
+
+def test_equal_bitmaps_are_stored_once() -> None:
+    assert len(masks.noise_aware_causal(512, 32, 248).plan().bitmaps) == 1
+    assert len(masks.causal(4096).plan(64, 64).bitmaps) == 1
+
+
+def test_plans_are_shared_by_equal_masks() -> None:
+    plan = masks.quadratic(6).plan(32, 32)
+    assert masks.quadratic(6).plan(32, 32) is plan and masks.quadratic(6).plan(32, 16) is not plan
+    assert masks.quadratic(6)[1:].plan(32, 32) is not plan
+    assert masks.quadratic(6) == masks.quadratic(6) != masks.quadratic(7) and masks.quadratic(6) != 6
+
+
+def test_a_plan_never_holds_all_pairs() -> None:
+    plan = masks.noise_aware_causal(512, 32, 248).plan()
+    assert plan.nbytes < 100_000 and plan.tile_efficiency > 0.98
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in plan._tensors().values())
+
+
+def test_rows_that_see_nothing() -> None:
+    plan = masks.pack([masks.causal(10)], length=64).plan(32, 32)
+    assert plan.kv_offsets.tolist() == [0, 1, 1] and plan.q_offsets.tolist() == [0, 1, 1]
+    empty = masks.causal(0).plan(16, 16)
+    assert listed(empty) == brute_force(masks.causal(0).dense(), 16, 16) and empty.tile_efficiency == 1.0
+
+
+def test_long_rows_start_first() -> None:
+    plan = masks.causal(256).plan(64, 64)
+    assert plan.q_order.tolist() == [3, 2, 1, 0] and plan.k_order.tolist() == [0, 1, 2, 3]
+
+
+def test_stack() -> None:
+    plans = [mask.plan(32, 32) for mask in (masks.causal(100), masks.dual_stream(50, 8), masks.causal(100))]
+    stacked = masks.TilePlan.stack(plans)
+    assert stacked.batch == 3 and plans[0].batch is None and stacked.to("cpu") is stacked
+    assert stacked.visible_pairs == sum(plan.visible_pairs for plan in plans)
+    for sample, plan in enumerate(plans):
+        for prefix in ("kv", "q"):
+            offsets, single = getattr(stacked, f"{prefix}_offsets")[sample], getattr(plan, f"{prefix}_offsets")
+            visits = slice(offsets[0], offsets[-1])
+            assert torch.equal(offsets - offsets[0], single)
+            assert torch.equal(getattr(stacked, f"{prefix}_tiles")[visits], getattr(plan, f"{prefix}_tiles"))
+            numbers, single_numbers = getattr(stacked, f"{prefix}_bitmaps")[visits], getattr(plan, f"{prefix}_bitmaps")
+            assert torch.equal(numbers < 0, single_numbers < 0)
+            partial = numbers >= 0
+            assert torch.equal(stacked.bitmaps[numbers[partial]], plan.bitmaps[single_numbers[partial]])
+        assert torch.equal(stacked.q_order[sample], plan.q_order) and torch.equal(stacked.k_order[sample], plan.k_order)
+    # Equal samples share their lists.
+    assert stacked.kv_tiles.numel() == plans[0].kv_tiles.numel() + plans[1].kv_tiles.numel()
+    visited = sum(plan.kv_tiles.numel() for plan in plans) * 32 * 32
+    assert stacked.tile_efficiency == pytest.approx(stacked.visible_pairs / visited)
+
+
+@settings(max_examples=40)
+@given(random_masks(), tiles, tiles, st.booleans())
+def test_block_lists(mask: masks.SegmentMask, block_q: int, block_k: int, ragged_is_partial: bool) -> None:
+    plan = mask.plan(block_q, block_k)
+    lists = plan.block_lists(ragged_is_partial)
+    for i in range(len(plan.kv_offsets) - 1):
+        visits = range(plan.kv_offsets[i], plan.kv_offsets[i + 1])
+        full, partial = [], []
+        for visit in visits:
+            j = int(plan.kv_tiles[visit])
+            ragged = (i + 1) * block_q > mask.q_len or (j + 1) * block_k > mask.kv_len
+            (partial if plan.kv_bitmaps[visit] >= 0 or (ragged and ragged_is_partial) else full).append(j)
+        assert lists.full_block_idx[i, : lists.full_block_cnt[i]].tolist() == full
+        assert lists.mask_block_idx[i, : lists.mask_block_cnt[i]].tolist() == partial
+
+
+def test_block_lists_of_a_stack() -> None:
+    plans = [masks.causal(100).plan(32, 32), masks.full(100).plan(32, 32)]
+    for name, tensor in masks.TilePlan.stack(plans).block_lists()._asdict().items():
+        assert torch.equal(tensor, torch.stack([getattr(plan.block_lists(), name) for plan in plans]))
