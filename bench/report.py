@@ -77,6 +77,17 @@ def decoding(rows: list[Row]) -> str:
     return table(["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed of greedy beside it"], lines)
 
 
+def planner(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] == "planner"]
+    cases = [(f"{length:,} tokens", {"length": length}) for length in (1152, 4608, 16384)]
+    lines = []
+    for name, found in by_contender(rows, cases):
+        cells = [microseconds(row["median_us"]) if row else "-" for row in found]
+        first = max(row["first_call_ms"] for row in found if row)
+        lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, microseconds(first)])
+    return table(["µs, median", *(title for title, _ in cases), "first call, ms, the longest"], lines)
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -87,6 +98,7 @@ TABLES = {
     "kv_commit batch 4": lambda rows: kv_commit(rows, 4),
     "verify_draft": verify_draft,
     "decoding": decoding,
+    "planner": planner,
     "machine": machine,
 }
 

@@ -9,6 +9,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+from pdkernels import masks as pdm
+
 IMAGES = Path(__file__).resolve().parent / "images"
 COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#f2f2f2", "#f2cf5b"
 
@@ -68,6 +70,35 @@ def verify_draft() -> None:
     save(figure, "verify_draft.png")
 
 
+def masks() -> None:
+    rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
+    noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
+    packed = [pdm.causal(9), pdm.dual_stream(6, 3), pdm.candidates(2, 3)]
+    pictures: dict[str, tuple[str, pdm.SegmentMask, int | None]] = {
+        "causal": ("causal(8, 20)", pdm.causal(8, 20), None),
+        "block_causal": ("block_causal(22, 6, prefix_len=5)", pdm.block_causal(22, 6, prefix_len=5), None),
+        "noisy": ("noise_aware_causal(6, 4, 4)", pdm.noise_aware_causal(**noise_aware), None),
+        "clean": ('conditioning="clean"', pdm.noise_aware_causal(**noise_aware, conditioning="clean"), None),
+        "window": ('conditioning="window", window=2', pdm.noise_aware_causal(**noise_aware, conditioning="window", window=2), None),
+        "interleaved": ('layout="interleaved"', pdm.noise_aware_causal(**noise_aware, layout="interleaved"), None),
+        "tiles_streams": ("Streams in tiles", pdm.noise_aware_causal(512, 32, 64), 128),
+        "tiles_interleaved": ("Interleaved in tiles", pdm.noise_aware_causal(512, 32, 64, layout="interleaved"), 128),
+        "dual_stream": ("dual_stream(14, 4)", pdm.dual_stream(14, 4), None),
+        "dual_stream_block": ('dual_stream(14, 4, clean="block", prefix_len=4)', pdm.dual_stream(14, 4, "block", prefix_len=4), None),
+        "planned": ("planned(stages)", pdm.planned(rounds), None),
+        "planned_sparse": ("planned(stages, sparse=True)", pdm.planned(rounds, sparse=True), None),
+        "quadratic": ("quadratic(4)", pdm.quadratic(4), None),
+        "quadratic_interleaved": ('quadratic(4, in_group="causal", layout="interleaved")',
+                                  pdm.quadratic(4, in_group="causal", layout="interleaved"), None),
+        "candidates": ("candidates(3, 6)", pdm.candidates(3, 6), None),
+        "tree": ("tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9])", pdm.tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9]), None),
+        "pack": ("pack([causal, dual_stream, candidates], length=32)", pdm.pack(packed, 32), None),
+    }  # fmt: skip
+    for name, (title, mask, tile) in pictures.items():
+        mask.draw(IMAGES / f"mask_{name}.png", tile, title)
+
+
 if __name__ == "__main__":
+    masks()
     kv_commit()
     verify_draft()

@@ -23,10 +23,18 @@ Inside parse_inside(py::handle text, size_t segment) {
   pdkernels::fail_mask("SegmentMask: inside must be 'causal', 'full' or 'none', got '" + name + "' in segment " + std::to_string(segment) + ".");
 }
 
-int32_t number(py::handle range, const char* name) { return py::cast<int32_t>(range.attr(name)); }
+// Interned names: a mask of thousands of ranges is read attribute by attribute.
+int32_t number(py::handle range, PyObject* name) {
+  const auto value = py::reinterpret_steal<py::object>(PyObject_GetAttr(range.ptr(), name));
+  if (!value) throw py::error_already_set();
+  return py::cast<int32_t>(value);
+}
 
 // Segments as tuples (length, inside, ranges of segments seen, ..).
 SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) {
+  static PyObject* const start = PyUnicode_InternFromString("start");
+  static PyObject* const stop = PyUnicode_InternFromString("stop");
+  static PyObject* const step = PyUnicode_InternFromString("step");
   SegmentMask mask;
   std::vector<SegmentRange> sees;
   for (size_t i = 0; i < segments.size(); ++i) {
@@ -38,7 +46,7 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
                              " in segment " + std::to_string(i) + ".");
       }
       if (py::len(range) == 0) continue;
-      sees.push_back({number(range, "start"), number(range, "stop"), number(range, "step")});
+      sees.push_back({number(range, start), number(range, stop), number(range, step)});
     }
     mask.add(py::cast<int64_t>(segment[0]), parse_inside(segment[1], i), sees);
   }

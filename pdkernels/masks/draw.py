@@ -36,6 +36,7 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     """See `SegmentMask.draw`."""
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
     except ImportError as error:
         raise ImportError(message("masks.draw", "matplotlib", "be installed", "none", "Install it with: pip install matplotlib")) from error
 
@@ -65,6 +66,8 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     axes.set_title(shape, fontsize=8.5, color=INK, loc="left", pad=27)
     figure.supylabel("queries", fontsize=9, color=INK)
     axes.set_xlabel("keys", fontsize=9, color=INK)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     axes.tick_params(labelsize=8, colors=INK)
     axes.spines[:].set_color("#bbbbbb")
     if entries:
@@ -152,16 +155,15 @@ def _labelled(mask: SegmentMask, window: tuple[int, int]) -> list[tuple[int, int
         key = (segment.sample, segment.kind)
         numbers.append(totals.get(key, 0))
         totals[key] = numbers[-1] + 1
-    spans = list(_spans(mask, window))
-    narrow = min((end - begin for _, begin, end in spans), default=1) < LEAST_SHARE * (window[1] - window[0])
     runs: list[list[tuple[int, int, int]]] = []
-    for span in spans:
+    for span in _spans(mask, window):
         segment, before = mask.segments[span[0]], mask.segments[runs[-1][-1][0]] if runs else None
-        together = narrow and before is not None and (before.kind, before.sample) == (segment.kind, segment.sample)
-        if together:
+        if before is not None and (before.kind, before.sample) == (segment.kind, segment.sample):
             runs[-1].append(span)
         else:
             runs.append([span])
+    least = 2 * LEAST_SHARE * (window[1] - window[0])
+    runs = [part for run in runs for part in ([run] if any(end - begin < least for _, begin, end in run) else [[span] for span in run])]
     bars = []
     for run in runs:
         (first, begin, _), (last, _, end) = run[0], run[-1]
