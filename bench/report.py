@@ -85,7 +85,8 @@ def planner(rows: list[Row]) -> str:
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
         first = max(row["first_call_ms"] for row in found if row)
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, microseconds(first)])
-    return table(["µs, median", *(title for title, _ in cases), "first call, ms, the longest"], lines)
+    header = ["µs, median", *(title for title, _ in cases), "first call, ms, the longest"]
+    return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
 def machine(rows: list[Row]) -> str:

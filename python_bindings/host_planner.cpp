@@ -20,7 +20,8 @@ Inside parse_inside(py::handle text, size_t segment) {
   if (name == "causal") return Inside::kCausal;
   if (name == "full") return Inside::kFull;
   if (name == "none") return Inside::kNone;
-  pdkernels::fail_mask("SegmentMask: inside must be 'causal', 'full' or 'none', got '" + name + "' in segment " + std::to_string(segment) + ".");
+  pdkernels::fail_mask("SegmentMask: inside must be 'causal', 'full' or 'none', got '" + name + "' in segment " +
+                       std::to_string(segment) + ".");
 }
 
 // Interned names: a mask of thousands of ranges is read attribute by attribute.
@@ -42,8 +43,9 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
     sees.clear();
     for (const py::handle range : py::cast<py::tuple>(segment[2])) {
       if (!PyRange_Check(range.ptr())) {
-        throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + std::string(py::str(py::type::of(range))) +
-                             " in segment " + std::to_string(i) + ".");
+        const auto type = std::string(py::str(py::type::of(range)));
+        throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + type + " in segment " +
+                             std::to_string(i) + ".");
       }
       if (py::len(range) == 0) continue;
       sees.push_back({number(range, start), number(range, stop), number(range, step)});

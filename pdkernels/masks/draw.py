@@ -38,7 +38,8 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
         from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
     except ImportError as error:
-        raise ImportError(message("masks.draw", "matplotlib", "be installed", "none", "Install it with: pip install matplotlib")) from error
+        remedy = "Install it with: pip install matplotlib"
+        raise ImportError(message("masks.draw", "matplotlib", "be installed", "none", remedy)) from error
 
     kinds = list(dict.fromkeys(segment.kind for segment in mask.segments))
     spare = iter(OTHERS * len(kinds))
@@ -60,7 +61,8 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
         entries += _tile_legend(plan)
         visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
         of = (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1)
-        shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial, efficiency {plan.tile_efficiency:.1%}"
+        shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial"
+        shape += f", efficiency {plan.tile_efficiency:.1%}"
     axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
     figure.suptitle(title or ", ".join(kinds) or "empty mask", fontsize=11, fontweight="bold", x=0.03, ha="left")
     axes.set_title(shape, fontsize=8.5, color=INK, loc="left", pad=27)
@@ -88,7 +90,7 @@ def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
 
     rows, columns = _sampled(mask._rows), _sampled(mask._columns)
     if rows.numel() == 0 or columns.numel() == 0:
-        return torch.tensor(HIDDEN).expand(1, 1, 3)
+        return torch.tensor(HIDDEN).expand(1, 1, 3).numpy()
     ids = mask.segment_ids.to(torch.int64)
     palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments])[ids[columns]]
     strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]

@@ -39,7 +39,7 @@ class SegmentMask {
     inside_.push_back(inside);
     for (SegmentRange range : sees) {
       // A stop right behind the last number: what lies between may belong to the next range.
-      if (range.step > 1 && range.start < range.stop) range.stop = (range.stop - 1 - range.start) / range.step * range.step + range.start + 1;
+      if (range.step > 1 && range.start < range.stop) range.stop -= (range.stop - 1 - range.start) % range.step;
       sees_.push_back(range);
     }
     sees_end_.push_back(sees_.size());

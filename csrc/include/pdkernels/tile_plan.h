@@ -90,7 +90,7 @@ class TilePlanner {
         repeated_[low + 1] += rows * block_k_;
         repeated_[high] -= rows * block_k_;
       }
-      if (!piece.causal) continue;
+      if (!piece.causal || piece.diagonal >= mask_.kv_len()) continue;
       const int32_t begin = std::max(piece.diagonal, 0), end = std::min(piece.diagonal + rows, mask_.kv_len());
       for (int32_t tile = begin / block_k_; tile * block_k_ < end; ++tile) {
         const int32_t low = std::max(begin, tile * block_k_), high = std::min(end, (tile + 1) * block_k_);

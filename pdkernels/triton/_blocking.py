@@ -1,0 +1,91 @@
+"""How the block-sparse kernels cut their work, by kernel, architecture, element size and head dimension."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Blocking(NamedTuple):
+    """How a kernel cuts its work."""
+
+    block_m: int
+    """Query rows of a block."""
+    block_n: int
+    """Key rows of a block."""
+    masked: int
+    """Rows walked over at a time where a mask is needed, instead of `block_n` (`block_m` in the dK/dV kernel)."""
+    warps: int
+    stages: int
+    """Of the load pipeline."""
+
+
+# Fixed, so that no call ever waits for a search: {(kernel, architecture): {largest head dimension: blocking}}.
+#   - Hopper and Blackwell: 8 warps are two warp groups of 64 rows each. 128 key columns halve the work on row maxima,
+#     against 64, and fill 160 KiB of shared memory at d=128 with K and V double-buffered.
+#   - The masked loop walks half as far, since bits take registers: at full width ptxas spills, and serializes wgmma.
+#   - dK/dV holds two accumulators of 128 x d, 128 of 255 registers at d=128, so its queries come 64 at a time. On
+#     Hopper that spills some 15 words of addresses; 32 at a time would not, but would synchronize twice as often.
+#   - Ampere's blocks stay under 99 KiB of shared memory: architectures that are not listed take them (sm_86, 89, 120).
+#   - float32 runs on the plain FMA units (TensorFloat-32 misses the error budget), where large blocks spill.
+# Registers and shared memory of each stand in tests/triton_budgets.json.
+_TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
+    ("forward", "sm_90"): {
+        128: Blocking(128, 128, 64, 8, 3),
+        192: Blocking(128, 64, 32, 8, 2),
+        256: Blocking(128, 32, 32, 8, 2),
+    },
+    ("dq", "sm_90"): {
+        64: Blocking(128, 128, 64, 8, 2),
+        128: Blocking(128, 64, 64, 8, 2),
+        256: Blocking(64, 64, 32, 8, 2),
+    },
+    ("dkv", "sm_90"): {
+        64: Blocking(64, 128, 64, 8, 2),
+        128: Blocking(64, 128, 32, 8, 2),
+        256: Blocking(32, 32, 32, 8, 2),
+    },
+    ("forward", "sm_100"): {128: Blocking(128, 128, 64, 8, 2), 256: Blocking(128, 64, 32, 8, 2)},
+    ("dq", "sm_100"): {128: Blocking(128, 64, 64, 8, 2), 256: Blocking(64, 64, 32, 8, 2)},
+    ("dkv", "sm_100"): {128: Blocking(64, 128, 64, 8, 2), 256: Blocking(32, 64, 32, 8, 2)},
+    ("forward", "sm_80"): {
+        48: Blocking(64, 64, 32, 4, 3),
+        64: Blocking(128, 64, 32, 4, 3),
+        128: Blocking(64, 64, 32, 4, 2),
+        256: Blocking(64, 32, 32, 8, 2),
+    },
+    ("dq", "sm_80"): {
+        64: Blocking(128, 64, 32, 8, 2),
+        128: Blocking(64, 64, 32, 4, 2),
+        256: Blocking(32, 32, 32, 4, 2),
+    },
+    ("dkv", "sm_80"): {
+        64: Blocking(64, 128, 32, 8, 2),
+        128: Blocking(64, 64, 32, 8, 2),
+        256: Blocking(32, 32, 32, 8, 2),
+    },
+    ("forward", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 32, 32, 8, 2)},
+    ("dq", "fp32"): {64: Blocking(32, 32, 32, 4, 2), 128: Blocking(16, 32, 32, 4, 2), 256: Blocking(16, 16, 16, 4, 2)},
+    ("dkv", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 16, 16, 8, 2)},
+}
+
+
+@cache
+def architecture(device: torch.device) -> str:
+    """The rows of the table that serve a device. The interpreter takes those of Hopper."""
+    if device.type != "cuda":
+        return "sm_90"
+    major, _ = torch.cuda.get_device_capability(device)
+    return {9: "sm_90", 10: "sm_100"}.get(major, "sm_80")
+
+
+def choose_blocking(kernel: str, q: Tensor, block_q: int, block_k: int) -> Blocking:
+    """The table's blocking, cut down to powers of two that divide the plan's tiles."""
+    rows = _TABLE[kernel, architecture(q.device) if q.element_size() == 2 else "fp32"]
+    wanted = rows[min(limit for limit in rows if q.shape[-1] <= limit)]
+    block_m, block_n = min(wanted.block_m, block_q & -block_q), min(wanted.block_n, block_k & -block_k)
+    warps = wanted.warps if (block_m, block_n) == wanted[:2] else 4
+    return Blocking(block_m, block_n, min(wanted.masked, block_m if kernel == "dkv" else block_n), warps, wanted.stages)

@@ -1,0 +1,171 @@
+"""What the attention kernels share: blocks of a head, cuts of a bitmap, runs of a plan's list.
+
+A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is no power of two is cut in
+two, 96 = 64 + 32, so that it costs no more than it has. Columns behind the head dimension are zero.
+"""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(math.log2(math.e))
+LN_2 = tl.constexpr(math.log(2))
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Widths of the two parts of a head: powers of two from 16 on, the second 0 where one part does as well.
+
+    >>> [split_head_dim(d) for d in (16, 40, 64, 96, 112, 128)]
+    [(16, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 0)]
+    """
+    whole = triton.next_power_of_2(head_dim)
+    rest = max(16, triton.next_power_of_2(head_dim - whole // 2))
+    return (whole, 0) if head_dim == whole or rest >= whole // 2 else (whole // 2, rest)
+
+
+@triton.jit
+def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    if D1 == 0:
+        return (tl.zeros((ROWS, D0), tl.float32),)
+    else:
+        return (tl.zeros((ROWS, D0), tl.float32), tl.zeros((ROWS, D1), tl.float32))
+
+
+@triton.jit
+def load(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+         MASKED: tl.constexpr):  # fmt: skip
+    """The first ROWS rows of a matrix as a head block; where `MASKED`, rows from `left` on are zero and not read."""
+    if D1 == 0:
+        return (_load_part(matrix, row_stride, left, ROWS, HEAD_DIM, 0, D0, MASKED),)
+    else:
+        return (
+            _load_part(matrix, row_stride, left, ROWS, HEAD_DIM, 0, D0, MASKED),
+            _load_part(matrix, row_stride, left, ROWS, HEAD_DIM, D0, D1, MASKED),
+        )
+
+
+@triton.jit
+def _load_part(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, START: tl.constexpr,
+               WIDTH: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    rows = tl.arange(0, ROWS)
+    columns = START + tl.arange(0, WIDTH)
+    pointers = matrix + rows[:, None] * row_stride + columns[None, :]
+    if MASKED:
+        return tl.load(pointers, mask=(rows[:, None] < left) & (columns[None, :] < HEAD_DIM), other=0.0)
+    elif START + WIDTH > HEAD_DIM:
+        return tl.load(pointers, mask=columns[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def store(matrix, row_stride, left, block, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    """Writes a head block, rows before `left` alone."""
+    _store_part(matrix, row_stride, left, block[0], HEAD_DIM, 0)
+    if D1 > 0:
+        _store_part(matrix, row_stride, left, block[1], HEAD_DIM, D0)
+
+
+@triton.jit
+def _store_part(matrix, row_stride, left, part, HEAD_DIM: tl.constexpr, START: tl.constexpr):
+    rows = tl.arange(0, part.shape[0])
+    columns = START + tl.arange(0, part.shape[1])
+    inside = (rows[:, None] < left) & (columns[None, :] < HEAD_DIM)
+    pointers = matrix + rows[:, None] * row_stride + columns[None, :]
+    tl.store(pointers, part.to(matrix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def scale_rows(block, factor, D1: tl.constexpr):
+    if D1 == 0:
+        return (block[0] * factor[:, None],)
+    else:
+        return (block[0] * factor[:, None], block[1] * factor[:, None])
+
+
+@triton.jit
+def products(a, b, D1: tl.constexpr):
+    """Inner products of the rows of two head blocks, ``(rows of a, rows of b)``."""
+    result = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if D1 > 0:
+        result = tl.dot(a[1], tl.trans(b[1]), result, input_precision="ieee")
+    return result
+
+
+@triton.jit
+def add_weighted(total, weights, b, D1: tl.constexpr):
+    """``total + weights @ b`` for head blocks."""
+    weights = weights.to(b[0].dtype)
+    if D1 == 0:
+        return (tl.dot(weights, b[0], total[0], input_precision="ieee"),)
+    else:
+        return (
+            tl.dot(weights, b[0], total[0], input_precision="ieee"),
+            tl.dot(weights, b[1], total[1], input_precision="ieee"),
+        )
+
+
+@triton.jit
+def row_dots(a, b, D1: tl.constexpr):
+    """Inner products row by row, in float32."""
+    result = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if D1 > 0:
+        result += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return result
+
+
+@triton.jit
+def power(BASE_2: tl.constexpr, exponent):
+    return tl.exp2(exponent) if BASE_2 else tl.exp(exponent)
+
+
+@triton.jit
+def load_rows(values, left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.constexpr):
+    """One value a row; where `MASKED`, OTHER from row `left` on."""
+    rows = tl.arange(0, ROWS)
+    if MASKED:
+        return tl.load(values + rows, mask=rows < left, other=OTHER)
+    else:
+        return tl.load(values + rows)
+
+
+@triton.jit
+def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+            BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
+    """The cut ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; of bitmap -1, all True.
+
+    Words become bits by a reshape, which costs nothing: the compiler lets each thread load the words of its elements.
+    """
+    TILE_WORDS: tl.constexpr = (BLOCK_K + 31) // 32
+    WORDS: tl.constexpr = (BLOCK_N + 31) // 32
+    BITS: tl.constexpr = BLOCK_N // WORDS
+    bitmaps += bitmap.to(tl.int64) * (BLOCK_Q * TILE_WORDS)
+    rows = row + tl.arange(0, BLOCK_M)
+    words = column // 32 + tl.arange(0, WORDS)
+    bits = column % 32 + tl.arange(0, BITS)
+    if TRANSPOSED:
+        loaded = tl.load(bitmaps + rows[None, :] * TILE_WORDS + words[:, None], mask=bitmap >= 0, other=-1)
+        spread = tl.reshape((loaded[:, None, :] >> bits[None, :, None]) & 1, (BLOCK_N, BLOCK_M))
+    else:
+        loaded = tl.load(bitmaps + rows[:, None] * TILE_WORDS + words[None, :], mask=bitmap >= 0, other=-1)
+        spread = tl.reshape((loaded[:, :, None] >> bits[None, None, :]) & 1, (BLOCK_M, BLOCK_N))
+    return spread != 0
+
+
+@triton.jit
+def end_of_full_tiles(tiles, bitmaps, first, last, length, BLOCK: tl.constexpr):
+    """Where the run of tiles that need no mask ends: full ones that lie wholly inside the sequence.
+
+    A list may go on with full tiles after partial ones, but only those of the leading run are spared the mask.
+    """
+    end = last
+    for start in tl.range(first, last, 128, num_stages=1):
+        at = start + tl.arange(0, 128)
+        tile = tl.load(tiles + at, mask=at < last, other=0)
+        bitmap = tl.load(bitmaps + at, mask=at < last, other=0)
+        unmasked = (bitmap < 0) & ((tile + 1) * BLOCK <= length)
+        end = tl.minimum(end, tl.min(tl.where(unmasked | (at >= last), last, at)))
+    return end

@@ -1,0 +1,36 @@
+"""Masked attention with the whole score matrix and a dense boolean mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def block_sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of ``softmax(scale q k^T + mask) v``; autograd differentiates both.
+
+    Args:
+        q: ``(batch, q_len, q_heads, head_dim)``.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
+        mask: bool ``(q_len, kv_len)`` or ``(batch, q_len, kv_len)``, True where a query sees a key.
+        scale: None means ``head_dim ** -0.5``.
+
+    Returns:
+        ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
+        half precision. Rows that see nothing are zero, with a log-sum-exp of -inf and zero gradients.
+
+    The softmax runs in float32 for half precision, all else in the dtype of q.
+    """
+    group = q.shape[2] // k.shape[2]
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    queries = q.transpose(1, 2)
+    keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
+    scores = queries @ keys.transpose(2, 3) * scale
+    scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
+    hidden = ~(mask if mask.dim() == 2 else mask.unsqueeze(1))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(dim=-1)
+    weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp().to(q.dtype)
+    return (weights @ values).transpose(1, 2).contiguous(), lse

@@ -1,0 +1,152 @@
+"""Compiles the block-sparse Triton kernels for an architecture without a GPU and reads what they take.
+
+    python -m tests.harness.triton_budgets sm_90:bf16:128 sm_80:bf16:64      a JSON object on stdout
+
+Runs as a process of its own: in a test session Triton interprets, which it decides when it is imported. A driver that
+only names its target stands in for the GPU's, and a launch ends once the kernel is compiled; so what is compiled is
+what `pdkernels.triton` launches, down to the specialization by alignment. Budgets stand in `tests/triton_budgets.json`:
+registers a thread, bytes of shared memory, and bytes of spills, which are 0 where they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.cudasim.build import ROOT, build_once, digest, digest_text
+from tests.harness.budgets import parse_ptxas
+
+BUDGET_FILE = ROOT / "tests" / "triton_budgets.json"
+CACHE = ROOT / "build" / "triton_budgets"
+KERNELS = ROOT / "pdkernels" / "triton"
+# Dynamic shared memory a block may take, in bytes: CUDA programming guide, table of technical specifications.
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+# The instructions of the tensor cores.
+TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
+
+
+def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
+    """`{"sm_90:bf16:128 forward": figures}`, from a process of its own. Cached by the sources that go into it."""
+    import triton
+
+    key = digest_text(triton.__version__, *cases, digest([Path(__file__), *sorted(KERNELS.glob("*.py"))]))
+
+    def compile_cases(target: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = str(CACHE / "triton")
+        command = [sys.executable, "-m", "tests.harness.triton_budgets", *cases]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"tests.harness.triton_budgets: {done.stderr}")
+        target.write_text(done.stdout)
+
+    return json.loads(build_once(CACHE / f"{key}.json", compile_cases).read_text())
+
+
+def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) -> list[str]:
+    """One sentence for everything that is over budget; spills have none unless it is written down."""
+    if budget is None:
+        return [f"{name} has no budget. Look at its figures, then add one: {json.dumps(figures)}"]
+    architecture, dtype, _ = name.split(":")
+    found = []
+    for what in ("registers", "spill", "shared"):
+        if figures[what] > budget.get(what, 0):
+            found.append(f"{name} takes {figures[what]} of {what}, its budget is {budget.get(what, 0)}")
+    if figures["shared"] > SHARED_LIMIT[architecture]:
+        limit = SHARED_LIMIT[architecture]
+        found.append(f"{name} takes {figures['shared']} bytes of shared memory, {architecture} has {limit}")
+    wanted = {"sm_80": TENSOR_CORES[:1], "sm_90": TENSOR_CORES[:2], "sm_100": TENSOR_CORES}[architecture]
+    if dtype != "fp32" and not any(figures[instruction] for instruction in wanted):
+        found.append(f"{name} holds none of {', '.join(wanted)}")
+    if figures["serialized"]:
+        found.append(f"{name}: {figures['serialized']}")
+    return found
+
+
+class _Driver:
+    """As much of Triton's driver as compiling takes."""
+
+    def __init__(self, architecture: str) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("cuda", int(architecture[3:]), 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.target.arch  # kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def compile_case(case: str) -> dict[str, Any]:
+    """Kernel name -> compiled kernel, for `architecture:dtype:head_dim`, tiles of 128 x 128 and groups of 4 heads."""
+    import torch
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    from pdkernels.triton import _blocking
+    from pdkernels.triton import block_sparse_attention as kernels
+
+    architecture, dtype, head_dim = case.split(":")
+    compiled: dict[str, Any] = {}
+    launch = JITFunction.run
+
+    def compile_only(self: Any, *arguments: Any, warmup: bool, **options: Any) -> None:
+        compiled[self.__name__] = launch(self, *arguments, warmup=True, **options)
+
+    triton.runtime.driver.set_active(_Driver(architecture))
+    JITFunction.run, chosen = compile_only, _blocking.architecture
+    _blocking.architecture = lambda device: architecture
+    try:
+        element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        q, k = (torch.zeros(1, 256, heads, int(head_dim), dtype=element) for heads in (8, 2))
+        sizes = (3, 4, 4, 3, 4, 4, 2, 2)
+        plan = (*(torch.zeros(size, dtype=torch.int32) for size in sizes), torch.zeros(1, 128, 4, dtype=torch.int32))
+        out, lse = kernels.forward(q, k, k, *plan, 128, 128, 0.1)
+        kernels.backward(out, q, k, k, out, lse, *plan, 128, 128, 0.1)
+    finally:
+        JITFunction.run, _blocking.architecture = launch, chosen
+    return compiled
+
+
+def read_figures(kernel: Any, architecture: str) -> dict[str, Any]:
+    """What ptxas says of a compiled kernel, its shared memory and the tensor-core instructions of its PTX."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    ptx = kernel.asm["ptx"]
+    target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(ptx)
+        source.flush()
+        command = [get_ptxas(int(architecture[3:])).path, "-v", f"--gpu-name={target}", source.name, "-o", os.devnull]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    ((_, per_target),) = parse_ptxas(report).items()
+    serialized = re.search(r"wgmma.mma_async instructions are serialized.*", report)
+    return {
+        "registers": per_target[target].registers,
+        "spill": per_target[target].spill,
+        "shared": kernel.metadata.shared,
+        "serialized": serialized[0] if serialized else "",
+        **{instruction: ptx.count(instruction) for instruction in TENSOR_CORES},
+    }
+
+
+def main(cases: list[str]) -> None:
+    found = {}
+    for case in cases:
+        for name, kernel in compile_case(case).items():
+            found[f"{case} {name.strip('_').removesuffix('_kernel')}"] = read_figures(kernel, case.split(":")[0])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
