@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -115,6 +116,23 @@ def cuda_archs(nvcc: str) -> list[str]:
     return archs
 
 
+def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
+    """The levels of `CpuIsa` and their compiler flags. All are compiled on any x86-64 machine; one is chosen at run time.
+
+    `emulate` leaves the choice of instructions to the compiler.
+    """
+    levels = {"portable": ["-DPDK_LANES=4"]}
+    if platform.machine() in ("x86_64", "AMD64"):
+        levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
+    avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
+    instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]}
+    # No vector crosses a call in these units, so how one would be passed does not matter.
+    common = ["-Wno-psabi"]
+    return {
+        level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))] for level, sizes in levels.items()
+    }
+
+
 class NinjaFile:
     """The few ninja statements this build needs."""
 
@@ -154,18 +172,26 @@ class BuildNative(build_ext):
     def run(self) -> None:
         import pybind11
 
+        # Two builds for tests, both of them with kernels of all CPU levels that run on any processor: one with sanitizers to stand
+        # in for the library, one to be loaded beside it.
         sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
+        emulate = os.environ.get("PDKERNELS_EMULATE_ISA") == "1"
+        for_tests = sanitize or emulate
         torch, torch_version = find_torch()
         cxx = shlex.split(find_compiler())
-        nvcc = None if sanitize else find_nvcc()
+        nvcc = None if for_tests else find_nvcc()
         archs = cuda_archs(nvcc) if nvcc else []
-        out = ROOT / "build" / ("native-sanitize" if sanitize else "native")
+        out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
         out.mkdir(parents=True, exist_ok=True)
 
-        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else ["-O3"]
+        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else ["-O2" if emulate else "-O3"]
         host = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *optimise, "-Wall", "-Wextra"]
         if os.environ.get("CI"):
             host.append("-Werror")
+        if for_tests:
+            host.append("-DPDKERNELS_EMULATE_ISA")
+        if emulate:
+            host.append("-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated")
         includes = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cpu", "-isystem", torch / "include"]
         stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
         facts = [
@@ -193,13 +219,17 @@ class BuildNative(build_ext):
 
         bindings = ROOT / "python_bindings"
         built = {}
-        if not sanitize:
+        if not for_tests:
             # First, because it takes longest to compile.
             host_objects = [ninja.build(out / f"{unit.stem}.o", "cxx_host", [unit]) for unit in sorted(bindings.glob("host*.cpp"))]
             host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
             built["pdkernels._host"] = ninja.build(host_module, "link_host", host_objects)
         units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
         objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
+        for level, flags in cpu_levels(emulate=for_tests).items():
+            ninja.rule(f"cxx_{level}", [*quote(*cxx, *host, *includes, *flags), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
+            units = sorted((ROOT / "csrc/cpu/simd").glob("*.cpp"))
+            objects += [ninja.build(out / f"simd_{level}_{unit.stem}.o", f"cxx_{level}", [unit]) for unit in units]
         if nvcc:
             units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops_cuda.cpp"]
             objects += [ninja.build(out / f"cuda_{unit.stem}.o", "nvcc", [unit]) for unit in units]
@@ -209,7 +239,7 @@ class BuildNative(build_ext):
             fcntl.flock(lock, fcntl.LOCK_EX)
             (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
             self.run_ninja(out)
-            if not sanitize:
+            if not for_tests:
                 for extension in self.extensions:
                     install(built[extension.name], Path(self.get_ext_fullpath(extension.name)))
 

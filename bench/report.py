@@ -89,6 +89,51 @@ def planner(rows: list[Row]) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
+# Contenders that are one thing in several settings: the table shows the best setting of each case.
+SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
+
+
+def best_settings(rows: list[Row]) -> list[Row]:
+    """One row for each of `SETTINGS` and each other contender of a case, named by the thing, with the ``setting`` that won."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        name, setting = row["contender"], ""
+        for thing in SETTINGS:
+            if name.startswith(thing):
+                name, setting = thing.removesuffix(" blocks of").rstrip(","), name.removeprefix(thing).strip(", ")
+        row = {**row, "contender": name, "setting": setting}
+        key = (row["case"], name)
+        if key not in best or row["ratio_to_baseline"] < best[key]["ratio_to_baseline"]:
+            best[key] = row
+    return list(best.values())
+
+
+def block_sparse_attention(rows: list[Row], backward: bool) -> str:
+    rows = best_settings([row for row in rows if row["op"] == "block_sparse_attention" and row["backward"] == backward])
+    if not rows:
+        return "not measured"
+    cases = [(name, {"case": name}) for name in dict.fromkeys(row["case"] for row in rows)]
+    found = dict(by_contender(rows, cases))
+    ours = found["pdkernels"]
+    lines = []
+    for name, times in found.items():
+        cells = []
+        for row, own in zip(times, ours):
+            setting = f", {row['setting']}" if row and row["setting"] else ""
+            # Both beside the same baseline, each in its own moment: only these ratios may be compared.
+            cells.append(
+                f"{row['median_us'] / 1e3:.2f} ({ratio(row['ratio_to_baseline'] / own['ratio_to_baseline'])}{setting})"
+                if row and own else "-"
+            )  # fmt: skip
+        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
+    if backward and "cuda" not in rows[0]["group"]:
+        lines.append(["FlexAttention", *("no backward on the CPU" for _ in cases)])
+    lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in ours)])
+    lines.append(["visible pairs", *(f"{row['density']:.1%}" if row else "-" for row in ours)])
+    lines.append([f"tile efficiency, {rows[0]['tile']}", *(f"{row['tile_efficiency']:.1%}" if row else "-" for row in ours)])
+    return f"{table(['ms, median (times pdkernels)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -100,6 +145,8 @@ TABLES = {
     "verify_draft": verify_draft,
     "decoding": decoding,
     "planner": planner,
+    "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
+    "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "machine": machine,
 }
 
@@ -129,6 +176,36 @@ def plot_kv_commit(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
+    """Times of all contenders in bf16 with heads of 128, forward above and with backward below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["op"] == "block_sparse_attention" and row["dtype"] == "bf16" and row["head_dim"] == 128]
+    rows = best_settings(rows)
+    passes = [list(dict.fromkeys(row["case"] for row in rows if row["backward"] == backward)) for backward in (False, True)]
+    if not all(passes):
+        return
+    figure, grid = plt.subplots(2, max(map(len, passes)), figsize=(13, 5.2), squeeze=False, layout="constrained")
+    for axes, cases in zip(grid, passes):
+        for axis in axes[len(cases) :]:
+            axis.set_visible(False)
+        for axis, case in zip(axes, cases):
+            part = [row for row in rows if row["case"] == case][::-1]
+            colours = ["#1f77b4" if row["contender"] == "pdkernels" else "#bbbbbb" for row in part]
+            bars = axis.barh([row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours)
+            axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
+            axis.set(xscale="log", xlabel="ms (median)", title=case)
+            axis.margins(x=0.15)
+            axis.spines[["top", "right"]].set_visible(False)
+            axis.tick_params(labelsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def renew(path: Path, rows: list[Row]) -> None:
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -148,6 +225,7 @@ def main() -> None:
         for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             renew(path, rows)
         plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
+        plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
     else:
         for name, make in TABLES.items():
             print(f"\n{name}\n{make(rows)}")

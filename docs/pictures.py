@@ -70,6 +70,58 @@ def verify_draft() -> None:
     save(figure, "verify_draft.png")
 
 
+def block_sparse_attention() -> None:
+    """Left the tiles of a mask, right how the program of one query tile walks its list."""
+    plan, chosen = pdm.noise_aware_causal(72, 16, 6).plan(32, 32), 7
+    figure, (axis, steps) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", width_ratios=[1, 1.2])
+    tiles = len(plan.kv_offsets) - 1
+    lists = [range(plan.kv_offsets[t], plan.kv_offsets[t + 1]) for t in range(tiles)]
+    for t in range(tiles):
+        content = {int(plan.kv_tiles[visit]): MODEL if plan.kv_bitmaps[visit] >= 0 else COMMITTED for visit in lists[t]}
+        for key in range(tiles):
+            box = plt.Rectangle((key, t), 0.94, 0.94, facecolor=content.get(key, FREE), edgecolor="#444444", linewidth=0.8)
+            axis.add_patch(box)
+    axis.add_patch(plt.Rectangle((-0.08, chosen - 0.08), tiles + 0.1, 1.1, facecolor="none", edgecolor="black", linewidth=2))
+    axis.set(xlim=(-0.3, tiles + 0.2), ylim=(tiles + 0.2, -0.3), aspect="equal", xticks=[i + 0.47 for i in range(tiles)], yticks=[i + 0.47 for i in range(tiles)])
+    axis.set_xticklabels(range(tiles))
+    axis.set_yticklabels(range(tiles))
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    axis.set_xlabel("key tiles")
+    axis.set_ylabel("query tiles")
+    names = ((COMMITTED, "full"), (MODEL, "partial"), (FREE, "skipped"))
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="#444444") for colour, _ in names]
+    axis.legend(handles, [name for _, name in names], loc="upper center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.12))
+
+    steps.set(xlim=(-0.2, 8.6), ylim=(-5.2, 3.0))
+    steps.axis("off")
+    visits = [(int(plan.kv_tiles[visit]), int(plan.kv_bitmaps[visit])) for visit in lists[chosen]]
+    steps.text(-0.1, 2.6, f"the list of query tile {chosen}", fontsize=11, weight="bold")
+    full = sum(bitmap < 0 for _, bitmap in visits)
+    for x, (tile, bitmap) in enumerate(visits):
+        colour = MODEL if bitmap >= 0 else COMMITTED
+        steps.add_patch(plt.Rectangle((x, 1.2), 0.94, 0.8, facecolor=colour, edgecolor="#444444", linewidth=0.8))
+        steps.text(x + 0.47, 1.6, str(tile), ha="center", va="center", fontsize=10, color="white" if bitmap < 0 else "#222222")
+        if bitmap >= 0:
+            steps.text(x + 0.47, 1.0, f"bitmap {bitmap}", ha="center", va="top", fontsize=8, color="#444444")
+    for begin, end, text in ((0, full, "first loop: no mask"), (full, len(visits), "second loop: bits")):
+        steps.plot([begin + 0.05, end - 0.1], [2.12, 2.12], color="black", linewidth=1.2)
+        steps.text((begin + end) / 2, 2.2, text, ha="center", fontsize=9)
+    code = """peak, total, acc = -inf, 0, 0
+for key tile in list:
+    s = scale * q @ k.T
+    s = where(bit, s, -inf)    second loop only
+    old, peak = peak, max(peak, rowmax(s))
+    p = exp(s - peak)
+    total = total * exp(old - peak) + rowsum(p)
+    acc   = acc   * exp(old - peak) + p @ v
+out = acc / total         (0 where nothing was seen)
+lse = peak + log(total)   (-inf there)"""
+    steps.text(-0.1, 0.3, code, fontsize=9.5, family="monospace", va="top", linespacing=1.5)
+    save(figure, "block_sparse_attention.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -100,5 +152,6 @@ def masks() -> None:
 
 if __name__ == "__main__":
     masks()
+    block_sparse_attention()
     kv_commit()
     verify_draft()

@@ -7,11 +7,12 @@ slow and obvious references in `pd.reference`.
 from pdkernels import cache, decoding, masks, models, ops, reference
 from pdkernels._native import has_native
 from pdkernels.config import __version__, show_config
-from pdkernels.ops import DraftVerdict, kv_append_, kv_commit_, kv_trim_, verify_draft
+from pdkernels.ops import DraftVerdict, block_sparse_attention, kv_append_, kv_commit_, kv_trim_, verify_draft
 
 __all__ = [
     "DraftVerdict",
     "__version__",
+    "block_sparse_attention",
     "cache",
     "decoding",
     "has_native",

@@ -6,6 +6,7 @@ name. Choices are made once, when an op is defined, so that a call is one dictio
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Literal, NoReturn
 
@@ -23,16 +24,19 @@ DEFAULT = os.environ.get("PDKERNELS_BACKEND", "auto")
 # Op -> (backend, device type) -> implementation. What is not in it does not exist.
 CHOICES: dict[str, dict[tuple[str, str], str]] = {}
 
+# Op -> what its CUDA kernel is written in, and so what must be there for it.
+ON_CUDA: dict[str, str] = {}
 
-def register(op: str, kernels: tuple[str, ...] = ("native",)) -> None:
-    """Notes that `op` has the given kernels beside its reference."""
+
+def register(op: str, on_cuda: str = "native") -> None:
+    """Notes that `op` has a compiled kernel on the CPU and a ``native`` or ``triton`` one on CUDA, beside its reference."""
     choices = CHOICES[op] = {}
-    for device, native in (("cpu", _native.has_native()), ("cuda", bool(_native.cuda_archs()))):
+    ON_CUDA[op] = on_cuda
+    on_gpu = bool(_native.cuda_archs()) if on_cuda == "native" else importlib.util.find_spec("triton") is not None
+    for device, kernel, exists in (("cpu", "native", _native.has_native()), ("cuda", on_cuda, on_gpu)):
         choices["reference", device] = "reference"
-        for kernel in kernels:
-            if kernel == "triton" or native:
-                choices[kernel, device] = kernel
-                choices.setdefault(("auto", device), kernel)
+        if exists:
+            choices[kernel, device] = choices["auto", device] = kernel
     choices.setdefault(("auto", "cpu"), "reference")
 
 
@@ -51,7 +55,13 @@ def _explain(op: str, backend: str, device: str) -> NoReturn:
     if device not in ("cpu", "cuda"):
         raise NotImplementedError(message(op, "device", "be cpu or cuda", device, "Move the tensors to one of them."))
     here = [name for name in BACKENDS if (name, device) in CHOICES[op]]
-    remedy = "Build the library with: pip install ."
-    if device == "cuda":
+    kernel = CHOICES[op].get(("auto", device), "reference")
+    if kernel != "reference":
+        remedy = f"Pass backend={kernel!r}, the kernel of this op on {device}."
+    elif device == "cpu":
+        remedy = "Build the library with: pip install ."
+    elif ON_CUDA[op] == "triton":
+        remedy = "Install triton, or pass backend='reference'."
+    else:
         remedy = "Rebuild with nvcc on the PATH (PDKERNELS_BUILD_CUDA=1), or pass backend='reference'."
     raise NotImplementedError(message(op, "backend", f"be one of {', '.join(here)} on {device}", repr(backend), remedy))

@@ -45,9 +45,10 @@ def show_config() -> str:
         },
     )
     lines += _section("devices", _devices())
-    lines.append(f"{'op':<16}{'cpu':<14}{'cuda':<14}")
+    width = max(len(op) for op in backends.CHOICES) + 4
+    lines.append(f"{'op':<{width}}{'cpu':<14}{'cuda':<14}")
     for op in sorted(backends.CHOICES):
-        lines.append(f"  {op:<14}{_choice(op, 'cpu'):<14}{_choice(op, 'cuda'):<14}")
+        lines.append(f"  {op:<{width - 2}}{_choice(op, 'cpu'):<14}{_choice(op, 'cuda'):<14}")
     lines.append("")
     lines += _section("environment", {name: os.environ.get(name, "-") for name in ENVIRONMENT})
     return "\n".join(lines).rstrip() + "\n"

@@ -1,9 +1,15 @@
 // CPU implementations of the tensor ops, registered through torch's stable ABI. Schemas live in pdkernels/ops.
+//
+// The namespace is a macro because the tests register another build of this file beside the real ops.
 #include <torch/csrc/stable/ops.h>
 
 #include "kernels.h"
 #include "parallel.h"
-#include "unpack.h"
+#include "unpack_attention.h"
+
+#ifndef PDKERNELS_OPS_NAMESPACE
+#define PDKERNELS_OPS_NAMESPACE pdkernels
+#endif
 
 void pdkernels::cpu::run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, function, context));
@@ -33,11 +39,50 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   return out.tuple();
 }
 
+std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                  Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order, Tensor k_order,
+                                                  Tensor bitmaps, int64_t block_q, int64_t block_k, double scale) {
+  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
+  Tensor out = new_like(q);
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  pdkernels::AttentionArgs args;
+  unpack_attention(q, k, v, out, lse, {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+                   block_q, block_k, scale, args);
+  pdkernels::cpu::block_sparse_attention(args);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
+                                                                   Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                                   Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order,
+                                                                   Tensor k_order, Tensor bitmaps, int64_t block_q, int64_t block_k,
+                                                                   double scale, OptionalTensor grad_lse) {
+  pdkernels::AttentionGradArgs args;
+  unpack_attention(q, k, v, out, lse, {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+                   block_q, block_k, scale, args);
+  const Place place(q);
+  Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
+  Tensor delta = torch::stable::new_empty(lse, {args.batch * args.q_heads * args.q_len}, ScalarType::Float);
+  const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
+    return heads_view(place, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
+  };
+  args.grad_out = view(grad_out, args.q_len, args.q_heads);
+  args.dq = view(dq, args.q_len, args.q_heads);
+  args.dk = view(dk, args.kv_len, args.kv_heads);
+  args.dv = view(dv, args.kv_len, args.kv_heads);
+  args.grad_lse = grad_lse.has_value() ? row_numbers(place, *grad_lse, args) : nullptr;
+  args.delta = row_numbers(place, delta, args);
+  pdkernels::cpu::block_sparse_attention_backward(args);
+  return {dq, dk, dv};
+}
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(pdkernels, CPU, m) {
+STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("kv_append_", TORCH_BOX(&kv_append));
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
+  m.impl("block_sparse_attention", TORCH_BOX(&block_sparse_attention));
+  m.impl("block_sparse_attention_backward", TORCH_BOX(&block_sparse_attention_backward));
 }

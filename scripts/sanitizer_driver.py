@@ -24,7 +24,7 @@ import torch
 import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import SCHEMAS
-from pdkernels.reference import kv_cache, verify_draft  # noqa: F401  (submodules of `reference`)
+from pdkernels.reference import block_sparse_attention, kv_cache, verify_draft  # noqa: F401  (submodules of `reference`)
 from tests.ops import kv_cases
 
 WILD = [-1, -(2**31), 2**31 - 1, 100]
@@ -94,7 +94,40 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(actual, expected)), "not what the reference does"
 
 
+def run_attention(rng: random.Random, device: torch.device, bad: bool, backward: bool) -> None:
+    parts = [rng.randint(0, 50) for _ in range(4)]
+    mask = rng.choice([
+        pd.masks.noise_aware_causal(parts[0], 8, parts[1] // 8), pd.masks.pack([pd.masks.causal(parts[0])], length=parts[0] + parts[1]),
+        pd.masks.causal(parts[0], parts[1]), pd.masks.dual_stream(parts[0], 8)[parts[1] // 4 :, parts[2] // 4 :],
+    ])  # fmt: skip
+    plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
+    if rng.random() < 0.5:
+        plan = pd.masks.TilePlan.stack([plan, plan])
+    dtype, head_dim = rng.choice([torch.float32, torch.float16, torch.bfloat16]), rng.choice([16, 24, 72])
+    heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
+    q, k, v = (torch.randn(2, n, h, head_dim).to(dtype) for n, h in ((mask.q_len, heads), (mask.kv_len, kv_heads), (mask.kv_len, kv_heads)))
+    if bad:  # values of a plan are the planner's; what a caller can get wrong are shapes
+        k = k[:, :, :, :-8] if rng.random() < 0.5 else k[:1]
+    leaves = [x.to(device).requires_grad_(backward) for x in (q, k, v)]
+    try:
+        out = pd.block_sparse_attention(*leaves, plan.to(device))
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    assert not bad, "bad values were taken"
+    expected = [x.double().requires_grad_(backward) for x in (q, k, v)]
+    exact = reference.block_sparse_attention.block_sparse_attention(*expected, mask.dense())[0]
+    results = [(out, exact)]
+    if backward:
+        grad = torch.randn(out.shape).to(dtype)
+        results += zip(torch.autograd.grad(out, leaves, grad.to(device)), torch.autograd.grad(exact, expected, grad.double()))
+    for actual, wanted in results:
+        assert actual.numel() == 0 or (actual.double().cpu() - wanted).abs().max() < 0.2, "not what the reference does"
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
+    "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
+    "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
     "kv_append_": lambda *arguments: run_kv(*arguments, append),
     "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),

@@ -41,21 +41,22 @@ class BlockLists(NamedTuple):
 class TilePlan:
     """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit a pair.
 
-    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible are not listed. The bits of partial tiles
-    are stored once for all tiles that look the same. All tensors are int32 and share one block of memory. A stacked plan has
-    a leading batch dimension on the offsets and orders; offsets then count over the lists of all samples.
+    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible are not listed. Each list holds its full
+    tiles first, then its partial ones, both ascending. The bits of partial tiles are stored once for all tiles that look the
+    same. All tensors are int32 and share one block of memory. A stacked plan has a leading batch dimension on the offsets and
+    orders; offsets then count over the lists of all samples.
     """
 
     kv_offsets: Tensor
     """(q_tiles + 1,): query tile t visits entries ``kv_offsets[t] .. kv_offsets[t + 1]`` of the next two."""
     kv_tiles: Tensor
-    """(visits,): key tiles, ascending for each query tile."""
+    """(visits,): key tiles; for each query tile the full ones ascending, then the partial ones ascending."""
     kv_bitmaps: Tensor
     """(visits,): -1 where all pairs inside the lengths are visible, else the number of a bitmap."""
     q_offsets: Tensor
     """(kv_tiles + 1,): the transposed lists, for the gradients of keys and values."""
     q_tiles: Tensor
-    """(visits,): query tiles, ascending for each key tile."""
+    """(visits,): query tiles; for each key tile the full ones ascending, then the partial ones ascending."""
     q_bitmaps: Tensor
     """(visits,): as `kv_bitmaps`; bitmaps are not transposed."""
     q_order: Tensor
@@ -109,6 +110,33 @@ class TilePlan:
             return self
         return TilePlan._laid_out(self._tensors(), self._facts(), device)
 
+    def dense(self) -> Tensor:
+        """``(q_len, kv_len)`` bool, or ``(batch, q_len, kv_len)`` of a stacked plan: True where the row sees the column.
+
+        The plan unpacked pair by pair, on its device, without a sync. For checks and references: it holds every pair.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> mask = pd.masks.dual_stream(40, 8)
+            >>> bool((mask.plan(16, 32).dense() == mask.dense()).all())
+            True
+        """
+        samples, q_tiles, kv_tiles = 1 if self.batch is None else self.batch, self.q_order.shape[-1], self.k_order.shape[-1]
+        offsets = self.kv_offsets.view(samples, q_tiles + 1)
+        visits = torch.arange(self.kv_tiles.shape[0], dtype=torch.int32, device=self.device).repeat(samples, 1)
+        rows = torch.searchsorted(offsets, visits, right=True) - 1
+        # Each tile's content: nothing, all, or a bitmap. Visits of other samples go to a column that is cut off.
+        own = (rows >= 0) & (rows < q_tiles)
+        contents = torch.zeros(samples, q_tiles * (kv_tiles + 1), dtype=torch.int64, device=self.device)
+        places = rows.clamp(0, max(q_tiles - 1, 0)) * (kv_tiles + 1) + torch.where(own, self.kv_tiles, kv_tiles)
+        contents.scatter_(1, places, torch.where(own, self.kv_bitmaps + 2, 0).to(torch.int64))
+        contents = contents.view(samples, q_tiles, kv_tiles + 1)[..., :kv_tiles]
+        bits = (self.bitmaps[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
+        bits = bits.to(torch.bool).flatten(2)[..., : self.block_k]
+        table = torch.cat([bits.new_zeros(1, *bits.shape[1:]), bits.new_ones(1, *bits.shape[1:]), bits])
+        pairs = table[contents].transpose(2, 3).flatten(3).flatten(1, 2)[:, : self.q_len, : self.kv_len]
+        return pairs[0] if self.batch is None else pairs
+
     def block_lists(self, ragged_is_partial: bool = False) -> BlockLists:
         """Counts and padded lists of partial and of full key tiles: the block-sparsity tensors of FlashAttention 4.
 
@@ -129,13 +157,15 @@ class TilePlan:
         full = self.kv_bitmaps < 0
         if ragged_is_partial:
             full &= ((rows + 1) * self.block_q <= self.q_len) & ((self.kv_tiles + 1) * self.block_k <= self.kv_len)
+        order = torch.argsort(rows * kv_tiles + self.kv_tiles)
+        rows, full, tiles = rows[order], full[order], self.kv_tiles[order]
         lists = []
         for chosen in (~full, full):
             counts = torch.bincount(rows[chosen], minlength=q_tiles)
             before = counts.cumsum(0) - counts
             places = torch.arange(int(counts.sum()), device=self.device) - torch.repeat_interleave(before, counts)
             index = torch.zeros(q_tiles, kv_tiles, dtype=torch.int32, device=self.device)
-            index[rows[chosen], places] = self.kv_tiles[chosen]
+            index[rows[chosen], places] = tiles[chosen]
             lists += [counts.to(torch.int32), index]
         return BlockLists(*lists)
 
@@ -205,7 +235,10 @@ class TilePlan:
             counts = (pairs > 0).sum(1)
             offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
             order = torch.argsort(counts, descending=True, stable=True)
-            return [part.to(torch.int32) for part in (offsets, (pairs > 0).nonzero()[:, 1], numbers[pairs > 0], order)]
+            lines, tiles = (pairs > 0).nonzero(as_tuple=True)
+            full_first = torch.argsort(2 * lines + (numbers[lines, tiles] >= 0), stable=True)
+            visits = tiles[full_first], numbers[lines, tiles][full_first]
+            return [part.to(torch.int32) for part in (offsets, *visits, order)]
 
         kv_offsets, kv_tiles, kv_bitmaps, q_order = lists(pairs, numbers)
         q_offsets, q_tiles, q_bitmaps, k_order = lists(pairs.T, numbers.T)

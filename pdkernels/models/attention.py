@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pdkernels.masks import TilePlan
+from pdkernels.ops.block_sparse_attention import block_sparse_attention
+
 if TYPE_CHECKING:
     from pdkernels.models.transformer import Cache
 
@@ -15,19 +18,21 @@ if TYPE_CHECKING:
 class Visibility(NamedTuple):
     """The keys of one forward: how many to read per sequence, and which of them each row sees.
 
-    `mask` is True where a row sees a key, and broadcasts to `(batch, heads, rows, keys)`. None: every row sees every
-    key, or, with `causal`, row i sees keys 0..i.
+    `mask` is True where a row sees a key, and broadcasts to `(batch, heads, rows, keys)`, or is the plan of such a mask.
+    None: every row sees every key, or, with `causal`, row i sees keys 0..i.
     """
 
     keys: int
-    mask: torch.Tensor | None
+    mask: torch.Tensor | TilePlan | None
     causal: bool = False
 
 
-def uncached_visibility(length: int, mask: torch.Tensor | None) -> Visibility:
-    """A full forward: causal, or an explicit `(length, length)` or `(batch, length, length)` mask."""
+def uncached_visibility(length: int, mask: torch.Tensor | TilePlan | None) -> Visibility:
+    """A full forward: causal, or an explicit `(length, length)` or `(batch, length, length)` mask, or a plan."""
     if mask is None:
         return Visibility(length, None, causal=True)
+    if isinstance(mask, TilePlan):
+        return Visibility(length, mask)
     return Visibility(length, mask[None, None] if mask.dim() == 2 else mask[:, None])
 
 
@@ -57,6 +62,8 @@ def cached_visibility(cache: Cache, lengths: list[int] | None, counts: list[int]
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
+    if isinstance(visibility.mask, TilePlan):
+        return block_sparse_attention(q, k, v, visibility.mask)
     if visibility.causal and q.requires_grad and q.device.type == "cpu":
         return _causal_by_matmul(q, k, v)
     return F.scaled_dot_product_attention(

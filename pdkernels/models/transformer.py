@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, message
+from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels.masks import TilePlan
 from pdkernels.models.attention import Visibility, attend, cached_visibility, uncached_visibility
 from pdkernels.models.rope import RopeStyle, Rotation, YarnScaling, rope_tables, rotate
 
@@ -214,13 +215,13 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         counts: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
         rows: torch.Tensor | Sequence[int] | slice | None = None,
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
 
-        Without a cache: a full forward, causal or under `mask` (bool, True = visible, `(T, T)` or `(batch, T, T)`), at
-        `positions` (`(T,)` or `(batch, T)`; default 0..T-1).
+        Without a cache: a full forward, causal or under `mask` (bool, True = visible, `(T, T)` or `(batch, T, T)`; or the
+        `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`; default 0..T-1).
 
         With a cache: row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and
         it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay.
@@ -231,7 +232,8 @@ class Transformer(nn.Module):
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
 
         Raises ValueError for shapes and values, TypeError for dtypes. On CUDA nothing waits for the device, unless
-        `rows` are ints, which have to be copied there.
+        `rows` are ints, which have to be copied there. Compiled code does not look at values: there `positions` must lie
+        below `max_positions` or T, and `rows` below T.
         """
         self._validate(tokens, cache, counts, positions, mask)
         if cache is None:
@@ -270,7 +272,7 @@ class Transformer(nn.Module):
         cache: Cache | None,
         counts: torch.Tensor | None,
         positions: torch.Tensor | None,
-        mask: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
     ) -> None:
         op = "Transformer"
         check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
@@ -280,16 +282,26 @@ class Transformer(nn.Module):
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
             if positions is not None:
-                check(positions.shape in ((length,), (batch, length)), op, "positions",
-                      f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
+                if positions.shape not in ((length,), (batch, length)):
+                    fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
                 check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
-            if mask is not None:
-                check(mask.shape in ((length, length), (batch, length, length)), op, "mask",
-                      f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
+            if isinstance(mask, TilePlan):
+                if (mask.q_len, mask.kv_len) != (length, length):
+                    fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
+                if mask.batch not in (None, batch):
+                    fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
+                if mask.device != self.device:
+                    fail(op, "mask", f"be on the model's device ({self.device})", mask.device)
+            elif mask is not None:
+                check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
+                           type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
+                if mask.shape not in ((length, length), (batch, length, length)):
+                    fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})",
+                         tuple(mask.shape))
                 check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
             return
         for name, value in (("positions", positions), ("mask", mask)):
-            check(value is None, op, name, "be None with a cache", "a tensor",
+            check(value is None, op, name, "be None with a cache", "a plan" if isinstance(value, TilePlan) else "a tensor",
                   "Cached rows stand behind the prefix and are causal.")
         check(cache.batch == batch, op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
         if counts is not None:
@@ -314,7 +326,7 @@ class Transformer(nn.Module):
         if positions is None:
             return self._rope(length).span(0, length)
         limit = max(self.config.max_positions, length)
-        if positions.device.type == "cpu" and positions.numel():
+        if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in positions.aminmax())
             check(low >= 0, "Transformer", "positions", "not be negative", low)
             limit = high + 1
@@ -344,7 +356,7 @@ def _select_rows(x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) ->
         rows = torch.tensor([row % length for row in rows], dtype=torch.int64, device=x.device)
         return x.index_select(1, rows)
     check_type(rows.dtype in INDEX_DTYPES, op, "rows", "be int64 or int32", rows.dtype)
-    if rows.device.type == "cpu" and rows.numel():
+    if rows.device.type == "cpu" and rows.numel() and not torch.compiler.is_compiling():
         low, high = (int(value) for value in rows.aminmax())
         check(low >= 0 and high < length, op, "rows", f"lie in [0, {length})", f"{low}..{high}")
     if rows.dim() == 1:

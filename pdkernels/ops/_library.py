@@ -1,8 +1,9 @@
-"""The torch op library `pdkernels`: schemas and fakes live here in Python, kernels come from the compiled library.
+"""The torch op library `pdkernels`: schemas and fakes live here in Python, kernels come from the compiled library or Triton.
 
 A schema is the contract: ``Tensor(a!)`` marks what is written, lengths at run time are tensors, static things are ints.
 An op's fake is also its validation: it looks at shapes, dtypes and devices and makes the messages. Tracing runs it, and a
-call runs it only after the compiled code refused the arguments, so that a good call costs nothing for it.
+call runs it only after the compiled code refused the arguments, so that a good call costs nothing for it. Triton kernels
+refuse nothing, so their fake runs before them.
 """
 
 from __future__ import annotations
@@ -23,37 +24,62 @@ SCHEMAS: dict[str, str] = {}
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
 
 _FAKES: dict[str, Callable[..., Any]] = {}
-_REFERENCES: dict[str, Callable[..., Any]] = {}
+_REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
-def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> torch._ops.OpOverload:
+def define(
+    schema: str,
+    *,
+    fake: Callable[..., Any],
+    reference: Callable[..., Any],
+    triton: Callable[..., Any] | None = None,
+    reference_check: Callable[..., Any] | None = None,
+) -> torch._ops.OpOverload:
     """Defines an op with its fake and returns its default overload.
 
     Without the compiled library the reference serves the CPU, so that graphs and raw op calls still work.
+
+    Args:
+        triton: the kernel on CUDA, for ops whose compiled library serves the CPU alone. It should import Triton in its body.
+        reference_check: the validation of arguments for the reference, where that takes more than the kernels do.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    SCHEMAS[name], _FAKES[name], _REFERENCES[name] = schema, fake, reference
-    backends.register(name)
+    SCHEMAS[name], _FAKES[name], _REFERENCES[name] = schema, fake, (reference_check or fake, reference)
+    # The backward pass of an op is called by autograd alone, and runs where the op itself ran.
+    if not name.endswith("_backward"):
+        backends.register(name, on_cuda="triton" if triton else "native")
     torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
     if not _native.has_native():
         LIBRARY.impl(name, reference, "CPU")
+    if triton:
+        LIBRARY.impl(name, _checked(fake, triton), "CUDA")
     return getattr(torch.ops.pdkernels, name).default
+
+
+def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        check(*arguments, **options)
+        return kernel(*arguments, **options)
+
+    return run
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
     """Runs an op on the device of `anchor`, or its reference. Whatever refuses the arguments, the fake explains why."""
     name = op._opname
     try:
-        if backends.resolve(name, backend, anchor.device) == "reference":
-            _FAKES[name](*arguments)
-            return _REFERENCES[name](*arguments)
-        if DEBUG_CHECKS and anchor.is_cuda:
-            op(*(_values_only(argument) for argument in arguments))
-        return op(*arguments)
+        choice = backends.resolve(name, backend, anchor.device)
+        if choice != "reference":
+            if DEBUG_CHECKS and anchor.is_cuda and choice == "native":
+                op(*(_values_only(argument) for argument in arguments))
+            return op(*arguments)
     except (RuntimeError, TypeError, AttributeError):
         _FAKES[name](*arguments)
         raise
+    check, reference = _REFERENCES[name]
+    check(*arguments)
+    return reference(*arguments)
 
 
 def _values_only(argument: Any) -> Any:

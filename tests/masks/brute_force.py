@@ -32,8 +32,10 @@ def brute_force(dense: Tensor, block_q: int, block_k: int) -> dict[str, object]:
     def lists(lines: list[list[int | None]]) -> tuple[list[int], list[int], list[int], list[int]]:
         offsets, tiles, numbers = [0], [], []
         for line in lines:
-            tiles += [j for j, number in enumerate(line) if number is not None]
-            numbers += [number for number in line if number is not None]
+            for partial in (False, True):
+                visited = [j for j, number in enumerate(line) if number is not None and (number >= 0) == partial]
+                tiles += visited
+                numbers += [line[j] for j in visited]
             offsets.append(len(tiles))
         order = sorted(range(len(lines)), key=lambda i: offsets[i] - offsets[i + 1])
         return offsets, tiles, numbers, order

@@ -64,6 +64,27 @@ def test_skipped_tiles_are_hidden_and_full_tiles_visible(mask: masks.SegmentMask
     assert sum(int(bits[number].sum()) for number in plan.kv_bitmaps.tolist() if number >= 0) <= int(dense.sum())
 
 
+@settings(max_examples=60)
+@given(random_masks(80), tiles, tiles)
+def test_dense_is_the_mask(mask: masks.SegmentMask, block_q: int, block_k: int) -> None:
+    assert torch.equal(mask.plan(block_q, block_k).dense(), mask.dense())
+
+
+@pytest.mark.parametrize("layout", ["streams", "interleaved"])
+def test_full_tiles_stand_first(layout: str) -> None:
+    """A kernel that goes on without a mask up to the first partial or ragged tile meets every whole full tile."""
+    plan = masks.noise_aware_causal(37, 32, 9, layout=layout).plan(32, 48)
+    for offsets, others, numbers, length, block in (
+        (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.kv_len, plan.block_k),
+        (plan.q_offsets, plan.q_tiles, plan.q_bitmaps, plan.q_len, plan.block_q),
+    ):
+        assert length % block, "the case wants a ragged last tile"
+        for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
+            free = (numbers[first:last] < 0) & ((others[first:last] + 1) * block <= length)
+            run = int(free.int().cumprod(0).sum())
+            assert run == int(free.sum())
+
+
 def counts(mask: masks.SegmentMask, tile: int = 128) -> tuple[int, int]:
     plan = mask.plan(tile, tile)
     return plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
@@ -153,6 +174,8 @@ def test_stack() -> None:
             partial = numbers >= 0
             assert torch.equal(stacked.bitmaps[numbers[partial]], plan.bitmaps[single_numbers[partial]])
         assert torch.equal(stacked.q_order[sample], plan.q_order) and torch.equal(stacked.k_order[sample], plan.k_order)
+    dense = [masks.causal(100).dense(), masks.dual_stream(50, 8).dense(), masks.causal(100).dense()]
+    assert torch.equal(stacked.dense(), torch.stack(dense))
     # Equal samples share their lists.
     assert stacked.kv_tiles.numel() == plans[0].kv_tiles.numel() + plans[1].kv_tiles.numel()
     visited = sum(plan.kv_tiles.numel() for plan in plans) * 32 * 32
@@ -165,7 +188,7 @@ def test_block_lists(mask: masks.SegmentMask, block_q: int, block_k: int, ragged
     plan = mask.plan(block_q, block_k)
     lists = plan.block_lists(ragged_is_partial)
     for i in range(len(plan.kv_offsets) - 1):
-        visits = range(plan.kv_offsets[i], plan.kv_offsets[i + 1])
+        visits = sorted(range(plan.kv_offsets[i], plan.kv_offsets[i + 1]), key=plan.kv_tiles.tolist().__getitem__)
         full, partial = [], []
         for visit in visits:
             j = int(plan.kv_tiles[visit])

@@ -57,18 +57,24 @@ inline CpuIsa detect_cpu_isa() { return CpuIsa::portable; }
 #endif
 
 // PDKERNELS_CPU_ISA=portable|avx2|avx512|amx lowers the choice, never raises it.
+inline CpuIsa lowered_by_environment(CpuIsa found) {
+  const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
+  if (wanted == nullptr) return found;
+  for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
+    if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
+  }
+  throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got '" +
+                              std::string(wanted) + "'.");
+}
+
 inline CpuIsa cpu_isa() {
-  static const CpuIsa isa = [] {
-    const CpuIsa found = detect_cpu_isa();
-    const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
-    if (wanted == nullptr) return found;
-    for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
-      if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
-    }
-    throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got '" +
-                                std::string(wanted) + "'.");
-  }();
+#ifdef PDKERNELS_EMULATE_ISA
+  // A build for tests: the units of all levels are compiled for any processor, and each call may ask for another level.
+  return lowered_by_environment(CpuIsa::amx);
+#else
+  static const CpuIsa isa = lowered_by_environment(detect_cpu_isa());
   return isa;
+#endif
 }
 
 }  // namespace pdkernels

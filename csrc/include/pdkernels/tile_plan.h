@@ -1,7 +1,9 @@
 // Cuts a segment mask into tiles. Cost grows with tiles and with what the segments see, never with pairs.
 //
-// For each query tile: the key tiles that hold a visible pair, ascending, each with -1 (every pair visible) or the number of a
-// bitmap; the same transposed for each key tile. In a ragged last tile "every pair" means every pair inside the lengths.
+// For each query tile: the key tiles that hold a visible pair, each with -1 (a full tile: every pair visible) or the number of a
+// bitmap (a partial one); the same transposed for each key tile. In a ragged last tile "every pair" means every pair inside the
+// lengths. Lists hold the full tiles first, ascending, then the partial ones, ascending: kernels need no mask up to the first
+// tile that is partial or ragged, and a ragged full tile, being the last one, ends the full ones.
 // Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c) of the tile; bits outside the lengths are 0.
 #pragma once
 
@@ -117,10 +119,19 @@ class TilePlanner {
       if (visible == 0) continue;
       visible_pairs_ += visible;
       const int32_t columns = std::min(block_k_, mask_.kv_len() - tile * block_k_);
-      kv_tiles_list_.push_back(tile);
-      kv_bitmaps_list_.push_back(visible == rows * columns ? -1 : bitmap_of(tile * block_k_, columns));
+      if (visible == rows * columns) {
+        kv_tiles_list_.push_back(tile);
+        continue;
+      }
+      partial_tiles_.push_back(tile);
+      partial_bitmaps_.push_back(bitmap_of(tile * block_k_, columns));
     }
     repeated_[k_tiles_] = 0;
+    kv_bitmaps_list_.resize(kv_tiles_list_.size(), -1);
+    kv_tiles_list_.insert(kv_tiles_list_.end(), partial_tiles_.begin(), partial_tiles_.end());
+    kv_bitmaps_list_.insert(kv_bitmaps_list_.end(), partial_bitmaps_.begin(), partial_bitmaps_.end());
+    partial_tiles_.clear();
+    partial_bitmaps_.clear();
   }
 
   // What the pieces show of one key tile, in few words; equal words mean equal bitmaps, so most tiles are never painted.
@@ -186,12 +197,17 @@ class TilePlanner {
 
   TilePlan assemble() {
     std::vector<int32_t> q_offsets(k_tiles_ + 1, 0), q_tiles(kv_tiles_list_.size()), q_bitmaps(kv_tiles_list_.size());
-    for (const int32_t tile : kv_tiles_list_) ++q_offsets[tile + 1];
+    std::vector<int32_t> full(k_tiles_, 0);
+    for (size_t i = 0; i < kv_tiles_list_.size(); ++i) {
+      ++q_offsets[kv_tiles_list_[i] + 1];
+      full[kv_tiles_list_[i]] += kv_bitmaps_list_[i] < 0;
+    }
     std::partial_sum(q_offsets.begin(), q_offsets.end(), q_offsets.begin());
-    std::vector<int32_t> next(q_offsets.begin(), q_offsets.end() - 1);
+    std::vector<int32_t> next_full(q_offsets.begin(), q_offsets.end() - 1), next_partial(next_full);
+    for (int32_t tile = 0; tile < k_tiles_; ++tile) next_partial[tile] += full[tile];
     for (int32_t row = 0; row < q_tiles_; ++row) {
       for (int32_t i = kv_offsets_[row]; i < kv_offsets_[row + 1]; ++i) {
-        const int32_t slot = next[kv_tiles_list_[i]]++;
+        const int32_t slot = (kv_bitmaps_list_[i] < 0 ? next_full : next_partial)[kv_tiles_list_[i]]++;
         q_tiles[slot] = row;
         q_bitmaps[slot] = kv_bitmaps_list_[i];
       }
@@ -219,7 +235,7 @@ class TilePlanner {
 
   std::vector<Piece> pieces_;
   std::vector<KeySpan> spans_;
-  std::vector<int32_t> single_, repeated_;
+  std::vector<int32_t> single_, repeated_, partial_tiles_, partial_bitmaps_;
   std::u32string summary_, bitmap_;
   std::unordered_map<std::u32string, int32_t> by_summary_, by_content_;
 

@@ -1,0 +1,308 @@
+"""Block-sparse attention over a tile plan against what else computes the same masks, forward, and forward with backward.
+
+Noise-aware masks as Jacobi Forcing trains on (prompt, 16 or 64 blocks of 32) and the dual stream of block diffusion (1024 tokens,
+blocks of 32), 8 query heads and 2 KV heads. Every contender gets its inputs in the layout it likes best and its mask prebuilt;
+what it returns, and its gradients, are compared with float64 before it is timed. Contenders run in the streams order but for one:
+FlexAttention in the interleaved order, as published. On the CPU FlexAttention has no backward pass. A baseline runs beside every
+round: scaled dot-product attention under the dense boolean mask. Two threads on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
+
+import pdkernels as pd
+from bench.timing import compare
+from pdkernels.integrations.flex_attention import to_block_mask
+from pdkernels.masks import NoiseAwareMask, SegmentMask
+from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
+from tests.harness.error_budget import assert_within_budget
+
+BLOCK_Q, BLOCK_K = 128, 128
+FLEX_BLOCKS = (32, 64, 128)
+Q_HEADS, KV_HEADS = 8, 2
+BLOCK = 32
+THREADS = 2
+# Work of a backward pass in forwards: five products of q_len x kv_len against two.
+BACKWARD = 2.5
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Case(NamedTuple):
+    layout: str
+    """``noise-aware`` or ``dual-stream``."""
+    size: tuple[int, int]
+    """Prompt and number of blocks, or tokens and 0."""
+    head_dim: int
+    dtype: torch.dtype
+    backward: bool
+
+    def mask(self, layout: str = "streams") -> SegmentMask:
+        return make_mask(self.layout, self.size, layout)
+
+    @property
+    def name(self) -> str:
+        passes = "fwd+bwd" if self.backward else "fwd"
+        return f"{self.layout} {self.mask().q_len} d{self.head_dim} {NAMES[self.dtype]} {passes}"
+
+
+@lru_cache
+def make_mask(layout: str, size: tuple[int, int], order: str) -> SegmentMask:
+    if layout == "dual-stream":
+        return pd.masks.dual_stream(size[0], BLOCK)
+    return pd.masks.noise_aware_causal(size[0], BLOCK, size[1], layout=order)
+
+
+DTYPES = (torch.float32, torch.bfloat16)
+CASES = [Case("noise-aware", (128, 16), d, dtype, backward) for backward in (False, True) for dtype in DTYPES for d in (64, 128)]
+CASES += [Case("dual-stream", (1024, 0), 128, dtype, backward) for backward in (False, True) for dtype in DTYPES]
+CASES += [Case("noise-aware", (512, 64), 128, torch.bfloat16, False)]
+
+
+class Inputs(NamedTuple):
+    """``(1, tokens, heads, head_dim)``, the gradient of the output last."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad: Tensor
+
+    def of(self, rows: Tensor) -> Inputs:
+        """In another order of tokens."""
+        return Inputs(*(x[:, rows].contiguous() for x in self))
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(x.to(dtype) for x in self))
+
+    def heads_first(self) -> Inputs:
+        """As SDPA and FlexAttention take them, without a copy in their way."""
+        return Inputs(*(x.transpose(1, 2).contiguous() for x in self))
+
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Contender(NamedTuple):
+    """Attention on its own inputs, and how to get back to ``(1, tokens, heads, head_dim)`` in the streams order."""
+
+    attention: Attention
+    inputs: Inputs
+    back: Callable[[Tensor], Tensor]
+
+
+@lru_cache(maxsize=2)
+def make_inputs(case: Case, device: str) -> Inputs:
+    generator = torch.Generator().manual_seed(0)
+    heads = (Q_HEADS, KV_HEADS, KV_HEADS, Q_HEADS)
+    shapes = [(1, case.mask().q_len, h, case.head_dim) for h in heads]
+    return Inputs(*(torch.randn(shape, generator=generator).to(device, case.dtype) for shape in shapes))
+
+
+def swap(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+# ---- contenders
+
+
+def ours(case: Case, inputs: Inputs) -> Contender:
+    plan = case.mask().plan(BLOCK_Q, BLOCK_K, inputs.q.device)
+    return Contender(lambda q, k, v: pd.block_sparse_attention(q, k, v, plan), inputs, lambda x: x)
+
+
+def eager(case: Case, inputs: Inputs) -> Contender:
+    """The whole score matrix, softmax in float32."""
+    mask = case.mask().dense().to(inputs.q.device)
+    return Contender(lambda q, k, v: reference(q, k, v, mask)[0], inputs, lambda x: x)
+
+
+def sdpa(case: Case, inputs: Inputs, expanded: bool = False, backends: tuple[SDPBackend, ...] = ()) -> Contender:
+    mask = case.mask().dense().to(inputs.q.device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if expanded:
+            k, v = (x.repeat_interleave(Q_HEADS // KV_HEADS, dim=1) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=not expanded)
+
+    return Contender(on(backends, attention), inputs.heads_first(), swap)
+
+
+def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = ()) -> Contender:
+    """By hand: prompt and clean stream, prompt and noisy stream as a batch of two causal sequences, and back."""
+    mask = case.mask()
+    if not isinstance(mask, NoiseAwareMask):
+        return split_dual(case, inputs, backends)
+    device, prompt = inputs.q.device, mask.prompt_len
+    rows = torch.stack([torch.cat([mask.prompt_rows, part.flatten()]) for part in (mask.clean_rows, mask.noisy_rows)]).to(device)
+    width = rows.shape[1]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x[0, :, rows].transpose(0, 1) for x in (q, k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        # The streams order is the first sequence, then the second without its prompt.
+        return torch.cat([out[:1], out[1:, :, prompt:width]], dim=2)
+
+    return Contender(on(backends, attention), inputs.heads_first(), swap)
+
+
+def split_dual(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...]) -> Contender:
+    """By hand: the clean stream is causal; the noisy one sees half of all pairs, so it gets its part of the dense mask."""
+    half = case.size[0]
+    noisy = case.mask().dense()[:half].to(inputs.q.device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        first = F.scaled_dot_product_attention(q[:, :, :half], k, v, attn_mask=noisy, enable_gqa=True)
+        clean = (x[:, :, half:] for x in (q, k, v))
+        return torch.cat([first, F.scaled_dot_product_attention(*clean, is_causal=True, enable_gqa=True)], dim=2)
+
+    return Contender(on(backends, attention), inputs.heads_first(), swap)
+
+
+def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Contender:
+    device, mask = inputs.q.device, case.mask(layout)
+    block_mask = to_block_mask(mask, block, device)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    back: Callable[[Tensor], Tensor] = swap
+    if layout == "interleaved":
+        order, inverse = case.mask().to_interleaved.to(device), case.mask().from_interleaved.to(device)
+        inputs, back = inputs.of(order), lambda x: swap(x)[:, inverse]
+    return Contender(lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), inputs.heads_first(), back)
+
+
+def on(backends: tuple[SDPBackend, ...], attention: Attention) -> Attention:
+    """Under these kernels of SDPA alone; none given: under PyTorch's choice."""
+    if not backends:
+        return attention
+
+    def chosen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(list(backends)):
+            return attention(q, k, v)
+
+    return chosen
+
+
+Build = Callable[[Case, Inputs], Contender]
+SDPA = "SDPA, dense boolean mask"
+CONTENDERS: dict[str, Build] = {
+    "pdkernels": ours,
+    f"{SDPA}, enable_gqa": sdpa,
+    f"{SDPA}, K and V expanded": lambda case, inputs: sdpa(case, inputs, expanded=True),
+    "by hand: causal SDPA on parts": split_causal,
+    **{
+        f"FlexAttention, compiled, blocks of {block}": (lambda case, inputs, block=block: flex(case, inputs, block))
+        for block in FLEX_BLOCKS
+    },
+    "FlexAttention, interleaved as published": lambda case, inputs: flex(case, inputs, 128, "interleaved"),
+    "eager, softmax in fp32": eager,
+}
+ON_CUDA: dict[str, Build] = {
+    "by hand, cuDNN": lambda case, inputs: split_causal(case, inputs, (SDPBackend.CUDNN_ATTENTION,)),
+    "by hand, flash": lambda case, inputs: split_causal(case, inputs, (SDPBackend.FLASH_ATTENTION,)),
+    f"{SDPA}, cuDNN": lambda case, inputs: sdpa(case, inputs, backends=(SDPBackend.CUDNN_ATTENTION,)),
+}
+
+
+# ---- the measurement
+
+
+def run(contender: Contender, backward: bool) -> list[Tensor]:
+    """Output, and the gradients of q, k, v if asked for."""
+    q, k, v, grad = contender.inputs
+    if not backward:
+        with torch.no_grad():
+            return [contender.attention(q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = contender.attention(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+@lru_cache(maxsize=1)
+def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """In float64, and eagerly in the case's dtype."""
+    inputs = make_inputs(case, device)
+    exact = eager(case, inputs.to(torch.float64))
+    return run(exact, case.backward), run(eager(case, inputs), case.backward)
+
+
+def check(name: str, contender: Contender, case: Case, device: str) -> None:
+    """Ours keeps the budget that the kernels are tested with. The others only have to compute the same thing: some round more
+    often than the eager computation (by hand, the prompt's gradients are two roundings added up in the inputs' dtype), so their
+    root-mean-square error may be four times its."""
+    for what, actual, exact, eagerly in zip("out dq dk dv".split(), run(contender, case.backward), *oracle(case, device)):
+        actual = contender.back(actual)
+        if name == "pdkernels":
+            assert_within_budget(actual, exact, eagerly, name=f"{case.name}, {what}")
+            continue
+        error, allowed = ((x.double() - exact).square().mean().sqrt().item() for x in (actual, eagerly))
+        rounding = torch.finfo(case.dtype).eps / 2 * exact.square().mean().sqrt().item()
+        assert error <= 4 * allowed + rounding, f"{name}, {case.name}, {what}: error {error:.2e}, eager {allowed:.2e}"
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    yield
+    torch.set_num_threads(threads)
+
+
+def left_out(name: str, case: Case, device: str) -> str | None:
+    """Why a contender does not run."""
+    if name.startswith("FlexAttention"):
+        if device == "cpu" and case.backward:
+            return "FlexAttention has no backward pass on the CPU"
+        if name.endswith("published") and case.layout == "dual-stream":
+            return "the dual stream has one order"
+    if name in ON_CUDA and device == "cpu":
+        return "a kernel of CUDA"
+    if name.startswith("by hand, ") and case.layout == "dual-stream":
+        return "its noisy part needs a mask"
+    if case.dtype == torch.float32 and name in ON_CUDA:
+        return "half precision only"
+    return None
+
+
+@pytest.mark.parametrize("name", [*CONTENDERS, *ON_CUDA])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -> None:
+    if reason := left_out(name, case, device):
+        pytest.skip(reason)
+    benchmark.group = f"block_sparse_attention {case.name}, {device}"
+    torch._dynamo.reset()
+    inputs = make_inputs(case, device)
+    contender, baseline = (CONTENDERS | ON_CUDA)[name](case, inputs), sdpa(case, inputs)
+    check(name, contender, case, device)
+    pairs = case.mask().plan().visible_pairs
+    flops = 4 * pairs * case.head_dim * Q_HEADS * (1 + BACKWARD * case.backward)
+    slow = case.mask().q_len > 2000 or case.backward
+    compare(
+        benchmark,
+        lambda: run(contender, case.backward),
+        baseline=lambda: run(baseline, case.backward),
+        baseline_name=f"{SDPA}, enable_gqa",
+        device=device,
+        rounds=20 if slow else 40,
+        warmup=3,
+        op="block_sparse_attention",
+        contender=name,
+        case=case.name,
+        length=case.mask().q_len,
+        head_dim=case.head_dim,
+        dtype=NAMES[case.dtype],
+        backward=case.backward,
+        flops=flops,
+        tile=f"{BLOCK_Q}x{BLOCK_K}",
+        tile_efficiency=round(case.mask().plan(BLOCK_Q, BLOCK_K).tile_efficiency, 4),
+        density=round(case.mask().density, 4),
+    )
+    if "median_us" in benchmark.extra_info:
+        benchmark.extra_info["useful_tflops"] = round(flops / benchmark.extra_info["median_us"] / 1e6, 4)

@@ -1,0 +1,254 @@
+// Block-sparse attention, backward, in two passes that share nothing: no sums across threads, so results do not depend on them.
+//
+// dQ: a work item is a query tile of a KV head; queries stand in the panels and keys run down, as in the forward pass.
+// dK, dV: a work item is a key tile; keys stand in the panels and the queries of all heads that share them run down.
+#include "passes.h"
+#include "tiles_amx.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+// What turns a score into a weight and a product into a gradient: of each lane where queries stand in lanes, else of each token.
+struct LaneStatistics {
+  Vec lse[2], delta[2];
+  PDK_INLINE Vec lse_of(int, int v) const { return lse[v]; }
+  PDK_INLINE Vec delta_of(int, int v) const { return delta[v]; }
+};
+struct TokenStatistics {
+  const float *lse, *delta;
+  PDK_INLINE Vec lse_of(int token, int) const { return splat(lse[token]); }
+  PDK_INLINE Vec delta_of(int token, int) const { return splat(delta[token]); }
+};
+
+// A query that saw nothing has a log-sum-exp of -inf; from +inf on down its weights come out as 0.
+PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse; }
+
+// scores -> weights (if wanted), products -> gradients of the scores, both in place
+template <class Tiles, bool kExact, bool kKeepWeights, class Statistics>
+void gradient_step(const Block* blocks, int num_blocks, float scale, const Statistics& statistics, float* scores, float* products) {
+  constexpr int kVectors = Tiles::kVectors;
+  for (int b = 0; b < num_blocks; ++b) {
+    float* score_block = scores + b * kBlock * Tiles::kPanel;
+    float* product_block = products + b * kBlock * Tiles::kPanel;
+    const Block& block = blocks[b];
+    for (int j = 0; j < block.count; j += 2) {
+      for (int v = 0; v < kVectors; ++v) {
+        Vec weights[2] = {}, gradients[2] = {};
+        for (int k = 0; k < 2 && j + k < block.count; ++k) {
+          const int token = block.begin + j + k;
+          const Vec score = rounded(reinterpret_cast<const Vec*>(score_block)[(j + k) * kVectors + v] * scale);
+          const Vec product = reinterpret_cast<const Vec*>(product_block)[(j + k) * kVectors + v];
+          weights[k] = exponential<kExact>(score - statistics.lse_of(token, v));
+          gradients[k] = weights[k] * (product - statistics.delta_of(token, v));
+          if (block.visible == nullptr) continue;
+          const Ints visible = block.visible[(j + k) * kVectors + v];
+          weights[k] = choose(visible, weights[k], Vec{});
+          gradients[k] = choose(visible, gradients[k], Vec{});
+        }
+        if constexpr (kKeepWeights) Tiles::put_weights(score_block, j, v, weights[0], weights[1]);
+        Tiles::put_weights(product_block, j, v, gradients[0], gradients[1]);
+      }
+    }
+    if constexpr (kKeepWeights) Tiles::pad_weights(score_block, block.count);
+    Tiles::pad_weights(product_block, block.count);
+  }
+}
+
+// Two operands and two sums a panel: queries and their gradients for dQ (one sum), keys and values for dK and dV.
+template <class Tiles>
+struct Panel {
+  Lanes lanes;
+  LaneStatistics statistics;
+  typename Tiles::Packed* operands[2];
+  float* sums[2];
+};
+
+template <class Tiles, int kSums>
+struct Memory {
+  Operand<typename Tiles::Packed> first, second;  // the chunk that runs down: keys and values, or queries and gradients
+  float *scores, *products, *lse;
+  Ints* visible;
+  Panel<Tiles>* panels;
+  int64_t bytes;
+
+  Memory(char* base, int64_t head_dim) {
+    Arena arena(base);
+    first = Tiles::take(arena, head_dim, true, true);
+    second = Tiles::take(arena, head_dim, true, kSums == 2);
+    scores = arena.take<float>(kChunk * Tiles::kPanel);
+    products = arena.take<float>(kChunk * Tiles::kPanel);
+    lse = arena.take<float>(kChunk);
+    visible = arena.take<Ints>(kChunk * Tiles::kVectors);
+    const int64_t count = panels_at_once<Tiles>(head_dim);
+    panels = arena.take<Panel<Tiles>>(count);
+    for (int64_t i = 0; i < count; ++i) {
+      Panel<Tiles> panel{};
+      for (auto& operand : panel.operands) operand = arena.take<typename Tiles::Packed>(Tiles::panel_size(head_dim));
+      for (int s = 0; s < kSums; ++s) panel.sums[s] = arena.take<float>(Tiles::sums_size(head_dim));
+      if (base != nullptr) panels[i] = panel;
+    }
+    bytes = arena.used();
+  }
+};
+
+PDK_INLINE void ones(Vec* factor, int count) {
+  for (int v = 0; v < count; ++v) factor[v] = splat(1.0f);
+}
+
+// In the order in which scores() sums: where a query sees a single key the difference to the product is then exactly 0.
+template <class T>
+float dot(const T* a, const T* b, int64_t n) {
+  float pieces[256 / kPiece] = {}, sum = 0;
+  for (int64_t i = 0; i < kPiece; ++i) {
+    for (int64_t d = i, piece = 0; d < n; d += kPiece, ++piece) pieces[piece] += to_float(a[d]) * to_float(b[d]);
+  }
+  for (int64_t piece = 0; piece * kPiece < n; ++piece) sum += pieces[piece];
+  return sum;
+}
+
+template <class T, class Tiles>
+void start_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
+  const LanePointers<const T, Tiles::kPanel> queries(args.q, batch, token, head, panel.lanes);
+  const LanePointers<const T, Tiles::kPanel> grads(args.grad_out, batch, token, head, panel.lanes);
+  const LanePointers<const T, Tiles::kPanel> results(args.out, batch, token, head, panel.lanes);
+  Tiles::pack_panel(queries.at, args.head_dim, panel.operands[0]);
+  Tiles::pack_panel(grads.at, args.head_dim, panel.operands[1]);
+  __builtin_memset(panel.sums[0], 0, Tiles::sums_size(args.head_dim) * sizeof(float));
+  for (int lane = 0; lane < Tiles::kPanel; ++lane) {
+    float lse = kInfinity, delta = 0;
+    if (lane < panel.lanes.count) {
+      int32_t in_group, in_tile;
+      panel.lanes.locate(lane, in_group, in_tile);
+      const int64_t row = (batch * args.q_heads + head + in_group) * args.q_len + token + in_tile;
+      delta = dot(grads.at[lane], results.at[lane], args.head_dim);
+      if (args.grad_lse != nullptr) delta -= args.grad_lse[row];
+      args.delta[row] = delta;
+      lse = usable(args.lse[row]);
+    }
+    panel.statistics.lse[lane / kLanes][lane % kLanes] = lse;
+    panel.statistics.delta[lane / kLanes][lane % kLanes] = delta;
+  }
+}
+
+template <class Tiles>
+void scale_sums(float* sums, int64_t head_dim, float scale) {
+  for (int64_t i = 0; i < head_dim * Tiles::kPanel; ++i) sums[i] *= scale;
+}
+
+template <class T, class Tiles>
+void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles, 1>& memory) {
+  constexpr bool kExact = sizeof(T) == 4;
+  const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
+  const int64_t tokens = smaller(args.block_q, args.q_len - token);
+  const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
+  Vec factor[Tiles::kVectors];
+  ones(factor, Tiles::kVectors);
+  for (int64_t begin = 0; begin < tokens * group; begin += at_once) {
+    const int64_t lanes = smaller(at_once, tokens * group - begin);
+    const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
+    for (int64_t i = 0; i < panels; ++i) {
+      memory.panels[i].lanes = Lanes::from(begin + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
+      start_queries<T>(args, batch, head, token, memory.panels[i]);
+    }
+    for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
+               [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
+      Tiles::pack(args.k.row<const T>(batch, key, kv_head), args.k.token_stride, count, args.head_dim, memory.first);
+      Tiles::pack(args.v.row<const T>(batch, key, kv_head), args.v.token_stride, count, args.head_dim, memory.second);
+      for (int64_t i = 0; i < panels; ++i) {
+        Panel<Tiles>& panel = memory.panels[i];
+        Block blocks[kChunk / kBlock];
+        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks, memory.visible);
+        if (n == 0) continue;
+        Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
+        Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
+        gradient_step<Tiles, kExact, false>(blocks, n, args.scale, panel.statistics, memory.scores, memory.products);
+        Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+      }
+    });
+    for (int64_t i = 0; i < panels; ++i) {
+      scale_sums<Tiles>(memory.panels[i].sums[0], args.head_dim, args.scale);
+      const LanePointers<T, Tiles::kPanel> rows(args.dq, batch, token, head, memory.panels[i].lanes);
+      store_lanes<T, Tiles::kPanel>(memory.panels[i].sums[0], args.head_dim, rows.at);
+    }
+  }
+}
+
+template <class T, class Tiles>
+void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles, 2>& memory) {
+  constexpr bool kExact = sizeof(T) == 4;
+  const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, key = tile * args.block_k;
+  const int64_t keys = smaller(args.block_k, args.kv_len - key);
+  const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
+  Vec factor[Tiles::kVectors];
+  ones(factor, Tiles::kVectors);
+  for (int64_t begin = 0; begin < keys; begin += at_once) {
+    const int64_t lanes = smaller(at_once, keys - begin);
+    const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
+    for (int64_t i = 0; i < panels; ++i) {
+      Panel<Tiles>& panel = memory.panels[i];
+      panel.lanes = Lanes::from(begin + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), keys);
+      const LanePointers<const T, Tiles::kPanel> k(args.k, batch, key, kv_head, panel.lanes);
+      const LanePointers<const T, Tiles::kPanel> v(args.v, batch, key, kv_head, panel.lanes);
+      Tiles::pack_panel(k.at, args.head_dim, panel.operands[0]);
+      Tiles::pack_panel(v.at, args.head_dim, panel.operands[1]);
+      for (float* sums : panel.sums) __builtin_memset(sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));
+    }
+    for_chunks(args, args.of_k, args.block_q, args.q_len, batch, tile,
+               [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
+      for (int64_t in_group = 0; in_group < group; ++in_group) {
+        const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
+        for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
+        const TokenStatistics statistics{memory.lse, args.delta + first_row};
+        Tiles::pack(args.q.row<const T>(batch, token, head + in_group), args.q.token_stride, count, args.head_dim, memory.first);
+        Tiles::pack(args.grad_out.row<const T>(batch, token, head + in_group), args.grad_out.token_stride, count, args.head_dim,
+                    memory.second);
+        for (int64_t i = 0; i < panels; ++i) {
+          Panel<Tiles>& panel = memory.panels[i];
+          Block blocks[kChunk / kBlock];
+          const int n = blocks_of_columns<Tiles>(bitmap, args.bitmaps.words_per_row, begin + i * Tiles::kPanel, panel.lanes.count,
+                                                 row, count, blocks, memory.visible);
+          if (n == 0) continue;
+          Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
+          Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
+          gradient_step<Tiles, kExact, true>(blocks, n, args.scale, statistics, memory.scores, memory.products);
+          Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+          Tiles::accumulate(memory.second.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
+        }
+      }
+    });
+    for (int64_t i = 0; i < panels; ++i) {
+      Panel<Tiles>& panel = memory.panels[i];
+      scale_sums<Tiles>(panel.sums[0], args.head_dim, args.scale);
+      const LanePointers<T, Tiles::kPanel> dk(args.dk, batch, key, kv_head, panel.lanes);
+      const LanePointers<T, Tiles::kPanel> dv(args.dv, batch, key, kv_head, panel.lanes);
+      store_lanes<T, Tiles::kPanel>(panel.sums[0], args.head_dim, dk.at);
+      store_lanes<T, Tiles::kPanel>(panel.sums[1], args.head_dim, dv.at);
+    }
+  }
+}
+
+template <class T, class Tiles>
+void backward(const AttentionGradArgs& args) {
+  for_tiles<Tiles>(args, args.of_q, Memory<Tiles, 1>(nullptr, args.head_dim).bytes,
+                   [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
+    Memory<Tiles, 1> memory(base, args.head_dim);
+    queries_tile<T>(args, batch, kv_head, tile, memory);
+  });
+  for_tiles<Tiles>(args, args.of_k, Memory<Tiles, 2>(nullptr, args.head_dim).bytes,
+                   [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
+    Memory<Tiles, 2> memory(base, args.head_dim);
+    keys_tile<T>(args, batch, kv_head, tile, memory);
+  });
+}
+
+}  // namespace
+
+void block_sparse_attention_backward(const AttentionGradArgs& args) {
+  switch (args.element) {
+    case Element::kFloat: return backward<float, VectorTiles>(args);
+    case Element::kHalf: return backward<Half, VectorTiles>(args);
+    case Element::kBfloat16: return backward<Bfloat16, Bfloat16Tiles>(args);
+  }
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA

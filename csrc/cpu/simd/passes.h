@@ -1,0 +1,79 @@
+// What the passes of block-sparse attention have in common: panels of tokens, the loop over a tile's list, the threads.
+#pragma once
+
+#include "../parallel.h"
+#include "blocks.h"
+#include "kernels.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+
+// Panels are kept in groups, so that a packed chunk serves many of them while the accumulators stay in the second-level cache.
+template <class Tiles>
+int64_t panels_at_once(int64_t head_dim) {
+  constexpr int64_t kFloats = 65536;
+  const int64_t panels = kFloats / Tiles::sums_size(head_dim);
+  return panels > 1 ? panels : 1;
+}
+
+// The tokens of one tile that share a KV head, as a panel's lanes see them.
+template <class T, int kPanel>
+struct LanePointers {
+  T* at[kPanel];
+
+  LanePointers(const HeadsView& view, int64_t batch, int64_t first_token, int64_t first_head, const Lanes& lanes) {
+    for (int lane = 0; lane < kPanel; ++lane) {
+      int32_t head, token;
+      lanes.locate(lane, head, token);
+      at[lane] = lane < lanes.count ? view.row<T>(batch, first_token + token, first_head + head) : nullptr;
+    }
+  }
+};
+
+// sums[d][lane] -> one row for each lane in use
+template <class T, int kPanel>
+void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
+  for (int64_t d = 0; d < head_dim; d += kLanes) {
+    const int64_t count = smaller(kLanes, head_dim - d);
+    for (int first = 0; first < kPanel && lanes[first] != nullptr; first += kLanes) {
+      Ints rows[kLanes] = {};
+      for (int64_t i = 0; i < count; ++i) rows[i] = *reinterpret_cast<const Ints*>(sums + (d + i) * kPanel + first);
+      transpose(rows);
+      for (int lane = 0; lane < kLanes && lanes[first + lane] != nullptr; ++lane) {
+        from_floats(reinterpret_cast<const float*>(&rows[lane]), lanes[first + lane] + d, count);
+      }
+    }
+  }
+}
+
+// Calls body(batch, kv_head, tile, memory) for all of them, the longest lists first, each on whichever thread is free. What an
+// item computes does not depend on the thread, so neither do the results.
+template <class Tiles, class Body>
+void for_tiles(const AttentionArgs& args, const TileLists& lists, int64_t scratch_bytes, const Body& body) {
+  const int64_t heads = args.batch * args.kv_heads;
+  const int64_t items = heads * lists.num_tiles;
+  int64_t next = 0;
+  parallel_for(0, items, 1, [&](int64_t, int64_t) {
+    char* memory = thread_scratch(scratch_bytes);
+    [[maybe_unused]] const typename Tiles::Session session;
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
+      const int64_t batch = item % heads / args.kv_heads;
+      body(batch, item % args.kv_heads, lists.tile_at(batch, item / heads), memory);
+    }
+  });
+}
+
+// Calls body(first token, tokens, bitmap, first token inside the other tile) for each chunk of the tiles in a list.
+template <class Body>
+void for_chunks(const AttentionArgs& args, const TileLists& lists, int64_t other_block, int64_t other_len, int64_t batch,
+                int64_t tile, const Body& body) {
+  for (int64_t visit = lists.begin(batch, tile); visit < lists.end(batch, tile); ++visit) {
+    const int64_t begin = lists.other(batch, visit) * other_block;
+    const int64_t tokens = smaller(other_block, other_len - begin);
+    const uint32_t* bitmap = args.bitmaps.of(batch, lists.bitmap_id(batch, visit));
+    for (int64_t inside = 0; inside < tokens; inside += kChunk) {
+      body(begin + inside, smaller(kChunk, tokens - inside), bitmap, inside);
+    }
+  }
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA

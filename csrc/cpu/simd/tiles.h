@@ -1,0 +1,161 @@
+// The two matrix products of attention, in the one layout that all passes share.
+//
+// A *panel* is kPanel tokens side by side in the lanes of a few vectors; the other tokens run down. Scores are
+// [tokens][kPanel], accumulators [head_dim][kPanel]: maxima, sums and rescaling go lane by lane, with no shuffles, and
+// weights leave the first product in the very layout that the second one reads. Queries stand in panels for the forward pass
+// and dQ, keys for dK and dV.
+//
+// Tokens that run down come in chunks of kChunk and inside these in blocks of up to kBlock, the width of a bitmap word.
+#pragma once
+
+#include "vector.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+
+constexpr int kBlock = 32;
+constexpr int kChunk = 128;
+constexpr int kPiece = 32;  // elements of a head that are summed before they join the others
+
+// A run of tokens of a chunk that a panel has to visit. Its scores stand at kBlock times its place in the list of blocks.
+struct Block {
+  int32_t begin, count;
+  const Ints* visible;  // [count][vectors of a panel], all bits or none; nullptr: all pairs are visible
+};
+
+// Hands out pieces of a thread's scratch memory, or, over nullptr, finds out how much that has to be.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    char* piece = base_ ? base_ + used_ : nullptr;
+    used_ += rounded_up(count * static_cast<int64_t>(sizeof(T)), 64);
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// A packed chunk of tokens: rows for scores(), columns for accumulate().
+template <class Packed>
+struct Operand {
+  Packed *rows, *columns;
+};
+
+// Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as floats.
+struct VectorTiles {
+  static constexpr int kVectors = 2;
+  static constexpr int kPanel = kVectors * kLanes;
+  // Rows of one group of accumulators: what the registers hold, 16 of them or 32.
+  static constexpr int kGroup = kLanes == 16 ? 8 : 6;
+  using Packed = float;
+
+  // Room for the largest head, the same for all, so that rows are addressed by constants; and an odd number of cache lines, so
+  // that a column of rows does not fall into a few sets of the cache.
+  static constexpr int64_t kRowStride = 272;
+  static int64_t panel_size(int64_t head_dim) { return head_dim * kPanel; }
+  static int64_t sums_size(int64_t head_dim) { return head_dim * kPanel; }
+
+  // Both products read rows, so columns are the rows.
+  static Operand<float> take(Arena& arena, int64_t, bool, bool) {
+    float* rows = arena.take<float>(kChunk * kRowStride);
+    return {rows, rows};
+  }
+
+  template <class T>
+  static void pack(const T* from, int64_t stride, int64_t count, int64_t head_dim, Operand<float> to) {
+    for (int64_t i = 0; i < count; ++i) to_floats(from + i * stride, to.rows + i * kRowStride, head_dim);
+  }
+
+  // Lanes without a token are nullptr and become zeros.
+  template <class T>
+  static void pack_panel(const T* const* lanes, int64_t head_dim, float* panel) {
+    for (int lane = 0; lane < kPanel; ++lane) {
+      for (int64_t d = 0; d < head_dim; ++d) panel[d * kPanel + lane] = lanes[lane] ? to_float(lanes[lane][d]) : 0.0f;
+    }
+  }
+
+  // scores[token][lane] = rows[token] . panel[:, lane], summed in pieces for smaller rounding errors
+  static void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
+    for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
+      const float* block = rows + blocks[b].begin * kRowStride;
+      in_groups(blocks[b].count, [&](auto group, int64_t first) {
+        constexpr int kRows = decltype(group)::value;
+        const float* at = block + first * kRowStride;
+        for (int64_t piece = 0; piece < head_dim; piece += kPiece) {
+          Vec sums[kRows][kVectors] = {};
+          const int64_t end = smaller(piece + kPiece, head_dim);
+          for (int64_t d = piece; d < end; ++d) add_products<kRowStride>(sums, at + d, panel + d * kPanel);
+          for (int i = 0; i < kRows; ++i) {
+            Vec* score = vectors(scores + (first + i) * kPanel);
+            for (int v = 0; v < kVectors; ++v) score[v] = piece == 0 ? sums[i][v] : score[v] + sums[i][v];
+          }
+        }
+      });
+    }
+  }
+
+  // sums[d][lane] = sums[d][lane] * factor[lane] + sum over tokens of rows[token][d] * weights[token][lane]
+  //
+  // The tokens' part is summed by itself first: rounding errors then grow with the tokens of a chunk and with the number of
+  // chunks, not with their product.
+  static void accumulate(const float* rows, const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
+                         const Vec* factor, float* sums) {
+    in_groups(head_dim, [&](auto group, int64_t first) {
+      constexpr int kRows = decltype(group)::value;
+      Vec held[kRows][kVectors] = {};
+      for (int b = 0; b < num_blocks; ++b) {
+        const float* at = rows + blocks[b].begin * kRowStride + first;
+        const float* weight = weights + b * kBlock * kPanel;
+        for (int j = 0; j < blocks[b].count; ++j) add_products<1>(held, at + j * kRowStride, weight + j * kPanel);
+      }
+      for (int i = 0; i < kRows; ++i) {
+        Vec* sum = vectors(sums + (first + i) * kPanel);
+        for (int v = 0; v < kVectors; ++v) sum[v] = sum[v] * factor[v] + held[i][v];
+      }
+    });
+  }
+
+  // Two tokens' weights into a block of them, which may be the block of scores they come from.
+  static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
+    vectors(block + token * kPanel)[v] = even;
+    vectors(block + (token + 1) * kPanel)[v] = odd;
+  }
+  static void pad_weights(float*, int) {}
+
+  struct Session {};  // what a thread needs while it works
+
+ private:
+  template <int kRows>
+  struct Group {
+    static constexpr int value = kRows;
+  };
+
+  // Cuts n into groups for which there is code; a rest is shared out so that no group is tiny where n is a multiple of 8.
+  template <class Body>
+  static PDK_INLINE void in_groups(int64_t n, const Body& body) {
+    int64_t i = 0;
+    for (; n - i >= kGroup + 4 || n - i == kGroup; i += kGroup) body(Group<kGroup>{}, i);
+    for (; n - i >= 4; i += 4) body(Group<4>{}, i);
+    for (; i < n; ++i) body(Group<1>{}, i);
+  }
+
+  static PDK_INLINE Vec* vectors(float* p) { return reinterpret_cast<Vec*>(p); }
+  static PDK_INLINE const Vec* vectors(const float* p) { return reinterpret_cast<const Vec*>(p); }
+
+  template <int64_t kStride, int kRows>
+  static PDK_INLINE void add_products(Vec (&sums)[kRows][kVectors], const float* column, const float* panel) {
+    const Vec first = vectors(panel)[0], second = vectors(panel)[1];
+#pragma GCC unroll 16
+    for (int i = 0; i < kRows; ++i) {
+      sums[i][0] += column[i * kStride] * first;
+      sums[i][1] += column[i * kStride] * second;
+    }
+  }
+};
+
+}  // namespace pdkernels::cpu::PDK_ISA

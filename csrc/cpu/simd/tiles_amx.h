@@ -1,0 +1,213 @@
+// The same two products by AMX: C[16][16] += A[16 rows][32] B[32][16 lanes], bfloat16 products summed in float.
+//
+// A tiles come from packed rows or columns, B tiles from panels and weights, in which two neighbours along the summed dimension
+// share a 32-bit word. What is missing to whole tiles is zero.
+#pragma once
+
+#include "tiles.h"
+
+#ifdef PDK_AMX
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#else
+#include "amx_emulation.h"
+#endif
+
+namespace pdkernels::cpu::PDK_ISA {
+
+typedef uint16_t Shorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
+
+struct AmxTiles {
+  static_assert(kLanes == 16, "a tile is 16 lanes wide");
+  static constexpr int kVectors = 2;
+  static constexpr int kPanel = 32;
+  static constexpr int kDepth = 32;  // summed by one instruction
+  using Packed = uint16_t;
+
+  static int64_t padded(int64_t head_dim) { return rounded_up(head_dim, kDepth); }
+  static int64_t panel_size(int64_t head_dim) { return padded(head_dim) * kPanel; }
+  static int64_t sums_size(int64_t head_dim) { return padded(head_dim) * kPanel; }
+
+  // rows [kChunk][padded head_dim], columns [padded head_dim][kChunk]
+  static Operand<Packed> take(Arena& arena, int64_t head_dim, bool rows, bool columns) {
+    const int64_t size = kChunk * padded(head_dim);
+    return {rows ? arena.take<Packed>(size) : nullptr, columns ? arena.take<Packed>(size) : nullptr};
+  }
+
+  static void pack(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Operand<Packed> to) {
+    if (to.rows != nullptr) pack_rows(from, stride, count, head_dim, to.rows);
+    if (to.columns != nullptr) pack_columns(from, stride, count, head_dim, to.columns);
+  }
+
+  // Word [d / 2][lane] holds elements d and d + 1 of the lane's token.
+  static void pack_panel(const Bfloat16* const* lanes, int64_t head_dim, Packed* panel) {
+    for (int64_t d = 0; d < head_dim; d += kDepth) {
+      for (int half = 0; half < kPanel; half += kLanes) {
+        Ints words[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) {
+          words[lane] = Ints{};
+          const Bfloat16* token = lanes[half + lane];
+          if (token != nullptr) __builtin_memcpy(&words[lane], token + d, 2 * smaller(kDepth, head_dim - d));
+        }
+        transpose(words);
+        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(panel + (d / 2 + i) * 2 * kPanel + 2 * half) = words[i];
+      }
+    }
+  }
+
+  static void scores(const Packed* rows, const Packed* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
+    const int64_t depth = padded(head_dim), row_bytes = 2 * depth, lane_bytes = 4 * kPanel;
+    settle_memory();
+    for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
+      const Packed* upper = rows + blocks[b].begin * depth;
+      const Packed* lower = upper + 16 * depth;
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (int64_t d = 0; d < depth; d += kDepth) {
+        const Packed* words = panel + d * kPanel;
+        _tile_loadd(4, upper + d, row_bytes);
+        _tile_loadd(6, words, lane_bytes);
+        _tile_loadd(7, words + kPanel, lane_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, lower + d, row_bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, scores, lane_bytes);
+      _tile_stored(1, scores + 16, lane_bytes);
+      _tile_stored(2, scores + 16 * kPanel, lane_bytes);
+      _tile_stored(3, scores + 16 * kPanel + 16, lane_bytes);
+    }
+  }
+
+  static void accumulate(const Packed* columns, const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
+                         const Vec* factor, float* sums) {
+    constexpr int64_t kColumnBytes = 2 * kChunk, kLaneBytes = 4 * kPanel;
+    rescale(factor, padded(head_dim), sums);
+    settle_memory();
+    for (int64_t d = 0; d < head_dim; d += 32, sums += 32 * kPanel, columns += 32 * kChunk) {
+      _tile_loadd(0, sums, kLaneBytes);
+      _tile_loadd(1, sums + 16, kLaneBytes);
+      _tile_loadd(2, sums + 16 * kPanel, kLaneBytes);
+      _tile_loadd(3, sums + 16 * kPanel + 16, kLaneBytes);
+      for (int b = 0; b < num_blocks; ++b) {
+        const float* words = weights + b * kBlock * kPanel;
+        _tile_loadd(4, columns + blocks[b].begin, kColumnBytes);
+        _tile_loadd(6, words, kLaneBytes);
+        _tile_loadd(7, words + 16, kLaneBytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, columns + 16 * kChunk + blocks[b].begin, kColumnBytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+      _tile_stored(0, sums, kLaneBytes);
+      _tile_stored(1, sums + 16, kLaneBytes);
+      _tile_stored(2, sums + 16 * kPanel, kLaneBytes);
+      _tile_stored(3, sums + 16 * kPanel + 16, kLaneBytes);
+    }
+  }
+
+  // Word [token / 2][lane]. It never lies behind the scores of the two tokens it comes from, so it may take their memory.
+  static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
+    const Ints low = rounded_up_to_bfloat16(even) >> 16 & 0xffff;
+    reinterpret_cast<Ints*>(block + token / 2 * kPanel)[v] = low | (rounded_up_to_bfloat16(odd) & splat(static_cast<int32_t>(0xffff0000)));
+  }
+  static void pad_weights(float* block, int count) {
+    for (int pair = (count + 1) / 2; pair < kBlock / 2; ++pair) {
+      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Ints*>(block + pair * kPanel)[v] = Ints{};
+    }
+  }
+
+  // The shapes of the eight tiles, for as long as it lives: 16 rows of 64 bytes each.
+  struct Session {
+    Session() {
+      // Static: compilers do not know that the instruction reads all of it.
+      struct alignas(64) Shapes {
+        uint8_t palette = 1, start_row = 0, reserved[14] = {};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      };
+      static constexpr Shapes kShapes{};
+      static_assert(sizeof(Shapes) == 64);
+      _tile_loadconfig(&kShapes);
+    }
+    ~Session() { _tile_release(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
+
+ private:
+  // Compilers do not know that tile loads read memory: what was written has to be there before the first of them.
+  static PDK_INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
+
+  static void pack_rows(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Packed* rows) {
+    const int64_t depth = padded(head_dim);
+    for (int64_t i = 0; i < count; ++i, rows += depth) {
+      __builtin_memcpy(rows, from + i * stride, 2 * head_dim);
+      __builtin_memset(rows + head_dim, 0, 2 * (depth - head_dim));
+    }
+    __builtin_memset(rows, 0, 2 * depth * (rounded_up(count, kBlock) - count));
+  }
+
+  static void pack_columns(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Packed* columns) {
+    for (int64_t token = 0; token < count; token += kBlock) {
+      for (int64_t d = 0; d < padded(head_dim); d += kLanes) {
+        Ints words[kLanes];  // [pair of tokens][d]
+        for (int i = 0; i < kLanes; ++i) {
+          const int64_t even = token + 2 * i;
+          words[i] = elements(from, stride, even, count, d, head_dim) | elements(from, stride, even + 1, count, d, head_dim) << 16;
+        }
+        transpose(words);
+        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(columns + (d + i) * kChunk + token) = words[i];
+      }
+    }
+  }
+
+  // 16 elements of a token from d on, a word each.
+  static PDK_INLINE Ints elements(const Bfloat16* from, int64_t stride, int64_t token, int64_t count, int64_t d, int64_t head_dim) {
+    if (token >= count || d >= head_dim) return Ints{};
+    Shorts shorts{};
+    if (head_dim - d >= kLanes) {
+      shorts = *reinterpret_cast<const Shorts*>(from + token * stride + d);
+    } else {
+      __builtin_memcpy(&shorts, from + token * stride + d, 2 * (head_dim - d));
+    }
+    return __builtin_convertvector(shorts, Ints);
+  }
+
+  // In the upper half of each word. Weights are finite or NaN with the highest bits of the fraction set, so nothing overflows.
+  static PDK_INLINE Ints rounded_up_to_bfloat16(Vec x) {
+    const Ints bits = reinterpret_cast<Ints>(x);
+    return bits + 0x7fff + (bits >> 16 & 1);
+  }
+
+  static void rescale(const Vec* factor, int64_t depth, float* sums) {
+    bool changed = false;
+    for (int v = 0; v < kVectors; ++v) {
+      const Ints other = factor[v] != 1.0f;
+      for (int lane = 0; lane < kLanes; ++lane) changed |= other[lane] != 0;
+    }
+    for (int64_t d = 0; changed && d < depth; ++d) {
+      for (int v = 0; v < kVectors; ++v) reinterpret_cast<Vec*>(sums + d * kPanel)[v] *= factor[v];
+    }
+  }
+};
+
+using Bfloat16Tiles = AmxTiles;
+
+}  // namespace pdkernels::cpu::PDK_ISA
+
+#else
+
+namespace pdkernels::cpu::PDK_ISA {
+
+using Bfloat16Tiles = VectorTiles;
+
+}  // namespace pdkernels::cpu::PDK_ISA
+
+#endif

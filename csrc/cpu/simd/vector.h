@@ -1,0 +1,159 @@
+// Vectors of the width a unit is compiled for, through the compilers' vector extension: one source for every instruction set.
+//
+// A unit in this folder is compiled once for each level of CpuIsa, with PDK_ISA naming the level's namespace. Everything here
+// lives in that namespace and nothing comes from the standard library's templates: the linker keeps one copy of an inline
+// function, and a copy with AVX-512 in it must not end up in code that any processor runs.
+#pragma once
+
+#include <cstdint>
+
+namespace pdkernels::cpu::PDK_ISA {
+
+constexpr int kLanes = PDK_LANES;
+
+typedef float Vec __attribute__((vector_size(4 * PDK_LANES), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * PDK_LANES), may_alias));
+typedef float LooseVec __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
+typedef int32_t LooseInts __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
+
+#define PDK_INLINE inline __attribute__((always_inline))
+
+constexpr float kInfinity = __builtin_inff();
+
+constexpr int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+constexpr int64_t rounded_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+PDK_INLINE Vec splat(float x) { return x - Vec{}; }  // not x + Vec{}: that would turn -0 into 0
+PDK_INLINE Ints splat(int32_t x) { return x + Ints{}; }
+PDK_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
+PDK_INLINE Vec choose(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
+
+// Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was taken it
+// has to be rounded in the same place again, or weights of large scores are off by as much as the rounding.
+PDK_INLINE Vec rounded(Vec x) {
+#if defined(__FMA__)
+  __asm__("" : "+v"(x));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(x));
+#endif
+  return x;
+}
+
+PDK_INLINE Ints lane_numbers() {
+  Ints lanes{};
+  for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
+// e^x for x <= 0 or a little above: 2^(x log2 e) = 2^n 2^f with n whole and |f| <= 1/2. Exactly 1 at 0, exactly 0 below about
+// -87.7, NaN for NaN. The polynomials are minimax in the relative error: 2e-9 (before rounding) for kExact, 3e-6 for results
+// that are rounded to 16 bits anyway.
+template <bool kExact>
+PDK_INLINE Vec exponential(Vec x) {
+  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
+  Vec z = x * 1.44269504f;
+  z = z < -127.0f ? splat(-127.0f) : z;
+  const Vec shifted = z + kRounder;
+  const Vec f = z - (shifted - kRounder);
+  const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+  Vec p;
+  if constexpr (kExact) {
+    p = f * 0.00015353366f + 0.0013398877f;
+    p = p * f + 0.009618437f;
+    p = p * f + 0.055503324f;
+    p = p * f + 0.24022648f;
+    p = p * f + 0.6931472f;
+  } else {
+    p = f * 0.0095828455f + 0.055906445f;
+    p = p * f + 0.24024099f;
+    p = p * f + 0.6931242f;
+  }
+  return (p * f + 1.0f) * reinterpret_cast<Vec>(exponent);
+}
+
+// One round of a transposition: swaps the off-diagonal squares of size kDistance between two rows.
+template <int kDistance>
+PDK_INLINE void exchange(Ints& a, Ints& b) {
+  Ints low{}, high{};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low[lane] = lane & kDistance ? kLanes + lane - kDistance : lane;
+    high[lane] = lane & kDistance ? kLanes + lane : lane + kDistance;
+  }
+#ifdef __clang__
+  const Ints old_a = a, old_b = b;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    a[lane] = low[lane] < kLanes ? old_a[low[lane]] : old_b[low[lane] - kLanes];
+    b[lane] = high[lane] < kLanes ? old_a[high[lane]] : old_b[high[lane] - kLanes];
+  }
+#else
+  const Ints old = a;
+  a = __builtin_shuffle(old, b, low);
+  b = __builtin_shuffle(old, b, high);
+#endif
+}
+
+// Swaps ever larger off-diagonal squares: log2(kLanes) rounds.
+template <int kDistance = 1>
+PDK_INLINE void transpose(Ints (&rows)[kLanes]) {
+  if constexpr (kDistance < kLanes) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (!(i & kDistance)) exchange<kDistance>(rows[i], rows[i + kDistance]);
+    }
+    transpose<2 * kDistance>(rows);
+  }
+}
+
+// Elements of tensors and their conversion to and from float, round to nearest even.
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+PDK_INLINE float to_float(float x) { return x; }
+PDK_INLINE float to_float(Bfloat16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
+PDK_INLINE float to_float(Half x) {
+  const uint32_t magnitude = uint32_t{x.bits & 0x7fffu} << 13;
+  const float value = __builtin_bit_cast(float, magnitude) * 0x1p112f;  // moves the exponent, subnormals included
+  const uint32_t special = (x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;
+  return __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, value) | special | uint32_t{x.bits & 0x8000u} << 16);
+}
+
+template <class T>
+PDK_INLINE T from_float(float x);
+template <>
+PDK_INLINE float from_float<float>(float x) {
+  return x;
+}
+template <>
+PDK_INLINE Bfloat16 from_float<Bfloat16>(float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1)) >> 16;
+  return {static_cast<uint16_t>(x != x ? bits >> 16 | 0x40u : rounded)};
+}
+template <>
+PDK_INLINE Half from_float<Half>(float x) {
+  const uint32_t bits = __builtin_bit_cast(uint32_t, x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const uint32_t normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
+  const float lifted = __builtin_bit_cast(float, magnitude) + 0.5f;  // the adder rounds to a multiple of 2^-24
+  const uint32_t small = __builtin_bit_cast(uint32_t, lifted) - 0x3f000000u;
+  uint32_t half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? 0x7e00u : half;
+  return {static_cast<uint16_t>(half | (bits >> 16 & 0x8000u))};
+}
+
+// Plain loops over rows, which the compiler turns into vector code.
+template <class T>
+PDK_INLINE void to_floats(const T* __restrict from, float* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+template <class T>
+PDK_INLINE void from_floats(const float* __restrict from, T* __restrict to, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) to[i] = from_float<T>(from[i]);
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,335 @@
+"""Train a tiny transformer on packed masked streams through `pd.block_sparse_attention`, compiled to one graph.
+
+    python examples/train_masked_streams.py --layout both
+
+takes a minute or two on two CPU cores, most of it compilation. Two layouts: the noise-aware one of Jacobi Forcing (autoregressive
+and consistency loss) and the dual stream of block diffusion (autoregressive and masked loss). Two samples of new lengths are packed
+in every step, so every step has another mask; the compiled graph takes them all.
+
+Every step is also taken with the dense mask and scaled dot-product attention from the same weights, in float32 and in float64.
+The float64 one says how wrong the dense step is; losses and gradients through the op may be twice as wrong, and the run fails
+if they are more.
+"""
+
+from __future__ import annotations
+
+import copy
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import Tensor
+
+from pdkernels.masks import TilePlan
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+from pdkernels.training import (
+    DualStreamBatch,
+    DualStreamSample,
+    NoiseAwareBatch,
+    NoiseAwareSample,
+    pack_dual_stream,
+    pack_noise_aware,
+)
+
+Layout: TypeAlias = Literal["noise-aware", "dual-stream"]
+Batch: TypeAlias = NoiseAwareBatch | DualStreamBatch
+
+MASK_TOKEN = ByteTokenizer.vocab_size
+CONFIG = TransformerConfig(
+    vocab_size=ByteTokenizer.vocab_size + 1, hidden_size=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate_size=256,
+    max_positions=512,
+)  # fmt: skip
+TILE = 64
+CORPUS_BYTES = 400_000
+# Jacobi Forcing: noise grows from block to block and starts anew after this many of them.
+NOISE_WINDOW = 4
+# Nemotron-Labs-Diffusion: weight of the masked loss, and the least probability with which a token is masked.
+MASKED_WEIGHT, LEAST_MASKED = 0.3, 1e-3
+console = Console()
+
+
+class Outcome(NamedTuple):
+    """One way to take a step."""
+
+    rows: Tensor
+    """(rows,) losses of all rows that are trained."""
+    loss: float
+    gradients: list[Tensor]
+
+
+class Step(NamedTuple):
+    """What is kept of a step. Without a comparison the last five are None."""
+
+    loss: float
+    pairs: float
+    """Visible pairs as a share of all."""
+    plan_bytes: int
+    dense_loss: float | None = None
+    loss_budget: float | None = None
+    """How far the two losses may be apart."""
+    gradient_error: float | None = None
+    """Of the gradients through the op, against float64, relative."""
+    dense_gradient_error: float | None = None
+    gradient_budget: float | None = None
+
+    @property
+    def within_budget(self) -> bool:
+        if self.dense_loss is None:
+            return True
+        return abs(self.loss - self.dense_loss) <= self.loss_budget and self.gradient_error <= self.gradient_budget
+
+
+# ---- batches
+
+
+def corpus(limit: int = CORPUS_BYTES) -> Tensor:
+    """Source bytes of the standard library's top-level modules, each file closed by the end token."""
+    root = Path(sysconfig.get_path("stdlib"))
+    ids: list[int] = []
+    for path in sorted(root.glob("*.py")):
+        ids += [*path.read_bytes(), ByteTokenizer.end_token]
+        if len(ids) >= limit:
+            return torch.tensor(ids[:limit])
+    raise SystemExit(f"Too little Python source in {root}: this interpreter ships no standard library as files.")
+
+
+def shares(length: int, generator: torch.Generator) -> tuple[int, int]:
+    """Tokens of the packed sequence for each of two samples."""
+    first = int(torch.randint(length // 4, length // 2, (), generator=generator))
+    return first, length - first
+
+
+def window(data: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
+    start = int(torch.randint(len(data) - tokens, (), generator=generator))
+    return data[start : start + tokens]
+
+
+def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> NoiseAwareBatch:
+    """Noisy blocks keep a prefix of the clean one, as drafts of Jacobi decoding do; the rest is drawn from the text before."""
+    samples = []
+    for share in shares(length, generator):
+        prompt_len = int(torch.randint(share // 16, share // 4, (), generator=generator))
+        blocks = (share - prompt_len) // (2 * block)
+        text = window(data, prompt_len + blocks * block, generator)
+        clean = text[prompt_len:].view(blocks, block)
+        noisy = clean.clone()
+        for number, row in enumerate(noisy):
+            wrong = round(number % NOISE_WINDOW / (NOISE_WINDOW - 1) * block)
+            before = text[: prompt_len + number * block]
+            row[block - wrong :] = before[torch.randint(len(before), (wrong,), generator=generator)]
+        samples.append(NoiseAwareSample(text[:prompt_len], clean, noisy))
+    return pack_noise_aware(samples, length, end_token=ByteTokenizer.end_token)
+
+
+def dual_stream_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> DualStreamBatch:
+    """Each sample is masked with a probability of its own."""
+    samples = []
+    for share in shares(length, generator):
+        text = window(data, share // 2, generator)
+        p_mask = LEAST_MASKED + (1 - LEAST_MASKED) * float(torch.rand((), generator=generator))
+        samples.append(DualStreamSample(text, torch.rand(len(text), generator=generator) < p_mask, p_mask))
+    return pack_dual_stream(samples, block, MASK_TOKEN, length)
+
+
+# ---- losses
+
+
+def noise_aware_losses(model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...]) -> Tensor:
+    """Cross-entropy on prompts and clean blocks; noisy rows learn the (detached) distributions of their clean ones."""
+    tokens, positions, ar_rows, ar_labels, student_rows, teacher_rows = batch
+    logits = model(tokens[None], positions=positions, mask=mask)[0]
+    ar = F.cross_entropy(logits[ar_rows], ar_labels, reduction="none")
+    teacher = logits[teacher_rows].detach().softmax(-1)
+    return torch.cat([ar, F.cross_entropy(logits[student_rows], teacher, reduction="none")])
+
+
+def noise_aware_weights(batch: NoiseAwareBatch) -> Tensor:
+    """Each loss is a mean over its rows. (The released trainer divides the second once more, by the number of blocks.)"""
+    return torch.cat([torch.full((len(rows),), 1 / len(rows)) for rows in (batch.ar_rows, batch.student_rows)])
+
+
+def dual_stream_losses(model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...]) -> Tensor:
+    """Cross-entropy on the clean copies, and on what is hidden in the noisy ones."""
+    tokens, positions, ar_rows, ar_labels, masked_rows, masked_labels, _ = batch
+    logits = model(tokens[None], positions=positions, mask=mask)[0]
+    ar = F.cross_entropy(logits[ar_rows], ar_labels, reduction="none")
+    return torch.cat([ar, F.cross_entropy(logits[masked_rows], masked_labels, reduction="none")])
+
+
+def dual_stream_weights(batch: DualStreamBatch) -> Tensor:
+    """Hidden tokens count by their probability to be hidden; one normaliser serves both losses."""
+    weights = torch.cat([torch.ones(len(batch.ar_rows)), MASKED_WEIGHT * batch.masked_weights])
+    return weights / len(weights)
+
+
+LAYOUTS = {
+    "noise-aware": (noise_aware_batch, noise_aware_weights, noise_aware_losses),
+    "dual-stream": (dual_stream_batch, dual_stream_weights, dual_stream_losses),
+}
+
+
+# ---- training
+
+
+def outcome(
+    losses_of: Callable[..., Tensor], model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...], weights: Tensor
+) -> Outcome:
+    rows = losses_of(model, mask, batch)
+    gradients = torch.autograd.grad(rows @ weights.to(rows.dtype), list(model.parameters()))
+    # The sum is taken in float64, so that losses differ by what their rows differ.
+    return Outcome(rows.detach(), float(rows.detach().double() @ weights.double()), list(gradients))
+
+
+def distance(ours: list[Tensor], exact: list[Tensor]) -> float:
+    """Of two gradients, relative to the second."""
+    flat = [torch.cat([part.double().flatten() for part in parts]) for parts in (ours, exact)]
+    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def judge(ours: Outcome, dense: Outcome, exact: Outcome, weights: Tensor) -> dict[str, float]:
+    """The fields of a `Step` that say how far the step through the op is from the dense one, and how far it may be.
+
+    If the op errs up to twice as much as the dense step, the two losses are at most three times the dense error apart. That
+    error is summed without signs: rows whose errors cancel by luck must not shrink the budget.
+    """
+    unit = torch.finfo(torch.float32).eps / 2
+    dense_error = (dense.rows.double() - exact.rows).abs() @ weights.double()
+    dense_gradient_error = distance(dense.gradients, exact.gradients)
+    return {
+        "dense_loss": dense.loss,
+        "loss_budget": 3 * float(dense_error) + unit * exact.loss,
+        "gradient_error": distance(ours.gradients, exact.gradients),
+        "dense_gradient_error": dense_gradient_error,
+        "gradient_budget": 2 * dense_gradient_error + unit,
+    }
+
+
+def train(
+    layout: Layout, *, steps: int, length: int, block: int, lr: float = 3e-3, compare: bool = True, seed: int = 0,
+    device: str = "cpu", compile_backend: str | Callable = "inductor", config: TransformerConfig = CONFIG,
+) -> Iterator[Step]:  # fmt: skip
+    """Trains one model and says after each step how it went. A recompilation after the first step is an error."""
+    make_batch, weights_of, losses_of = LAYOUTS[layout]
+    torch.manual_seed(seed)
+    generator, data = torch.Generator().manual_seed(seed), corpus()
+    model = Transformer(config).to(device)
+    exact = copy.deepcopy(model).double()
+    # Rotation tables are made once, outside the graph, which otherwise would see them appear.
+    model(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    compiled = torch.compile(losses_of, fullgraph=True, dynamic=True, backend=compile_backend)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
+    for number in range(steps):
+        packed = make_batch(data, length, block, generator)
+        plan = packed.mask.plan(TILE, TILE, device)
+        batch = tuple(part.to(device) for part in packed if isinstance(part, Tensor))
+        weights = weights_of(packed).to(device)
+        # Sizes of the first plan that happen to be equal must not be taken for always equal.
+        distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
+        with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            ours = outcome(compiled, model, plan, batch, weights)
+        step = Step(ours.loss, packed.mask.density, plan.nbytes)
+        if compare:
+            exact.load_state_dict(model.state_dict())
+            beside = (packed.mask.dense().to(device), batch, weights)
+            step = step._replace(**judge(ours, outcome(losses_of, model, *beside), outcome(losses_of, exact, *beside), weights))
+        for parameter, gradient in zip(model.parameters(), ours.gradients, strict=True):
+            parameter.grad = gradient
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield step
+
+
+# ---- what is shown
+
+
+def summary(layout: str, steps: list[Step], rows: int = 12) -> Table:
+    table = Table(title=f"{layout}: losses, and errors of the gradients against float64, from the same weights")
+    for name in ("step", "op", "dense", "apart", "allowed", "grad. op", "grad. dense", "allowed"):
+        table.add_column(name, justify="right")
+    evenly = {round(i * (len(steps) - 1) / (rows - 1)) for i in range(rows)}
+    for number in sorted(evenly | {i for i, step in enumerate(steps) if not step.within_budget}):
+        step = steps[number]
+        cells = [str(number), f"{step.loss:.4f}"]
+        if step.dense_loss is not None:
+            cells += [f"{step.dense_loss:.4f}", f"{abs(step.loss - step.dense_loss):.1e}", f"{step.loss_budget:.1e}"]
+            cells += [f"{e:.1e}" for e in (step.gradient_error, step.dense_gradient_error, step.gradient_budget)]
+        table.add_row(*cells, style=None if step.within_budget else "bold red")
+    return table
+
+
+def draw(runs: dict[str, list[Step]], path: Path) -> None:
+    """Losses above, and how far apart they are below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(2, len(runs), figsize=(5.2 * len(runs), 5), sharex=True, squeeze=False, layout="constrained",
+                                height_ratios=(2, 1))  # fmt: skip
+    for (layout, steps), (above, below) in zip(runs.items(), axes.T, strict=True):
+        above.plot([step.loss for step in steps], color="#1f77b4", label="through the op, compiled")
+        above.set(title=layout, ylabel="loss")
+        if steps[0].dense_loss is not None:
+            above.plot([step.dense_loss for step in steps], ":", color="#f58518", linewidth=2.5, label="dense mask")
+            below.semilogy([max(abs(step.loss - step.dense_loss), 1e-12) for step in steps], ".", color="#1f77b4", label="apart")
+            below.semilogy([step.loss_budget for step in steps], color="#d62728", linewidth=1, label="allowed")
+            below.legend(frameon=False, fontsize=8)
+        above.legend(frameon=False, fontsize=8)
+        below.set(xlabel="step", ylabel="difference")
+        for axis in (above, below):
+            axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main(
+    layout: Annotated[Literal["noise-aware", "dual-stream", "both"], typer.Option(help="What to train on.")] = "both",
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each layout.")] = 40,
+    length: Annotated[int, typer.Option(min=128, help="Tokens of the packed sequence, noisy and clean.")] = 512,
+    block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
+    compare: Annotated[bool, typer.Option(help="Take every step with the dense mask too, and fail if they differ.")] = True,
+    plot: Annotated[Path, typer.Option(help="Where the plot of the losses goes.")] = Path("train_masked_streams.png"),
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+) -> None:
+    """Train on packed masked streams, step by step beside the dense mask."""
+    if threads:
+        torch.set_num_threads(threads)
+    runs: dict[str, list[Step]] = {}
+    for name in LAYOUTS if layout == "both" else [layout]:
+        progress = Progress(TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[note]}"),
+                            TimeElapsedColumn(), console=console)  # fmt: skip
+        started, runs[name] = time.perf_counter(), []
+        with progress:
+            task = progress.add_task(name, total=steps, note="compiling")
+            for step in train(name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device):
+                runs[name].append(step)
+                apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
+                progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")
+        console.print(summary(name, runs[name]))
+        plan_bytes = max(step.plan_bytes for step in runs[name])
+        console.print(
+            f"{time.perf_counter() - started:.0f} s, compilation included. The largest plan takes {plan_bytes:,} bytes, a dense "
+            f"boolean mask {length * length:,}; {runs[name][-1].pairs:.0%} of the pairs are visible.\n"
+        )
+    draw(runs, plot)
+    console.print(f"losses: {plot}")
+    wrong = [f"{name}, step {i}" for name, run in runs.items() for i, step in enumerate(run) if not step.within_budget]
+    if wrong:
+        console.print(f"[bold red]Over the budget: {'; '.join(wrong)}.")
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,274 @@
+"""Attention over a tile plan, for training and prefill: forward and backward.
+
+The kernels read a `TilePlan` and nothing else about a mask: skipped tiles cost nothing, full tiles need no mask, partial tiles
+load one bit a pair. Every block of results is owned by one program or thread, so nothing is added up across them: results are
+the same bit for bit from run to run, whatever the number of threads and whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_type, fail, message
+from pdkernels.backends import Backend
+from pdkernels.masks import TilePlan
+from pdkernels.ops._library import LIBRARY, call, define
+from pdkernels.reference import block_sparse_attention as reference
+
+OP = "block_sparse_attention"
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TilePlan,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``softmax(scale q k^T) v`` over the pairs that a plan shows. Differentiable.
+
+    One plan serves any mask: see `pdkernels.masks`. Work and time grow with the tiles that the plan visits, not with all pairs,
+    and no array of pairs is ever stored, in neither direction.
+
+    Args:
+        q: ``(batch, q_len, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim
+            a multiple of 8 in ``[16, 256]``.
+        k, v: ``(batch, kv_len, kv_heads, head_dim)``, dtype of q; kv_heads divides q_heads, and query head ``h`` reads KV head
+            ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
+        plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
+            samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
+        scale: of the scores, finite; None means ``head_dim ** -0.5``.
+        return_lse: also return the log-sum-exp of each row's scores.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
+        ``(batch, q_heads, q_len)`` float32, differentiable too. Rows that see nothing are zero, with a log-sum-exp of -inf; they
+        get and give zero gradients.
+
+    Raises:
+        ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
+        TypeError: dtypes that do not fit, a mask instead of a plan.
+        NotImplementedError: a backend that does not serve the device; a second derivative (the reference has them).
+
+    Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
+    batch. ``torch.compile`` sees one op.
+
+    Source: tiles and online softmax after FlashAttention-2 (Dao, 2023), section 3.1, with its backward pass.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> mask = pd.masks.noise_aware_causal(prompt_len=20, block_size=8, num_blocks=4)   # 84 tokens
+        >>> q, k, v = (torch.randn(2, 84, heads, 64, requires_grad=True) for heads in (4, 2, 2))
+        >>> out, lse = pd.block_sparse_attention(q, k, v, mask.plan(32, 32), return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 84, 4, 64]), torch.Size([2, 4, 84]))
+        >>> out.sum().backward(); k.grad.shape
+        torch.Size([2, 84, 2, 64])
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_type(isinstance(tensor, Tensor), OP, name, "be a tensor", type(tensor).__name__)
+    if not isinstance(plan, TilePlan):
+        remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
+        raise TypeError(message(OP, "plan", "be a TilePlan", type(plan).__name__, remedy))
+    if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
+        wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
+        fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
+    else:
+        check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
+        check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)
+    lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_offsets, plan.q_tiles, plan.q_bitmaps)
+    rest = (plan.q_order, plan.k_order, plan.bitmaps, plan.block_q, plan.block_k, scale)
+    out, lse = call(attention_op, (q, k, v, *lists, *rest), q, backend)
+    return (out, lse) if return_lse else out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> None:
+    """All but dtypes of float64. `plan_and_scale`: the plan's nine tensors, its tile sizes, the scale."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            fail(OP, name, "have shape (batch, length, heads, head_dim)", tuple(x.shape))
+        if x.dtype not in (*KERNEL_DTYPES, torch.float64):
+            raise TypeError(message(OP, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
+        if x.dtype != q.dtype:
+            raise TypeError(message(OP, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
+        if x.device != q.device:
+            fail(OP, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
+        if x.shape[3] > 1 and x.stride(3) != 1:
+            fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}", "Call .contiguous() on it.")
+    if k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3]:
+        fail(OP, "k", f"have the batch {q.shape[0]} and the head_dim {q.shape[3]} of q", tuple(k.shape))
+    if v.shape != k.shape:
+        fail(OP, "v", f"have shape {tuple(k.shape)} like k", tuple(v.shape))
+    if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
+        fail(OP, "k", f"have a number of heads that divides the {q.shape[2]} of q", k.shape[2])
+    if q.shape[3] % 8 != 0 or q.shape[3] < 16 or q.shape[3] > 256:
+        fail(OP, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], "Pad q, k and v with zeros and pass the scale.")
+    _check_plan(q, k, *plan_and_scale)
+
+
+def _check_plan(
+    q: Tensor, k: Tensor,
+    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, q_offsets: Tensor, q_tiles: Tensor, q_bitmaps: Tensor,
+    q_order: Tensor, k_order: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
+) -> None:  # fmt: skip
+    parts = (kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps)
+    for part in parts:
+        if part.device != q.device:
+            fail(OP, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
+        if part.dtype != torch.int32 or not part.is_contiguous():
+            raise TypeError(message(OP, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}"))
+    for name, size in (("block_q", block_q), ("block_k", block_k)):
+        if size % 16 != 0 or size < 16 or size > 1024:
+            fail(OP, name, "be a multiple of 16 in [16, 1024]", size)
+    if kv_offsets.dim() == 2 and kv_offsets.shape[0] != q.shape[0]:
+        remedy = "Stack one plan for each sample, or pass a single plan that all samples share."
+        fail(OP, "plan", f"have {q.shape[0]} samples like q", kv_offsets.shape[0], remedy)
+    stacked = tuple(kv_offsets.shape[:-1])
+    rows, columns = -(-q.shape[1] // block_q), -(-k.shape[1] // block_k)
+    for part, size in ((kv_offsets, rows + 1), (q_offsets, columns + 1), (q_order, rows), (k_order, columns)):
+        if tuple(part.shape) != (*stacked, size) or len(stacked) > 1:
+            wanted = f"have {rows} x {columns} tiles of {block_q} x {block_k} in all its offsets and orders"
+            fail(OP, "plan", wanted, tuple(part.shape))
+    for part in (kv_tiles, kv_bitmaps, q_tiles, q_bitmaps):
+        if tuple(part.shape) != (kv_tiles.shape[0],):
+            fail(OP, "plan", "have as many entries in all its lists", tuple(part.shape))
+    if bitmaps.dim() != 3 or tuple(bitmaps.shape[1:]) != (block_q, -(-block_k // 32)):
+        fail(OP, "plan", f"have bitmaps of shape (any, {block_q}, {-(-block_k // 32)})", tuple(bitmaps.shape))
+
+
+def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(q, *rest)
+    if q.dtype == torch.float64:
+        remedy = "Pass backend='reference', which computes in float64."
+        raise TypeError(message(OP, "q", "be float32, float16 or bfloat16 for the kernels", q.dtype, remedy))
+    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+
+
+def _fake_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, grad_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    # The schema's default arrives as the last positional argument where a caller gives one.
+    if len(rest) > 12:
+        rest, grad_lse = rest[:12], rest[12]
+    _check(q, k, v, *rest)
+    rows = (q.shape[0], q.shape[2], q.shape[1])
+    for name, x, shape, dtype in (
+        ("grad_out", grad_out, q.shape, q.dtype),
+        ("out", out, q.shape, q.dtype),
+        ("lse", lse, rows, torch.float32),
+        ("grad_lse", grad_lse, rows, torch.float32),
+    ):
+        if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != q.device):
+            fail(OP, name, f"be {dtype} of shape {tuple(shape)} on {q.device}", f"{x.dtype}, {tuple(x.shape)}, {x.device}")
+        if x is not None and x.dim() == 4 and x.stride(3) != 1:
+            fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}")
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _dense(q: Tensor, k: Tensor, *tensors_and_tiles: Any) -> Tensor:
+    return TilePlan(*tensors_and_tiles[:9], q.shape[1], k.shape[1], *tensors_and_tiles[9:11], visible_pairs=0).dense()
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> tuple[Tensor, Tensor]:
+    return reference.block_sparse_attention(q, k, v, _dense(q, k, *plan_and_scale), plan_and_scale[-1])
+
+
+def _reference_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, grad_lse: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if len(rest) > 12:
+        rest, grad_lse = rest[:12], rest[12]
+    mask = _dense(q, k, *rest)
+
+    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return reference.block_sparse_attention(*leaves, mask, rest[11])
+
+    _, gradients = torch.func.vjp(run, q, k, v)
+    return gradients((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
+
+
+def _triton(*arguments: Any) -> tuple[Tensor, Tensor]:
+    from pdkernels.triton.block_sparse_attention import forward
+
+    return forward(*arguments)
+
+
+def _triton_backward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    from pdkernels.triton.block_sparse_attention import backward
+
+    return backward(*arguments, **options)
+
+
+PLAN_SCHEMA = (
+    "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, "
+    "Tensor q_order, Tensor k_order, Tensor bitmaps, int block_q, int block_k, float scale"
+)
+attention_op = define(
+    f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}) -> (Tensor, Tensor)",
+    fake=_fake,
+    reference=_reference,
+    triton=_triton,
+    reference_check=_check,
+)
+backward_op = define(
+    f"{OP}_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN_SCHEMA}, "
+    "Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+    reference=_reference_backward,
+    triton=_triton_backward,
+)
+
+
+# What `torch.library.register_autograd` would generate, written out: before it calls its `setup_context` it walks the schema once
+# for each argument to fill in defaults, and that more than doubles the host's time for a forward pass.
+class _Attention(torch.autograd.Function):
+    """Both results get gradients; either may be absent."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = attention_op(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:12])
+        ctx.sizes = inputs[12:]
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros_like(saved[3])
+        elif grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        if grad_lse is not None:
+            grad_lse = grad_lse.contiguous()
+        gradients = backward_op(grad_out, *saved, *ctx.sizes, grad_lse)
+        wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
+        return *wanted, *[None] * 12
+
+
+def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        return _Attention.apply(*inputs)
+    with torch._C._AutoDispatchBelowAutograd():
+        return attention_op(*inputs)
+
+
+def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
+    remedy = "Pass backend='reference', which PyTorch differentiates any number of times."
+    raise NotImplementedError(message(OP, "its gradient", "not be differentiated again", "a second derivative", remedy))
+
+
+LIBRARY.impl(OP, _autograd, "Autograd")
+torch.library.register_autograd(f"pdkernels::{OP}_backward", _refuse_second_derivative, lib=LIBRARY)

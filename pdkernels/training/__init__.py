@@ -1,0 +1,19 @@
+"""Batches for training: samples put side by side in the layouts of the papers, with the rows and labels of their losses."""
+
+from pdkernels.training.packing import (
+    DualStreamBatch,
+    DualStreamSample,
+    NoiseAwareBatch,
+    NoiseAwareSample,
+    pack_dual_stream,
+    pack_noise_aware,
+)
+
+__all__ = [
+    "DualStreamBatch",
+    "DualStreamSample",
+    "NoiseAwareBatch",
+    "NoiseAwareSample",
+    "pack_dual_stream",
+    "pack_noise_aware",
+]

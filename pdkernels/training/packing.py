@@ -1,0 +1,226 @@
+"""Samples of token ids to one packed sequence: ids, positions, mask, and which rows the losses read with which labels.
+
+Nothing here draws noise or computes a loss. All results are int64 tensors on the CPU (but for the weights); rows count in
+the packed sequence, and those that a loss does not read are not listed, so a loss needs no ignored label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_index, check_type
+from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal, pack
+from pdkernels.masks.jacobi import Conditioning, Layout
+
+
+class NoiseAwareSample(NamedTuple):
+    """A prompt and its answer in blocks, each clean and noisy."""
+
+    prompt: Tensor
+    """(prompt_len,) ids."""
+    clean: Tensor
+    """(num_blocks, block_size) ids of the answer."""
+    noisy: Tensor
+    """(num_blocks, block_size) ids: states that Jacobi decoding went through on its way to the clean block."""
+
+
+class NoiseAwareBatch(NamedTuple):
+    """What `pack_noise_aware` made."""
+
+    tokens: Tensor
+    """(length,) ids."""
+    positions: Tensor
+    """(length,) position ids; the noisy and the clean block share theirs."""
+    mask: SegmentMask
+    """(length, length); its ``plan()`` is what attention takes."""
+    ar_rows: Tensor
+    """(n,) rows of prompts and clean blocks whose logits the autoregressive loss reads."""
+    ar_labels: Tensor
+    """(n,) the ids they predict."""
+    student_rows: Tensor
+    """(m,) noisy rows that the consistency loss trains."""
+    teacher_rows: Tensor
+    """(m,) clean rows at the same positions, whose (detached) distributions they learn."""
+
+
+class DualStreamSample(NamedTuple):
+    """A sequence and which of its tokens the noisy copy hides."""
+
+    clean: Tensor
+    """(tokens,) ids."""
+    masked: Tensor
+    """(tokens,) bool, True where the noisy copy holds the mask token."""
+    p_mask: float
+    """The probability with which each token was masked: its loss is divided by that."""
+
+
+class DualStreamBatch(NamedTuple):
+    """What `pack_dual_stream` made."""
+
+    tokens: Tensor
+    """(length,) ids."""
+    positions: Tensor
+    """(length,) position ids; the noisy and the clean copy share theirs."""
+    mask: SegmentMask
+    """(length, length); its ``plan()`` is what attention takes."""
+    ar_rows: Tensor
+    """(n,) clean rows whose logits the autoregressive loss reads: all but the last of each sample."""
+    ar_labels: Tensor
+    """(n,) the ids they predict, those of the next row."""
+    masked_rows: Tensor
+    """(m,) noisy rows that hold the mask token."""
+    masked_labels: Tensor
+    """(m,) the ids hidden there: these labels are not shifted."""
+    masked_weights: Tensor
+    """(m,) float32, 1 / p_mask."""
+
+
+def pack_noise_aware(
+    samples: Sequence[NoiseAwareSample],
+    length: int | None = None,
+    *,
+    pad_token: int = 0,
+    end_token: int | None = None,
+    conditioning: Conditioning = "noisy",
+    window: int | None = None,
+    layout: Layout = "streams",
+) -> NoiseAwareBatch:
+    """Samples side by side in the noise-aware layout of Jacobi Forcing, blind to each other.
+
+    Args:
+        samples: all blocks of a sample have one size; samples may differ in it.
+        length: tokens in all, filled up with `pad_token`; None: as many as the samples have.
+        pad_token: the id of the padding, which sees nothing and is seen by none.
+        end_token: autoregressive targets behind the first of them in an answer are left out; None: all are kept.
+        conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
+
+    Returns:
+        A batch of one packed sequence. In each block the student rows run from the first offset where noisy and clean differ
+        to the end of the block; blocks that have converged have none, and serve as context only.
+
+    Raises:
+        ValueError: shapes that do not fit each other, more tokens than `length`.
+        TypeError: ids that are not int32 or int64.
+
+    Source: Jacobi Forcing, section 3 and its released multi-block trainer.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.training import NoiseAwareSample, pack_noise_aware
+        >>> sample = NoiseAwareSample(torch.tensor([7]), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 9], [3, 4]]))
+        >>> batch = pack_noise_aware([sample], length=10)
+        >>> batch.tokens.tolist(), batch.positions.tolist()
+        ([7, 1, 2, 3, 4, 1, 9, 3, 4, 0], [0, 1, 2, 3, 4, 1, 2, 3, 4, 0])
+        >>> batch.ar_rows.tolist(), batch.ar_labels.tolist()
+        ([0, 1, 2, 3], [1, 2, 3, 4])
+        >>> batch.student_rows.tolist(), batch.teacher_rows.tolist()
+        ([6], [2])
+    """
+    op = "training.pack_noise_aware"
+    masks, tokens, rows = [], [], []
+    for sample in samples:
+        check_index(op, "prompt", sample.prompt, (None,), None)
+        check_index(op, "clean", sample.clean, (None, None), None)
+        check_index(op, "noisy", sample.noisy, tuple(sample.clean.shape), None)
+        num_blocks, block_size = sample.clean.shape
+        mask = noise_aware_causal(len(sample.prompt), block_size, num_blocks, conditioning, window, layout)
+        part = torch.empty(mask.q_len, dtype=torch.int64)
+        for place, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
+            part[place] = values.long()
+        # Of the prompt and the answer, what stands behind the answer's first end token.
+        ended = torch.zeros(len(sample.prompt) + sample.clean.numel(), dtype=torch.bool)
+        if end_token is not None:
+            ends = sample.clean.flatten() == end_token
+            ended[len(sample.prompt) :] = ends.cumsum(0) > ends
+        kept = ~ended[1:]
+        unconverged = (sample.noisy != sample.clean).cumsum(1)[:, : mask.student_rows.shape[1]] > 0
+        masks.append(mask)
+        tokens.append(part)
+        rows.append((mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[unconverged], mask.teacher_rows[unconverged]))
+    packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
+    ar_rows, targets, student_rows, teacher_rows = _shifted(rows, masks)
+    return NoiseAwareBatch(packed, mask.positions, mask, ar_rows, packed[targets], student_rows, teacher_rows)
+
+
+def pack_dual_stream(
+    samples: Sequence[DualStreamSample],
+    block_size: int,
+    mask_token: int,
+    length: int | None = None,
+    *,
+    pad_token: int = 0,
+    clean: Literal["causal", "block"] = "causal",
+) -> DualStreamBatch:
+    """Samples side by side, each as a noisy copy and a clean one, blind to each other.
+
+    Args:
+        samples: sequences and what is hidden of them.
+        block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
+        mask_token: the id that stands for a hidden token.
+        length: tokens in all, filled up with `pad_token`; None: twice as many as the samples have.
+        pad_token: the id of the padding, which sees nothing and is seen by none.
+        clean: as in `pdkernels.masks.dual_stream`.
+
+    Returns:
+        A batch of one packed sequence, the noisy copy of each sample before its clean one.
+
+    Raises:
+        ValueError: shapes that do not fit each other, a probability outside (0, 1], more tokens than `length`.
+        TypeError: ids that are not int32 or int64, `masked` that is not bool.
+
+    Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.training import DualStreamSample, pack_dual_stream
+        >>> sample = DualStreamSample(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), 0.5)
+        >>> batch = pack_dual_stream([sample], block_size=2, mask_token=9)
+        >>> batch.tokens.tolist(), batch.positions.tolist()
+        ([5, 9, 9, 5, 6, 7], [0, 1, 2, 0, 1, 2])
+        >>> batch.ar_rows.tolist(), batch.ar_labels.tolist()
+        ([3, 4], [6, 7])
+        >>> batch.masked_rows.tolist(), batch.masked_labels.tolist(), batch.masked_weights.tolist()
+        ([1, 2], [6, 7], [2.0, 2.0])
+    """
+    op = "training.pack_dual_stream"
+    masks, tokens, rows, weights = [], [], [], []
+    for sample in samples:
+        check_index(op, "clean", sample.clean, (None,), None)
+        count = len(sample.clean)
+        check_type(sample.masked.dtype == torch.bool, op, "masked", "be bool", sample.masked.dtype)
+        check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
+        check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
+        masks.append(dual_stream(count, block_size, clean=clean))
+        tokens.append(torch.cat([sample.clean.long().masked_fill(sample.masked, mask_token), sample.clean.long()]))
+        stream = torch.arange(count, 2 * count)
+        hidden = sample.masked.nonzero()[:, 0]
+        rows.append((stream[:-1], stream[1:], hidden, hidden + count))
+        weights.append(torch.full((len(hidden),), 1 / sample.p_mask))
+    packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
+    ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
+    weight = torch.cat(weights) if weights else torch.empty(0)
+    return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
+
+
+def _side_by_side(
+    op: str, masks: Sequence[SegmentMask], tokens: Sequence[Tensor], length: int | None, pad_token: int
+) -> tuple[Tensor, SegmentMask]:
+    """Ids and mask of the packed sequence."""
+    used = sum(len(part) for part in tokens)
+    check(length is None or used <= length, op, "length", f"be at least the {used} tokens of the samples", length)
+    mask = pack(masks, length)
+    return torch.cat([*tokens, torch.full((mask.q_len - used,), pad_token)]), mask
+
+
+def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Sequence[SegmentMask]) -> list[Tensor]:
+    """Each of the four kinds of rows of all samples, counted in the packed sequence."""
+    starts, start = [], 0
+    for mask in masks:
+        starts.append(start)
+        start += mask.q_len
+    none = torch.empty(0, dtype=torch.int64)
+    return [torch.cat([none, *(parts[kind] + first for parts, first in zip(rows, starts, strict=True))]) for kind in range(4)]

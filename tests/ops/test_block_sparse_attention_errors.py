@@ -1,0 +1,162 @@
+"""What block_sparse_attention refuses, and what it says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels import backends, masks
+from tests.ops.attention_cases import BACKWARD, OP, backend, kernels, make_inputs, on_device, raw
+
+__all__ = ["backend", "kernels"]  # fixtures
+
+MASK = masks.causal(40)
+PLAN = MASK.plan(16, 32)
+Q, K, V = make_inputs(40, 40, batch=2, heads=4, kv_heads=2, head_dim=16)[:3]
+
+CASES = {
+    "q no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    "q without heads": ({"q": Q[:, :, 0]}, ValueError, "q must have shape (batch, length, heads, head_dim), got (2, 40, 16)"),
+    "q integers": (
+        {"q": Q.int(), "k": K.int(), "v": V.int()},
+        TypeError,
+        "q must be float32, float16 or bfloat16, got torch.int32. Convert it with .to().",
+    ),
+    "dtypes differ": ({"k": K.half()}, TypeError, "k must be torch.float32 like q, got torch.float16. Convert it with .to()."),
+    "v's dtype differs": ({"v": V.bfloat16()}, TypeError, "v must be torch.float32 like q, got torch.bfloat16."),
+    "device": ({"v": V.to("meta")}, ValueError, "v must be on cpu like q, got meta. Move it with .to('cpu')."),
+    "strides": (
+        {"k": K.transpose(2, 3).contiguous().transpose(2, 3)},
+        ValueError,
+        "k must have a contiguous last dimension, got strides (1280, 32, 1, 2). Call .contiguous() on it.",
+    ),
+    "batch": ({"k": K[:1], "v": V[:1]}, ValueError, "k must have the batch 2 and the head_dim 16 of q, got (1, 40, 2, 16)"),
+    "head_dim differs": ({"q": Q.repeat(1, 1, 1, 2)}, ValueError, "k must have the batch 2 and the head_dim 32 of q, got (2, 40, 2, 16)"),
+    "k and v": ({"v": V[:, :, :1]}, ValueError, "v must have shape (2, 40, 2, 16) like k, got (2, 40, 1, 16)"),
+    "groups": ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides the 3 of q, got 2"),
+    "no heads": ({"k": K[:, :, :0], "v": V[:, :, :0]}, ValueError, "k must have a number of heads that divides the 4 of q, got 0"),
+    "head_dim": (
+        {"q": Q[..., :12], "k": K[..., :12], "v": V[..., :12]},
+        ValueError,
+        "head_dim must be a multiple of 8 in [16, 256], got 12. Pad q, k and v with zeros and pass the scale.",
+    ),
+    "head_dim too large": (
+        {name: x.repeat(1, 1, 1, 17) for name, x in (("q", Q), ("k", K), ("v", V))},
+        ValueError,
+        "head_dim must be a multiple of 8 in [16, 256], got 272",
+    ),
+    "a mask": ({"plan": MASK}, TypeError, "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device)."),
+    "no plan": ({"plan": None}, TypeError, "plan must be a TilePlan, got NoneType"),
+    "lengths": (
+        {"plan": masks.causal(39).plan(16, 32)},
+        ValueError,
+        "plan must be of 40 rows and 40 columns like q and k, got 39 and 39. Build the mask for these lengths; pack(..., length=n) pads one.",
+    ),
+    "samples": (
+        {"plan": masks.TilePlan.stack([PLAN] * 3)},
+        ValueError,
+        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
+    ),
+    "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
+    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+    "scale is NaN": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
+    "backend": ({"backend": "fast"}, ValueError, "backend must be one of auto, native, triton, reference, got 'fast'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_call(backend: str, case: str) -> None:
+    arguments, kind, text = CASES[case]
+    if backend == "cuda":
+        pytest.skip("the same checks, on the CPU")
+    with pytest.raises(kind) as raised:
+        pd.block_sparse_attention(**{"q": Q, "k": K, "v": V, "plan": PLAN, "backend": backend, **arguments})
+    assert str(raised.value).startswith(f"pdkernels.block_sparse_attention: {text}")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0].keys() <= {"q", "k", "v", "plan"} and case != "q no tensor"])
+def test_bad_call_while_tracing(case: str) -> None:
+    """Tracing runs the same checks."""
+    arguments, _, text = CASES[case]
+    call = {"q": Q, "k": K, "v": V, "plan": PLAN, **arguments}
+    compiled = torch.compile(lambda: pd.block_sparse_attention(**call, backend="native"), fullgraph=True, backend="eager")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=re.escape(text.partition(",")[0])):
+        compiled()
+
+
+def test_float64_belongs_to_the_reference(kernels: str) -> None:
+    device, _ = on_device(kernels)
+    q, k, v = (x.to(device).double() for x in (Q, K, V))
+    text = r"q must be float32, float16 or bfloat16 for the kernels, got torch.float64\. Pass backend='reference', which"
+    with pytest.raises(TypeError, match=text):
+        pd.block_sparse_attention(q, k, v, PLAN.to(device))
+    assert pd.block_sparse_attention(q, k, v, PLAN.to(device), backend="reference").dtype == torch.float64
+
+
+def test_triton_is_for_gpus() -> None:
+    if not pd.has_native():
+        pytest.skip("needs the compiled library")
+    text = r"backend must be one of auto, native, reference on cpu, got 'triton'\. Pass backend='native', the kernel of this op on cpu\."
+    with pytest.raises(NotImplementedError, match=text):
+        pd.block_sparse_attention(Q, K, V, PLAN, backend="triton")
+
+
+def test_no_cuda_kernel_becomes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Triton is missing, a call on CUDA says so."""
+    monkeypatch.setitem(backends.CHOICES, "block_sparse_attention", {("reference", "cuda"): "reference"})
+    with pytest.raises(NotImplementedError, match=r"one of reference on cuda, got 'auto'\. Install triton, or pass backend='reference'\."):
+        backends.resolve("block_sparse_attention", "auto", torch.device("cuda"))
+
+
+def test_a_gradient_is_not_differentiated_again(kernels: str) -> None:
+    device, _ = on_device(kernels)
+    q = Q.to(device, copy=True).requires_grad_()
+    out = pd.block_sparse_attention(q, K.to(device), V.to(device), PLAN.to(device))
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="got a second derivative. Pass backend='reference'"):
+        gradient.sum().backward()
+
+
+def replaced(arguments: tuple, place: int, value: object) -> tuple:
+    return (*arguments[:place], value, *arguments[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    "place, change, text",
+    [
+        (3, lambda x: x[:-1], "plan must have 3 x 1 tiles of 32 x 48 in all its offsets and orders, got (3,)"),
+        (3, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (1,)"),
+        (5, lambda x: x[:-1], "plan must have as many entries in all its lists, got"),
+        (9, lambda x: x[:-1], "plan must have 3 x 1 tiles of 32 x 48 in all its offsets and orders, got (2,)"),
+        (11, lambda x: x[:, :-1], "plan must hold contiguous int32 tensors"),
+        (11, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),
+        (12, lambda x: 33, "block_q must be a multiple of 16 in [16, 1024], got 33"),
+        (13, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
+    ],
+)
+def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
+    """The raw op refuses what does not fit together, and its fake says why."""
+    mask = masks.causal(70)[:, :40]
+    forward, _ = raw(mask, make_inputs(70, 40), on_device(kernels)[0])
+    bad = replaced(forward, place, change(forward[place]))
+    with pytest.raises(RuntimeError if kernels == "native" else (ValueError, TypeError)):
+        OP(*bad)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises((ValueError, TypeError), match=re.escape(text)):
+        OP(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in bad))
+
+
+@pytest.mark.parametrize("place, text", [(0, "grad_out must be torch.float32 of shape (2, 40, 4, 32) on cpu"), (5, "lse must be"), (18, "grad_lse must be")])
+def test_bad_raw_gradient(kernels: str, place: int, text: str) -> None:
+    if kernels == "cuda":
+        pytest.skip("the same checks, on the CPU")
+    _, backward = raw(masks.causal(40), make_inputs(40, 40), "cpu")
+    bad = replaced(backward, place, backward[place][:1])
+    with pytest.raises(RuntimeError):
+        BACKWARD(*bad)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(ValueError, match=re.escape(text)):
+        BACKWARD(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in bad))
