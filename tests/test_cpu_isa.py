@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from pdkernels import _host
 
+ROOT = Path(__file__).resolve().parent.parent
 LEVELS = ["portable", "avx2", "avx512", "amx"]
 
 
@@ -44,3 +46,18 @@ def test_environment_lowers_but_never_raises() -> None:
     for level, name in enumerate(LEVELS):
         assert isa(name) == LEVELS[min(level, found)]
     assert "PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got 'neon'" in isa("neon")
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_is_compiled_for_a_level_stays_in_its_namespace(level: str) -> None:
+    """The linker keeps one copy of an inline function: a copy with AVX-512 in it would stop other processors."""
+    objects = sorted((ROOT / "build/native").glob(f"simd_{level}_*.o"))
+    if platform.machine() != "x86_64" and level != "portable":
+        assert objects == []
+        return
+    assert len(objects) == len(list((ROOT / "csrc/cpu/simd").glob("*.cpp")))
+    listing = subprocess.run(["nm", "-C", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout
+    defined = [line.split(" ", 2) for line in listing.splitlines() if line.count(" ") >= 2]
+    foreign = [name for _, kind, name in defined if kind in "TWVBDu" and f"pdkernels::cpu::{level}::" not in name]
+    assert defined and foreign == []

@@ -1,0 +1,189 @@
+"""Block diffusion: a block of mask tokens is filled in by confidence, then its place in the past is refreshed.
+
+Source: "Nemotron-Labs-Diffusion", section 3.2 (block-wise denoising by confidence), with what its released code adds: the
+most confident slot is committed in any case, and the prompt and every finished block give the next block's first token.
+
+No cache: every forward runs over the clean text and the block. What a cache would hold shows in the mask instead: rows
+of the past see what they saw when they were refreshed, and never a mask token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autoregressive import Model
+from .masks import Mask, block_causal
+from .sampling import OWN, DraftModel, causal_logits, draw, law, unadapted, without
+
+
+class DenoiseStep(NamedTuple):
+    block: list[int]  # as the forward saw it: open slots hold the mask token
+    committed: dict[int, int]  # slot -> token
+
+
+class BlockDiffusionResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # the prompt's, one per denoising step, one per refresh
+    trace: list[DenoiseStep]
+
+
+class Guesses(NamedTuple):
+    """What one bidirectional forward says about each slot of a block."""
+
+    tokens: list[int]
+    confidence: list[float]  # softmax of the plain logits at that token: neither temperature nor noise enters
+    laws: Tensor  # (B, V) fp64, what the tokens were drawn from
+
+
+def denoise(
+    model: DraftModel,
+    history: Sequence[int],
+    block: Sequence[int],
+    mask: Mask,
+    *,
+    mask_token: int,
+    temperature: float,
+    seed: int,
+    forward: int,
+) -> Guesses:
+    """One forward over `history` and `block`, adapters on the block; logits are unshifted, a row is about its own position."""
+    start = len(history)
+    visible, positions = mask
+    adapted = positions >= start
+    logits = model(torch.tensor([[*history, *block]]), positions[None], visible, adapted)[0, start:]
+    logits = without(logits, mask_token)
+    tokens = draw(logits, range(start, start + len(block)), temperature, seed, forward)
+    confidence = law(logits, 1.0)[range(len(block)), tokens].tolist()
+    return Guesses(tokens, confidence, law(logits, temperature))
+
+
+def confident(confidence: Sequence[float], slots: Iterable[int], threshold: float) -> list[int]:
+    """The most confident of `slots` (the first one of equals), and all whose confidence reaches `threshold`.
+
+    >>> confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.8), confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.5)
+    ([2], [2, 3])
+    """
+    slots = list(slots)
+    best = most_confident(confidence, slots, 1)
+    return [slot for slot in slots if slot in best or confidence[slot] >= threshold]
+
+
+def most_confident(confidence: Sequence[float], slots: Iterable[int], count: int) -> list[int]:
+    """The `count` most confident of `slots`, in order of place; of equals the first ones."""
+    return sorted(sorted(slots, key=lambda slot: (-confidence[slot], slot))[:count])
+
+
+def quotas(masks: int, steps: int) -> list[int]:
+    """`masks` commits spread evenly over `steps` forwards, the remainder first; no forward commits nothing.
+
+    >>> quotas(7, 3), quotas(2, 5)
+    ([3, 2, 2], [1, 1])
+    """
+    steps = min(steps, masks)
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
+
+
+def settled(block: Sequence[int], slots: Sequence[int], wanted: int, end_tokens: Sequence[int]) -> bool:
+    """True if nothing is open (in `slots`) among the first `wanted` tokens, or before an end token among them."""
+    for slot in range(wanted):
+        if slot in slots:
+            return False
+        if block[slot] in end_tokens:
+            return True
+    return True
+
+
+def cut_behind_end(tokens: Sequence[int], end_tokens: Sequence[int]) -> list[int]:
+    """`tokens` up to and with the first end token.
+
+    >>> cut_behind_end([4, 9, 5, 9], (9,)), cut_behind_end([4, 5], (9,))
+    ([4, 9], [4, 5])
+    """
+    ends = [place for place, token in enumerate(tokens) if token in end_tokens]
+    return list(tokens[: ends[0] + 1]) if ends else list(tokens)
+
+
+def block_diffusion(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    block_size: int = 32,
+    threshold: float | None = 0.9,
+    steps_per_block: int | None = None,
+    refresh: str = "causal",
+    temperature: float = 0.0,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> BlockDiffusionResult:
+    """Block after block, counted from the end of the prompt; a block stays `block_size` wide however little is wanted of it.
+
+    refresh="causal" (Nemotron-Labs-Diffusion): the finished block runs through the model causally. Its rows of the past are
+    those of autoregressive decoding, and its last row gives the next block's first token. refresh="bidirectional" (models
+    whose past is causal by blocks): the finished block sees itself whole, and the next block is all masks; the prompt
+    is causal either way.
+
+    A block is denoised until nothing is open in what will be kept of it: the released code stops at an end token with no
+    mask before it, and here so it does at `max_new_tokens`. The last block needs no refresh. The mask token is never a
+    guess, where the released code lets it be one.
+
+    Args:
+        model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
+        prompt: token ids, at least one.
+        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        mask_token: id that fills open slots.
+        block_size: tokens per block.
+        threshold: commit every slot whose confidence reaches it (``>=``), and the best one anyway. None: commit the most
+            confident ones by the quotas of `steps_per_block`.
+        steps_per_block: forwards per block if `threshold` is None; as many as there are masks by default.
+        refresh: "causal" or "bidirectional".
+        temperature: of the candidates. Slots are chosen by the confidence without it.
+        end_tokens: stop after one of these; it is kept as the last token.
+        seed: of the draws, see sampling.py.
+
+    >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8] * 20
+    >>> block_diffusion(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
+    ([2, 3, 4, 5, 6, 7], 4)
+    """
+    op = "pdkernels.block_diffusion"
+    if refresh not in ("causal", "bidirectional"):
+        raise ValueError(f"{op}: refresh must be 'causal' or 'bidirectional', got {refresh!r}.")
+    if threshold is not None and steps_per_block is not None:
+        raise ValueError(f"{op}: steps_per_block must be None beside a threshold, got {steps_per_block}. Pass threshold=None.")
+    plain = unadapted(model)
+    prompt = list(prompt)
+    tokens: list[int] = []
+    trace: list[DenoiseStep] = []
+    forwards = 0
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
+        history = prompt + tokens
+        start = len(history)
+        block = [mask_token] * block_size
+        forwards += 1  # of the prompt, or the refresh of the last block
+        if refresh == "causal":
+            block[:1] = draw(causal_logits(model, history)[-1:], [start], temperature, seed, OWN)
+        slots = list(range(refresh == "causal", block_size))
+        causal_rows = start if refresh == "causal" else len(prompt)
+        mask = block_causal(start + block_size, block_size, causal_rows)
+        left = quotas(len(slots), steps_per_block or len(slots)) if slots else []
+        wanted = min(block_size, max_new_tokens - len(tokens))
+        while not settled(block, slots, wanted, end_tokens):
+            forwards += 1
+            guesses = denoise(
+                plain, history, block, mask, mask_token=mask_token, temperature=temperature, seed=seed, forward=forwards
+            )
+            if threshold is None:
+                chosen = most_confident(guesses.confidence, slots, left.pop(0))
+            else:
+                chosen = confident(guesses.confidence, slots, threshold)
+            trace.append(DenoiseStep(list(block), {slot: guesses.tokens[slot] for slot in chosen}))
+            for slot in chosen:
+                block[slot] = guesses.tokens[slot]
+            slots = [slot for slot in slots if slot not in chosen]
+        tokens += cut_behind_end(block[:wanted], end_tokens)
+    return BlockDiffusionResult(tokens, forwards, trace)

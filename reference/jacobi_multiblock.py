@@ -1,0 +1,295 @@
+"""Greedy Jacobi decoding of several blocks at once, with rejected drafts tried again as candidates.
+
+Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
+
+One block is real-active: what the model confirms there is committed. The blocks behind it are pseudo-active: they take
+part in the same forward, conditioned on the unsettled blocks before them, and are confirmed provisionally (accepted tokens
+stay, their first one without any test). When the real block is complete the next one becomes real: it keeps its tokens as a
+draft, gets the known next token in front, and every token is judged again. That makes the result that of greedy decoding.
+
+Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool, all blocks as they
+stand and the rejected tail of the real one. If an entry holds the next token, what follows it there becomes a candidate
+for the real block. Candidates are branches of one forward: each sees the history and itself (and has its own copy of the
+pseudo blocks behind it); the branch of which most is accepted wins, the first of equals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .autoregressive import Model, greedy_predictions
+from .jacobi import accepted_length, fillers
+from .masks import candidates as branch_mask
+from .philox import random_words
+
+
+class PseudoBlock(NamedTuple):
+    """Both lists together are the block, which only shifts: nothing refills it."""
+
+    accepted: list[int]
+    draft: list[int]
+
+    def verified(self, answers: list[int]) -> PseudoBlock:
+        """The block after a forward; `answers` are the model's own next tokens after each draft token."""
+        if not self.draft:
+            return self
+        count = accepted_length(self.draft, answers, ())
+        return PseudoBlock(self.accepted + self.draft[:count], answers[count - 1 : -1])
+
+
+class MultiblockStep(NamedTuple):
+    rows: list[list[int]]  # the real block's draft, then the candidates
+    pseudo: list[PseudoBlock]  # behind each of the rows
+    row: int  # the row that won
+    predictions: list[int]  # the model's own next token after each token of that row
+    accepted: int  # so much of that row was committed
+
+
+class JacobiMultiblockResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # the prompt's forward counts
+    trace: list[MultiblockStep]  # every forward but the prompt's
+
+
+def branch_predictions(model: Model, history: Sequence[int], branches: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The model's own next tokens along each of equally long `branches` behind `history`, blind to each other: one forward."""
+    start, count, length = len(history), len(branches), len(branches[0])
+    tail, relative = branch_mask(count, length)
+    mask = torch.ones(start + count * length, start + count * length, dtype=torch.bool).tril()
+    mask[start:, start:] = tail
+    positions = torch.cat([torch.arange(start), start + relative])
+    ids = torch.tensor([[*history, *(token for branch in branches for token in branch)]])
+    return model(ids, positions[None], mask)[0, start:].argmax(-1).view(count, length).tolist()
+
+
+def continuation(entry: Sequence[int], draft: Sequence[int]) -> list[int] | None:
+    """`entry` from the first occurrence of ``draft[0]`` on, cut to the draft's length, completed by the draft's own end.
+
+    >>> continuation([7, 4, 5, 4], [4, 1, 2, 3]), continuation([7, 5], [4, 1])
+    ([4, 5, 4, 3], None)
+    """
+    if draft[0] not in entry:
+        return None
+    place = entry.index(draft[0])
+    found = list(entry[place : place + len(draft)])
+    return found + list(draft[len(found) :])
+
+
+def recycled(pool: Iterable[Sequence[int]], draft: Sequence[int], most: int) -> list[list[int]]:
+    """At most `most` candidates for `draft`, the newest entry's first; none twice, none that is the draft.
+
+    >>> recycled([[4, 5], [4, 1, 2], [9, 4, 6]], [4, 1, 2], most=3)
+    [[4, 6, 2], [4, 5, 2]]
+    """
+    rows: list[list[int]] = []
+    for entry in reversed(list(pool)):
+        row = continuation(entry, draft)
+        if row is not None and row != draft and row not in rows:
+            rows.append(row)
+    return rows[:most]
+
+
+def jacobi_multiblock(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    block_size: int = 16,
+    blocks: int = 2,
+    spawn_ratio: float = 0.85,
+    pool_size: int = 4,
+    verification_size: int = 4,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> JacobiMultiblockResult:
+    """Decode with up to `blocks` blocks under way; with one block and one row this is :func:`.jacobi.jacobi` itself.
+
+    Where paper and published code part: the code ends its call with the first block and throws the promoted one away,
+    here it is carried on (what the paper's figure 3 shows), and the pool with it. The newest block is the one that spawns
+    (code; "some block" in the paper), and the pool takes standing sequences too (code; rejected tails alone in algorithm 1).
+    Other than the code, pseudo blocks follow the winning row and not the first one, fillers stand for pad tokens, a single
+    candidate is used, a duplicate is not, and candidates are looked for at the start of a block as well.
+
+    Args:
+        model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
+        prompt: token ids, at least one.
+        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
+        blocks: K, the most blocks under way, the real one included.
+        spawn_ratio: a block opens the next one when ``ceil(spawn_ratio * block_size)`` of its tokens are accepted.
+        pool_size: sequences that are kept, the oldest leaves first; 0 for no recycling.
+        verification_size: the most rows per forward, the draft included; 1 for no recycling.
+        end_tokens: stop after one of these; it is kept as the last token.
+        seed: of the fillers (jacobi.py). It changes the forwards needed, never the tokens.
+
+    >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + 1) % 9]
+    >>> jacobi_multiblock(chain, [0, 1], 7, block_size=4)[:2]
+    ([2, 3, 4, 5, 6, 7, 8], 4)
+    """
+    prompt, limit = list(prompt), max_new_tokens
+    if limit == 0:
+        return JacobiMultiblockResult([], 0, [])
+
+    # The last token asked for is never verified by a forward of its own: blocks divide the limit - 1 before it.
+    def length_at(block_start: int) -> int:
+        return min(block_size, limit - 1 - block_start)
+
+    draft = _first_draft(model, prompt, max(1, length_at(0)), seed)
+    candidates: list[list[int]] = []
+    pseudo: list[PseudoBlock] = []
+    pool: deque[list[int]] = deque(maxlen=pool_size)
+    block_start = 0
+    committed: list[int] = []
+    trace: list[MultiblockStep] = []
+
+    while True:
+        if draft[0] in end_tokens or len(committed) + 1 == limit:
+            return JacobiMultiblockResult([*committed, draft[0]], 1 + len(trace), trace)
+
+        history = prompt + committed
+        rows = [draft, *candidates]
+        row, predictions, answers = _forward(model, history, rows, pseudo)
+        accepted = accepted_length(rows[row], predictions, end_tokens)
+        trace.append(MultiblockStep(rows, pseudo, row, predictions, accepted))
+        committed = committed + rows[row][:accepted]
+        if committed[-1] in end_tokens:
+            return JacobiMultiblockResult(committed, 1 + len(trace), trace)
+        pseudo = [block.verified(own) for block, own in zip(pseudo, answers[row])]
+        next_token = predictions[accepted - 1]
+        draft = predictions[accepted - 1 : -1]  # empty if the block is complete
+        rejected = predictions[accepted:-1]
+        if draft:
+            pool.append(committed[block_start:] + draft + [token for block in pseudo for token in block.accepted + block.draft])
+
+        fresh = _fresh(seed, len(trace), block_size, history)
+        newest = len(pseudo[-1].accepted) if pseudo else len(committed) - block_start
+        room = length_at(block_start + block_size * (1 + len(pseudo)))
+        if newest >= math.ceil(spawn_ratio * block_size) and 1 + len(pseudo) < blocks and room > 0:
+            pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:room]))
+        if not draft:
+            block_start = len(committed)
+            if pseudo:
+                block = pseudo.pop(0)
+                draft = [next_token, *(block.accepted + block.draft)[1:]]
+            else:
+                draft = [next_token, *fresh[1:]][: max(1, length_at(block_start))]
+
+        # The draft itself is the tail that this forward rejected, so the pool is asked before that goes in.
+        candidates = recycled(pool, draft, verification_size - 1)
+        if rejected:
+            pool.append(rejected)
+
+
+def jacobi_multiblock_published(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    pad_token: int,
+    block_size: int = 64,
+    blocks: int = 2,
+    spawn_ratio: float = 0.85,
+    pool_size: int = 4,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+    max_iterations: int = 128,
+) -> JacobiMultiblockResult:
+    """What the authors' published decoder does, forward by forward, for one or two blocks: its tokens are greedy's too.
+
+    A call per block. The pseudo block only ever feeds the pool: when the real block is complete the call ends, and the next
+    one starts from a draft of random earlier tokens, with an empty pool. A real block that is completed before its pseudo
+    block was fed costs one more forward. The last call is carried out in full, then cut to `max_new_tokens`.
+
+    The pool takes two entries when a draft is partly accepted: all blocks as they stand, and the rejected tail. The search
+    skips the newest entry, keeps duplicates, and gives up if it finds fewer than two candidates. Pseudo blocks follow the
+    first row whichever wins. A pad behind the clone of the real draft completes a spawned block.
+
+    Three blocks and more are refused: the published code then revives forgotten blocks, or fails on unequal row counts.
+
+    Args: as in :func:`jacobi_multiblock`, and
+        pad_token: completes spawned blocks; left out of the pool.
+        max_iterations: forwards per call.
+    """
+    if blocks not in (1, 2):
+        raise ValueError(f"pdkernels.jacobi_multiblock_published: blocks must be 1 or 2, got {blocks}. Use jacobi_multiblock.")
+    prompt = list(prompt)
+    if max_new_tokens == 0:
+        return JacobiMultiblockResult([], 0, [])
+    trace: list[MultiblockStep] = []
+
+    def call(start: list[int], draft: list[int]) -> tuple[list[int], int]:
+        """The tokens of one block behind `start`, and the token that follows them."""
+        accepted: list[int] = []
+        next_token = draft[0]
+        candidates: list[list[int]] = []
+        pseudo: list[PseudoBlock] = []
+        pool: deque[list[int]] = deque(maxlen=pool_size)
+        for _ in range(max_iterations):
+            rows = [draft, *candidates]
+            row, predictions, answers = _forward(model, start + accepted, rows, pseudo)
+            count = accepted_length(rows[row], predictions, end_tokens) if draft else 0
+            trace.append(MultiblockStep(rows, pseudo, row, predictions, count))
+            candidates = []
+            if draft:
+                accepted = accepted + rows[row][:count]
+                next_token = accepted[-1] if accepted[-1] in end_tokens else predictions[count - 1]
+                if next_token in end_tokens:
+                    return accepted + [next_token] * (accepted[-1] not in end_tokens), next_token
+                draft, rejected = predictions[count - 1 : -1], predictions[count:-1]
+                if draft:
+                    standing = accepted + draft + [token for block in pseudo for token in block.accepted + block.draft]
+                    pool.append([token for token in standing if token != pad_token])
+                    if rejected:
+                        pool.append(rejected)
+                    found = [continuation(entry, draft) for entry in reversed(list(pool)[:-1])]
+                    candidates = [candidate for candidate in found if candidate is not None]
+                    candidates = candidates if len(candidates) >= 2 else []
+            pseudo = [block.verified(own) for block, own in zip(pseudo, answers[0])]
+            if not pseudo and blocks == 2 and len(accepted) >= math.ceil(spawn_ratio * block_size):
+                pseudo.append(PseudoBlock([], draft + [pad_token] * (block_size - len(draft))))
+            if not draft and all(block.accepted for block in pseudo):
+                break
+        return accepted, next_token
+
+    draft = _first_draft(model, prompt, block_size, seed)
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
+        written, next_token = call(prompt + tokens, draft)
+        tokens = tokens + written
+        draft = [next_token, *_fresh(seed, len(trace), block_size, prompt + tokens)[1:]]
+    return JacobiMultiblockResult(tokens[:max_new_tokens], 1 + len(trace), trace)
+
+
+def _first_draft(model: Model, prompt: list[int], length: int, seed: int) -> list[int]:
+    """Out of the prompt's forward: the exact first token, then guesses that rest on fillers."""
+    return greedy_predictions(model, prompt + _fresh(seed, 0, length - 1, prompt))[len(prompt) - 1 :]
+
+
+def _fresh(seed: int, step: int, slots: int, history: Sequence[int]) -> list[int]:
+    """The fillers of `step` (jacobi.py)."""
+    return fillers(random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(slots)).tolist(), history)
+
+
+def _forward(
+    model: Model, history: Sequence[int], rows: list[list[int]], pseudo: list[PseudoBlock]
+) -> tuple[int, list[int], list[list[list[int]]]]:
+    """The winning row, the predictions along it, and for each row the predictions along the draft of each pseudo block."""
+    behind = [token for block in pseudo for token in block.accepted + block.draft]
+    predictions = branch_predictions(model, history, [row + behind for row in rows])
+    answers: list[list[list[int]]] = []
+    for row, own in zip(rows, predictions):
+        start, of_row = len(row), []
+        for block in pseudo:
+            start += len(block.accepted)
+            of_row.append(own[start : start + len(block.draft)])
+            start += len(block.draft)
+        answers.append(of_row)
+    own = [prediction[: len(row)] for row, prediction in zip(rows, predictions)]
+    lengths = [accepted_length(row, prediction, ()) if row else 0 for row, prediction in zip(rows, own)]
+    row = lengths.index(max(lengths))
+    return row, own[row], answers

@@ -1,0 +1,100 @@
+"""Random draws of the reference decoders: noise that belongs to a place in the text, not to a moment of the run.
+
+The token of position p is ``argmax over v of logits[v] - T * ln(-ln u[v])``: an exact draw from ``softmax(logits / T)``,
+and the argmax itself at ``T = 0``. The uniform number is ``u[v] = (word(seed, step, p, v) + 0.5) / 2**32`` (philox.py):
+its row is the position, its column the vocabulary id, and its step says what is drawn:
+
+- step 0: the token that the model's own law puts at p, whichever forward computes it;
+- step f, at least 1: a guess for p, or the test of one, made by forward number f of this sequence (its prompt's is 1).
+
+So a decoder that always emits its verifier's draw (sample and compare) writes, seed for seed, the very tokens of
+:func:`sampled_autoregressive`, whatever its drafts hold, alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .autoregressive import AutoregressiveResult, Model
+from .masks import causal
+from .philox import random_words
+
+# draft_model(tokens (1, T), positions (1, T), mask (T, T) bool, adapted (T,) bool) -> logits (1, T, V): adapters act on the
+# rows of `adapted` alone, since a cache holds the K and V of all other rows as the plain model computed them.
+DraftModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+OWN = 0  # step of the model's own tokens
+
+
+def unadapted(model: Model) -> DraftModel:
+    """`model` itself where a drafter is asked for."""
+    return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
+
+
+def uniforms(seed: int, step: int, rows: Tensor, columns: Tensor) -> Tensor:
+    """fp64 in (0, 1), of the shape to which `rows` and `columns` (int64) broadcast.
+
+    >>> uniforms(0, 0, torch.tensor(0), torch.arange(2)).tolist() == [(w + 0.5) / 2**32 for w in (0x6627E8D5, 0xE169C58D)]
+    True
+    """
+    return (random_words(seed, torch.tensor(step), rows, columns).double() + 0.5) / 2**32
+
+
+def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int, step: int) -> list[int]:
+    """One token for each row of `logits` ``(R, V)``, which stands for position ``positions[row]``; ties go to the lowest id.
+
+    >>> draw(torch.tensor([[1.0, 3.0, 3.0]]), [7], temperature=0.0, seed=0, step=OWN)
+    [1]
+    """
+    scores = logits.double()
+    if temperature > 0:
+        rows, columns = torch.tensor(list(positions), dtype=torch.int64)[:, None], torch.arange(logits.shape[-1])
+        scores = scores - temperature * torch.log(-torch.log(uniforms(seed, step, rows, columns)))
+    return scores.argmax(-1).tolist()
+
+
+def law(logits: Tensor, temperature: float) -> Tensor:
+    """fp64 ``(R, V)``: the probabilities that :func:`draw` draws from; all on the first maximum at temperature 0."""
+    scores = logits.double()
+    if temperature > 0:
+        return torch.softmax(scores / temperature, -1)
+    return torch.nn.functional.one_hot(scores.argmax(-1), logits.shape[-1]).double()
+
+
+def without(logits: Tensor, token: int) -> Tensor:
+    """A copy in which `token` is impossible. A guess is never the mask token, which would leave its slot as it was."""
+    logits = logits.clone()
+    logits[..., token] = -torch.inf
+    return logits
+
+
+def causal_logits(model: Model, tokens: Sequence[int]) -> Tensor:
+    """Logits ``(T, V)`` of all `tokens` under the causal mask: row i is about position i + 1."""
+    visible, positions = causal(len(tokens))
+    return model(torch.tensor([list(tokens)], dtype=torch.int64), positions[None], visible)[0]
+
+
+def sampled_autoregressive(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> AutoregressiveResult:
+    """One draw per forward; arguments as in :func:`~pdkernels.reference.autoregressive.autoregressive`, which is T = 0.
+
+    >>> from pdkernels.reference.autoregressive import autoregressive
+    >>> model = lambda tokens, positions, mask: torch.eye(5, dtype=torch.float64)[(tokens * 2 + 1) % 5]
+    >>> sampled_autoregressive(model, [3], 3, temperature=0.0).tokens == autoregressive(model, [3], 3).tokens
+    True
+    """
+    tokens: list[int] = []
+    while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
+        history = [*prompt, *tokens]
+        tokens += draw(causal_logits(model, history)[-1:], [len(history)], temperature, seed, OWN)
+    return AutoregressiveResult(tokens, len(tokens))
