@@ -1,0 +1,358 @@
+"""Attention of new tokens over a cached prefix and a planned tail, in Triton.
+
+The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
+token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
+for the whole group. A program owns one tile of rows, one KV head and one share of the prefix; the last share in use goes on
+with the tail, walking the plan's lists of the tokens in its rows. The shares meet in a second kernel, by their
+log-sum-exps; where there is one share only, it writes the result itself.
+
+How many shares there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
+on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
+same bits in any batch.
+
+The prefix needs no mask but in its last step. The tail is a small part of the work and is masked throughout, in whatever
+order its lists are. Arithmetic is that of the block-sparse kernels.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdkernels.triton import _blocking
+from pdkernels.triton import _blocks as blocks
+from pdkernels.triton._blocking import Blocking
+from pdkernels.triton._blocks import LN_2, split_head_dim
+
+FEW_ROWS = 32
+# As the block-sparse kernels' table, for few and for many packed rows: {(rows, architecture): {largest head dimension:
+# blocking}}. `masked` is the width of steps in the last piece of a share and in the tail.
+#   - Many rows: those steps are narrow, so that registers are left for wide ones in the prefix. What ptxas spills here is
+#     stored in front of all loops and loaded behind them.
+#   - Few rows: only the rate at which keys arrive counts. Steps are short and several under way, two programs fit an SM.
+_TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
+    ("many", "sm_90"): {
+        128: Blocking(128, 128, 32, 8, 2),
+        192: Blocking(128, 64, 32, 8, 2),
+        256: Blocking(64, 64, 32, 8, 2),
+    },
+    ("many", "sm_100"): {128: Blocking(128, 128, 32, 8, 2), 256: Blocking(64, 64, 32, 8, 2)},
+    ("many", "sm_80"): {
+        64: Blocking(128, 64, 32, 8, 3),
+        128: Blocking(64, 64, 32, 8, 2),
+        256: Blocking(64, 32, 32, 8, 2),
+    },
+    ("many", "fp32"): {64: Blocking(32, 32, 32, 8, 2), 256: Blocking(16, 32, 32, 8, 2)},
+    ("few", "sm_90"): {128: Blocking(FEW_ROWS, 64, 32, 4, 4), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
+    ("few", "sm_100"): {128: Blocking(FEW_ROWS, 64, 32, 4, 4), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
+    ("few", "sm_80"): {128: Blocking(FEW_ROWS, 64, 32, 4, 3), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
+}
+
+# Keys in the shortest share, and what lengths of shares are multiples of.
+SHORTEST_SHARE = tl.constexpr(256)
+SHARE_STEP = tl.constexpr(128)
+
+# Most shares of a prefix.
+MOST_SPLITS = 64
+# Programs that run at once: an A100 has 108 SMs, an H200 132, a B200 148.
+PROGRAMS_AT_ONCE = 132
+# What a share costs besides its keys, in keys: writing float32 results and reading them again.
+SHARE_OVERHEAD = 256
+
+
+@triton.jit
+def _shares(cache_lengths, batch, capacity, splits):
+    """(length of a sequence, keys in each share of it, shares in use: at least one). Lengths out of range are clamped."""
+    length = tl.minimum(tl.maximum(tl.load(cache_lengths + batch), 0), capacity).to(tl.int32)
+    share = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
+    share = tl.maximum(share, SHORTEST_SHARE)
+    return length, share, tl.maximum(tl.cdiv(length, share), 1)
+
+
+@triton.jit
+def _attend(query, key, value, seen, acc, peak, total, score_scale,
+            D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """One step of the online softmax; `seen` None: all is seen."""
+    s = blocks.products(query, key, D1)
+    factor = score_scale
+    if not FOLD_SCALE:
+        s *= score_scale
+        factor = 1.0
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+    origin = new_peak
+    if seen is not None:
+        # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = blocks.power(BASE_2, s * factor - origin[:, None])
+    shrink = blocks.power(BASE_2, peak - origin)
+    total = total * shrink + tl.sum(p, 1)
+    acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
+    return acc, new_peak, total
+
+
+@triton.jit
+def _prefix_steps(
+    first, last, end, query, acc, peak, total, k, v, k_page, v_page, k_stride, v_stride, table, score_scale,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are not there."""
+    for step in range(0, tl.cdiv(last - first, BLOCK_N)):
+        start = first + step * BLOCK_N
+        left = end - start
+        rows = tl.arange(0, BLOCK_N)
+        seen = None
+        if MASKED:
+            seen = rows[None, :] < left
+        if PAGE_SIZE % BLOCK_N == 0:  # a step lies within one page; a contiguous cache has none
+            slot = start.to(tl.int64)
+            if PAGE_SIZE > 0:
+                page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+                slot = slot % PAGE_SIZE
+                k_rows = k + page * k_page + slot * k_stride
+                v_rows = v + page * v_page + slot * v_stride
+            else:
+                k_rows = k + slot * k_stride
+                v_rows = v + slot * v_stride
+            key = blocks.load(k_rows, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            value = blocks.load(v_rows, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+        else:
+            pages = table + (start + rows) // PAGE_SIZE
+            page = tl.load(pages, mask=rows < left, other=0) if MASKED else tl.load(pages)
+            page = page.to(tl.int64)
+            slot = ((start + rows) % PAGE_SIZE).to(tl.int64)
+            k_rows = k + (page * k_page + slot * k_stride)
+            v_rows = v + (page * v_page + slot * v_stride)
+            key = blocks.load(k_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+            value = blocks.load(v_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
+        acc, peak, total = _attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+    return acc, peak, total
+
+
+@triton.jit
+def _tail_steps(
+    first, last, query, acc, peak, total, k, v, k_stride, v_stride, tiles, bitmap_ids, bitmaps, new, row, score_scale,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
+):  # fmt: skip
+    """The tiles of one list for the rows of its query tile; `row` is each row's place in it, out of range for others."""
+    CUTS: tl.constexpr = BLOCK_K // BLOCK_N
+    inside = (row >= 0) & (row < BLOCK_Q)
+    # `visible` counts rows from its argument on.
+    shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
+    for step in range(first * CUTS, last * CUTS):
+        column = (step % CUTS) * BLOCK_N
+        start = tl.load(tiles + step // CUTS).to(tl.int64) * BLOCK_K + column
+        left = new - start
+        key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+        value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+        bitmap = tl.load(bitmap_ids + step // CUTS)
+        seen = blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+        seen = seen & inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
+        acc, peak, total = _attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+    return acc, peak, total
+
+
+@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles"])
+def _split_kernel(
+    q, k_new, v_new, k_cache, v_cache, cache_lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
+    q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
+    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, offsets_stride,
+    batch_size, new, kv_heads, capacity, splits, row_tiles, score_scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
+):  # fmt: skip
+    # Tiles of rows that read the same keys are neighbours, for the L2 cache. The share with the tail starts first.
+    program = tl.program_id(0)
+    row_start = (program % row_tiles) * BLOCK_M
+    program = program // row_tiles
+    kv_head = (program % kv_heads).to(tl.int64)
+    program = program // kv_heads
+    batch = (program % batch_size).to(tl.int64)
+    split = splits - 1 - program // batch_size
+    length, share, in_use = _shares(cache_lengths, batch, capacity, splits)
+    if split >= in_use:
+        return
+
+    rows = row_start + tl.arange(0, BLOCK_M)
+    rows_left = new * GROUP - row_start
+    token = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    q_rows = q + (batch * q_stride_b + token.to(tl.int64) * q_stride + head * q_stride_h)
+    query = blocks.load(q_rows[:, None], 0, rows_left, BLOCK_M, HEAD_DIM, D0, D1, True)
+    acc = blocks.zeros(BLOCK_M, D0, D1)
+    peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+
+    k_cache += kv_head * kc_stride_h
+    v_cache += kv_head * vc_stride_h
+    if PAGE_SIZE > 0:
+        table += batch * table_stride
+    else:
+        k_cache += batch * kc_stride_b
+        v_cache += batch * vc_stride_b
+    first = split * share
+    end = tl.minimum(first + share, length)
+    whole = first + (end - first) // BLOCK_N * BLOCK_N
+    acc, peak, total = _prefix_steps(
+        first, whole, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        table, score_scale, HEAD_DIM, D0, D1, BLOCK_N, PAGE_SIZE, BASE_2, FOLD_SCALE, False,
+    )  # fmt: skip
+    acc, peak, total = _prefix_steps(
+        whole, end, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
+        table, score_scale, HEAD_DIM, D0, D1, BLOCK_LAST, PAGE_SIZE, BASE_2, FOLD_SCALE, True,
+    )  # fmt: skip
+
+    k_new += batch * kn_stride_b + kv_head * kn_stride_h
+    v_new += batch * vn_stride_b + kv_head * vn_stride_h
+    kv_offsets += batch * offsets_stride
+    first_tile = row_start // GROUP // BLOCK_Q
+    last_tile = (row_start + tl.minimum(rows_left, BLOCK_M) - 1) // GROUP // BLOCK_Q + 1
+    for tile in range(first_tile, tl.where(split == in_use - 1, last_tile, first_tile)):
+        acc, peak, total = _tail_steps(
+            tl.load(kv_offsets + tile), tl.load(kv_offsets + tile + 1), query, acc, peak, total, k_new, v_new,
+            kn_stride, vn_stride, kv_tiles, kv_bitmaps, bitmaps, new, token - tile * BLOCK_Q, score_scale,
+            HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
+        )  # fmt: skip
+
+    heads = kv_heads * GROUP
+    in_results = split * batch_size.to(tl.int64) + batch
+    out_rows = out + ((in_results * new + token) * heads + head) * HEAD_DIM
+    acc = blocks.scale_rows(acc, 1.0 / tl.where(total == 0.0, 1.0, total), D1)
+    blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
+    log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
+    tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
+
+
+@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits"])
+def _merge_kernel(
+    parts, part_lse, cache_lengths, out, lse, batch_size, new, heads, capacity, splits,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The shares' results, each weighted by its part of the whole sum of exponentials; SPLITS is at least `splits`."""
+    batch = tl.program_id(1).to(tl.int64)
+    _, _, in_use = _shares(cache_lengths, batch, capacity, splits)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = rows < new * heads
+    lse_rows = (batch * heads + rows % heads) * new + rows // heads
+    lse_step = batch_size.to(tl.int64) * heads * new
+    split = tl.arange(0, SPLITS)
+    log_sums = tl.load(
+        part_lse + split[:, None] * lse_step + lse_rows[None, :],
+        mask=(split[:, None] < in_use) & inside[None, :], other=float("-inf"),
+    )  # fmt: skip
+    peak = tl.max(log_sums, 0)
+    origin = tl.where(peak == float("-inf"), 0.0, peak)
+    total = tl.sum(tl.exp(log_sums - origin[None, :]), 0)
+
+    columns = tl.arange(0, WIDTH)
+    places = (batch * new * heads + rows)[:, None] * HEAD_DIM + columns[None, :]
+    there = inside[:, None] & (columns[None, :] < HEAD_DIM)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+    for part in tl.range(0, in_use, loop_unroll_factor=4):
+        weight = tl.exp(tl.load(part_lse + part * lse_step + lse_rows, mask=inside, other=float("-inf")) - origin)
+        acc += weight[:, None] * tl.load(parts + part * lse_step * HEAD_DIM + places, mask=there, other=0.0)
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(out + places, acc.to(out.dtype.element_ty), mask=there)
+    tl.store(lse + lse_rows, origin + tl.log(total), mask=inside)
+
+
+def forward(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    kv_offsets: Tensor,
+    kv_tiles: Tensor,
+    kv_bitmaps: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
+
+    The plan's tensors are those of a `TilePlan` of ``(new, new)`` tokens; of a stacked one, `kv_offsets` has a batch
+    dimension in front. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
+    ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
+    not read.
+    """
+    q, k_new, v_new, k_cache, v_cache = (_addressable(x) for x in (q, k_new, v_new, k_cache, v_cache))
+    cache_lengths = cache_lengths.contiguous()
+    if block_table is not None and block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    batch, new, heads, head_dim = q.shape
+    kv_heads = k_new.shape[2]
+    group = heads // kv_heads
+    blocking = choose_decode_blocking(q, new * group)
+    row_tiles = triton.cdiv(new * group, blocking.block_m)
+    page_size = 0 if block_table is None else k_cache.shape[1]
+    capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page_size
+    splits = choose_splits(capacity, kv_heads * row_tiles)
+
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, new), dtype=torch.float32, device=q.device)
+    parts, part_lse = out, lse
+    if splits > 1:
+        parts = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
+        part_lse = torch.empty((splits, *lse.shape), dtype=torch.float32, device=q.device)
+    if out.numel() == 0:
+        return out, lse
+    first, second = split_head_dim(head_dim)
+    base_2 = q.element_size() == 2
+    _split_kernel[(splits * batch * kv_heads * row_tiles,)](
+        q, k_new, v_new, k_cache, v_cache, cache_lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
+        parts, part_lse, *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        0 if block_table is None else block_table.stride(0), kv_offsets.stride(0) if kv_offsets.dim() == 2 else 0,
+        batch, new, kv_heads, capacity, splits, row_tiles, scale * math.log2(math.e) if base_2 else scale,
+        GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=block_q, BLOCK_K=block_k,
+        BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
+        BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
+        BASE_2=base_2, FOLD_SCALE=scale > 0, num_warps=blocking.warps,
+        # A load by way of the block table takes a stage for the table's entry as well.
+        num_stages=blocking.stages if block_table is None else 2 * blocking.stages - 1,
+    )  # fmt: skip
+    if splits > 1:
+        rows = 4
+        _merge_kernel[(triton.cdiv(new * heads, rows), batch)](
+            parts, part_lse, cache_lengths, out, lse, batch, new, heads, capacity, splits,
+            SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
+            WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
+        )  # fmt: skip
+    return out, lse
+
+
+def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
+    """The table's blocking for so many packed rows."""
+    half = q.element_size() == 2
+    limits = _TABLE["few" if half and rows <= FEW_ROWS else "many", _blocking.architecture(q.device) if half else "fp32"]
+    wanted = limits[min(limit for limit in limits if q.shape[-1] <= limit)]
+    return wanted._replace(block_m=min(wanted.block_m, max(16, triton.next_power_of_2(rows))))
+
+
+def choose_splits(capacity: int, programs: int) -> int:
+    """Shares of a prefix so that `programs` of them at a time, those of one sequence, fill a GPU with little overhead.
+
+    >>> [choose_splits(capacity, 24) for capacity in (128, 4096, 65536)]
+    [1, 5, 11]
+    """
+    waves = lambda splits: triton.cdiv(programs * splits, PROGRAMS_AT_ONCE)  # noqa: E731
+    most = max(1, min(MOST_SPLITS, capacity // SHORTEST_SHARE.value))
+    return min(range(1, most + 1), key=lambda splits: waves(splits) * (capacity / splits + SHARE_OVERHEAD))
+
+
+def _addressable(x: Tensor) -> Tensor:
+    """A tensor the kernels can address: last dimension contiguous, a block's row offsets within 32 bits."""
+    return x if x.stride(-1) == 1 and abs(x.stride(1)) < 2**23 else x.contiguous()

@@ -1,0 +1,62 @@
+"""Attention of new tokens over a cached prefix and a masked tail: every sequence by itself, with the whole score matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .block_sparse_attention import block_sparse_attention
+
+
+def speculative_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    tail_mask: Tensor,
+    *,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(out, lse)``: each new token sees all of its sequence's prefix, then the new tokens its row of the mask shows.
+
+    Args:
+        q: ``(batch, new, q_heads, head_dim)``.
+        k_new, v_new: ``(batch, new, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
+        k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
+        cache_lengths: ``(batch,)`` int32 or int64. What stands in the cache behind a length is not read.
+        tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token sees a new token.
+        block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
+            ``block_table[b, p // page_size]``. None: the cache is contiguous.
+        scale: None means ``head_dim ** -0.5``.
+
+    Returns:
+        ``out`` like q, and the natural log-sum-exp ``(batch, q_heads, new)``, in float32 for half precision. Rows that see
+        nothing are zero, with a log-sum-exp of -inf.
+
+    Example:
+        >>> import torch
+        >>> q, k, v = torch.ones(1, 2, 1, 4), torch.zeros(1, 2, 1, 4), torch.ones(1, 2, 1, 4)
+        >>> cache, causal = torch.zeros(1, 8, 1, 4), torch.ones(2, 2, dtype=torch.bool).tril()
+        >>> speculative_attention(q, k, v, cache, cache, torch.tensor([1]), causal)[0][0, :, 0, 0]  # of 2 rows, of 3
+        tensor([0.5000, 0.6667])
+    """
+    batch, new, heads, _ = q.shape
+    masks = tail_mask.expand(batch, new, new)
+    results = []
+    for b, length in enumerate(cache_lengths.tolist()):
+        if block_table is None:
+            prefix = [cache[b, :length] for cache in (k_cache, v_cache)]
+        else:
+            positions = torch.arange(length, device=q.device)
+            pages = block_table[b].to(torch.int64)[positions // k_cache.shape[1]]
+            prefix = [cache[pages, positions % k_cache.shape[1]] for cache in (k_cache, v_cache)]
+        k, v = (torch.cat([old, x[b]]).unsqueeze(0) for old, x in zip(prefix, (k_new, v_new)))
+        mask = torch.cat([masks.new_ones(new, length), masks[b]], dim=1)
+        results.append(block_sparse_attention(q[b : b + 1], k, v, mask, scale))
+    if not results:
+        return torch.empty_like(q), q.new_empty((0, heads, new), dtype=torch.promote_types(q.dtype, torch.float32))
+    out, lse = zip(*results)
+    return torch.cat(out), torch.cat(lse)

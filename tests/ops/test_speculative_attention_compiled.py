@@ -1,0 +1,106 @@
+"""The Triton kernels of speculative attention compile for every architecture, within budget, onto the tensor cores."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.cudasim.build import ROOT, build_once, digest, digest_text
+from tests.harness import triton_budgets as harness
+from tests.harness.triton_interpreter import requires_triton
+
+pytestmark = requires_triton
+# Budgets are named "sm_90:bf16:128 speculative many paged": quadratic self-speculation of width 8 or a single token, 4 query
+# heads for each KV head.
+NEW = {"many": 81, "few": 1}
+PAGES = {"contiguous": 0, "paged": 16}
+BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " speculative " in name}
+CASES = sorted({name.split(" ")[0] for name in BUDGETS})
+FIRST_CLASS = [case for case in CASES if case.endswith("bf16:128")]
+
+
+def compile_variant(case: str, new: int, page_size: int) -> dict[str, Any]:
+    """What the harness compiles when this launch stands where it launches the block-sparse kernels."""
+    import torch
+
+    from pdkernels.triton import block_sparse_attention, speculative_attention
+
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        pages = k.new_zeros((4, page_size or 4096, *k.shape[2:]))
+        table = torch.zeros(1, 4096 // page_size, dtype=torch.int32) if page_size else None
+        lists = (torch.zeros(size, dtype=torch.int32) for size in ((3,), (4,), (4,), (1, 128, 4)))
+        lengths = torch.zeros(1, dtype=torch.int64)
+        return speculative_attention.forward(
+            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *lists, 128, 128, 0.1, table
+        )
+
+    with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):
+        return harness.compile_case(case)
+
+
+def main(cases: list[str]) -> None:
+    """Writes the figures of some cases as a JSON object."""
+    found = {}
+    for case in cases:
+        for rows, new in NEW.items():
+            for layout, page_size in PAGES.items():
+                kernels = compile_variant(case, new, page_size)
+                architecture = case.split(":")[0]
+                found[f"{case} speculative {rows} {layout}"] = harness.read_figures(kernels["_split_kernel"], architecture)
+        found[f"{case} speculative merge"] = harness.read_figures(kernels["_merge_kernel"], architecture)
+    print(json.dumps(found))
+
+
+def measure(case: str) -> dict[str, dict[str, Any]]:
+    """The figures of a case, from a process of its own. Cached by the sources that go into it."""
+    import triton
+
+    sources = [Path(__file__), Path(harness.__file__), *sorted(harness.KERNELS.glob("*.py"))]
+    key = digest_text(triton.__version__, case, digest(sources))
+
+    def compile_all(target: Path) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment["TRITON_CACHE_DIR"] = str(harness.CACHE / "triton")
+        command = [sys.executable, "-m", "tests.ops.test_speculative_attention_compiled", case]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        target.write_text(done.stdout)
+
+    return json.loads(build_once(harness.CACHE / f"{key}.json", compile_all).read_text())
+
+
+def check(case: str) -> None:
+    found = []
+    measured = measure(case)
+    for name, figures in measured.items():
+        if name.endswith("merge"):  # adds up, multiplies no matrices
+            assert not any(figures[instruction] for instruction in harness.TENSOR_CORES)
+            figures["mma.sync"] = 1
+        found += harness.problems(name, figures, BUDGETS.get(name))
+    assert not found, "\n" + "\n".join(found)
+    assert set(measured) == {name for name in BUDGETS if name.split(" ")[0] == case}
+
+
+@pytest.mark.parametrize("case", FIRST_CLASS)
+def test_kernels_stay_within_budget(case: str) -> None:
+    check(case)
+    # Many rows deserve the instructions of their own architecture.
+    best = dict(zip(("sm_80", "sm_90", "sm_100"), harness.TENSOR_CORES))[case.split(":")[0]]
+    assert all(measure(case)[f"{case} speculative many {layout}"][best] for layout in PAGES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FIRST_CLASS])
+def test_the_rest_stays_within_budget(case: str) -> None:
+    check(case)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
