@@ -9,6 +9,7 @@ round: scaled dot-product attention under the dense boolean mask. Two threads on
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
@@ -32,6 +33,8 @@ FLEX_BLOCKS = (32, 64, 128)
 Q_HEADS, KV_HEADS = 8, 2
 BLOCK = 32
 THREADS = 2
+# What the baseline may take in all rounds of a contender together, about; but six rounds at least.
+SECONDS = 4
 # Work of a backward pass in forwards: five products of q_len x kv_len against two.
 BACKWARD = 2.5
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -283,15 +286,16 @@ def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -
     check(name, contender, case, device)
     pairs = case.mask().plan().visible_pairs
     flops = 4 * pairs * case.head_dim * Q_HEADS * (1 + BACKWARD * case.backward)
-    slow = case.mask().q_len > 2000 or case.backward
+    started = time.perf_counter()
+    run(baseline, case.backward)
     compare(
         benchmark,
         lambda: run(contender, case.backward),
         baseline=lambda: run(baseline, case.backward),
         baseline_name=f"{SDPA}, enable_gqa",
         device=device,
-        rounds=20 if slow else 40,
-        warmup=3,
+        rounds=max(6, min(40, int(SECONDS / (time.perf_counter() - started)))),
+        warmup=2,
         op="block_sparse_attention",
         contender=name,
         case=case.name,

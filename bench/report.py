@@ -134,6 +134,26 @@ def block_sparse_attention(rows: list[Row], backward: bool) -> str:
     return f"{table(['ms, median (times pdkernels)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
+def speculative_attention(rows: list[Row]) -> str:
+    growing = {row["contender"].partition(",")[0]: row for row in rows if row["op"] == "speculative_attention growing"}
+    rows = [row for row in rows if row["op"] == "speculative_attention"]
+    if not rows:
+        return "not measured"
+    cases = [(f"{d}, prefix {p:,}", {"dtype": d, "prefix": p}) for d in ("fp32", "bf16") for p in (2048, 8192)]
+    found = dict(by_contender(rows, cases))
+    lines = []
+    for name, times in found.items():
+        cells = [
+            f"{row['median_us'] / 1e3:.2f} ({ratio(row['ratio_to_baseline'] / own['ratio_to_baseline'])})" if row and own else "-"
+            for row, own in zip(times, found["pdkernels"])
+        ]
+        grows = growing.get(name.partition(",")[0])
+        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells, f"{grows['median_us'] / 1e3:,.1f}" if grows else "-"])
+    lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"]), ""])
+    header = ["ms, median (times pdkernels)", *(title for title, _ in cases), "a step as the prefix grows, ms"]
+    return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -147,6 +167,7 @@ TABLES = {
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
+    "speculative_attention": speculative_attention,
     "machine": machine,
 }
 

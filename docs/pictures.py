@@ -122,6 +122,52 @@ lse = peak + log(total)   (-inf there)"""
     save(figure, "block_sparse_attention.png")
 
 
+def speculative_attention() -> None:
+    """Left the keys of each new token: the prefix in shares, the plan's tiles of the tail. Right what is computed."""
+    mask, tile, shares, width = pdm.quadratic(4), 4, 3, 5
+    dense, new, prefix = mask.dense(), mask.q_len, 3 * 5
+    figure, (axis, steps) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained", width_ratios=[1.75, 1])
+    for row in range(new):
+        for key in range(prefix):
+            axis.add_patch(plt.Rectangle((key, row), 0.92, 0.92, facecolor=COMMITTED, linewidth=0))
+        for key in range(new):
+            colour = MODEL if dense[row, key] else FREE
+            axis.add_patch(plt.Rectangle((prefix + 1 + key, row), 0.92, 0.92, facecolor=colour, linewidth=0))
+    for share in range(shares):
+        axis.add_patch(plt.Rectangle((share * width - 0.06, -0.06), width, new + 0.06, facecolor="none", edgecolor="black", linewidth=1.4))
+        axis.text((share + 0.5) * width, -0.5, f"share {share}", ha="center", fontsize=9)
+    for row in range(0, new, tile):
+        for key in range(0, new, tile):
+            seen = bool(dense[row : row + tile, key : key + tile].any())
+            style = {"edgecolor": "black", "linewidth": 1.4} if seen else {"edgecolor": "#bbbbbb", "linewidth": 0.6, "linestyle": ":"}
+            axis.add_patch(plt.Rectangle((prefix + 1 + key - 0.06, row - 0.06), tile, tile, facecolor="none", zorder=3 if seen else 2, **style))
+    axis.text(prefix + 1 + new / 2, -0.5, "tail: tiles of the plan", ha="center", fontsize=9)
+    axis.set(xlim=(-0.4, prefix + new + 1.6), ylim=(new + 0.4, -1.8), aspect="equal")
+    axis.set_xticks([prefix / 2, prefix + 1 + new / 2], ["cached tokens, cache_lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"])
+    axis.set_yticks([2, 4 + (new - 4) / 2], ["drafted", "masks"])
+    axis.tick_params(length=0)
+    for side in axis.spines.values():
+        side.set_visible(False)
+    names = ((COMMITTED, "seen by all: no mask"), (MODEL, "seen: the plan's bits"), (FREE, "hidden"))
+    handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour, _ in names]
+    axis.legend(handles, [name for _, name in names], loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
+
+    steps.set(xlim=(0, 10), ylim=(-10, 3))
+    steps.axis("off")
+    code = """for each share, at the same time:
+    attend to its cached tokens
+    one share also to the tail:
+        for key tile in the plan's list:
+            attend, masked by its bits
+    keep out_s, lse_s      (float32)
+
+lse = log(sum_s exp(lse_s))
+out = sum_s exp(lse_s - lse) * out_s"""
+    steps.text(0, 1.6, "one query tile, one KV head", fontsize=11, weight="bold")
+    steps.text(0, 0.6, code, fontsize=9.5, family="monospace", va="top", linespacing=1.6)
+    save(figure, "speculative_attention.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -153,5 +199,6 @@ def masks() -> None:
 if __name__ == "__main__":
     masks()
     block_sparse_attention()
+    speculative_attention()
     kv_commit()
     verify_draft()

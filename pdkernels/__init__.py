@@ -7,7 +7,15 @@ slow and obvious references in `pd.reference`.
 from pdkernels import cache, decoding, masks, models, ops, reference
 from pdkernels._native import has_native
 from pdkernels.config import __version__, show_config
-from pdkernels.ops import DraftVerdict, block_sparse_attention, kv_append_, kv_commit_, kv_trim_, verify_draft
+from pdkernels.ops import (
+    DraftVerdict,
+    block_sparse_attention,
+    kv_append_,
+    kv_commit_,
+    kv_trim_,
+    speculative_attention,
+    verify_draft,
+)
 
 __all__ = [
     "DraftVerdict",
@@ -24,5 +32,6 @@ __all__ = [
     "ops",
     "reference",
     "show_config",
+    "speculative_attention",
     "verify_draft",
 ]

@@ -3,8 +3,12 @@
 // The namespace is a macro because the tests register another build of this file beside the real ops.
 #include <torch/csrc/stable/ops.h>
 
+#include <memory>
+#include <new>
+
 #include "kernels.h"
 #include "parallel.h"
+#include "simd/kernels.h"
 #include "unpack_attention.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
@@ -13,6 +17,20 @@
 
 void pdkernels::cpu::run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context) {
   TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, function, context));
+}
+
+char* pdkernels::cpu::thread_scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  thread_local std::unique_ptr<char, Free> memory;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    memory.reset();
+    memory.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
+    size = bytes;
+  }
+  return memory.get();
 }
 
 namespace {
@@ -76,6 +94,26 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_o
   return {dq, dk, dv};
 }
 
+std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
+                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 OptionalTensor block_table) {
+  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
+  Tensor out = new_like(q);
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  pdkernels::SpeculativeArgs args;
+  unpack_heads(q, k_new, v_new, out, lse, block_q, block_k, scale, args);
+  unpack_tail(Place(q), {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, args);
+  unpack_prefix(Place(q), k_cache, v_cache, cache_lengths, block_table, args);
+  // What the shares of the prefix leave for each other: sized by the capacity, so the same at every step.
+  Tensor parts = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
+  Tensor parts_lse = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  args.parts = static_cast<float*>(parts.data_ptr());
+  args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
+  pdkernels::cpu::speculative_attention(args);
+  return {out, lse};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -85,4 +123,5 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
   m.impl("block_sparse_attention", TORCH_BOX(&block_sparse_attention));
   m.impl("block_sparse_attention_backward", TORCH_BOX(&block_sparse_attention_backward));
+  m.impl("speculative_attention", TORCH_BOX(&speculative_attention));
 }

@@ -1,8 +1,10 @@
 // Tensors -> the argument structs of the attention kernels. As in unpack.h: geometry is checked here, in short words.
 #pragma once
 
-#include "pdkernels/block_sparse_attention.h"
+#include "pdkernels/speculative_attention.h"
 #include "unpack.h"
+
+#include <array>
 
 namespace pdkernels::bindings {
 
@@ -45,43 +47,58 @@ inline int64_t batch_stride(const Place& place, const Tensor& t, int64_t dim, in
   return t.dim() == dim ? 0 : t.stride(0);
 }
 
-inline TileLists tile_lists(const Place& place, const Tensor& offsets, const Tensor& tiles, const Tensor& bitmap_ids, const Tensor& order,
-                            int64_t batch) {
-  const auto words = [](const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); };
-  TileLists lists{words(offsets), words(tiles), words(bitmap_ids), words(order), batch_stride(place, offsets, 1, batch),
-                  batch_stride(place, tiles, 1, batch), batch_stride(place, bitmap_ids, 1, batch), batch_stride(place, order, 1, batch),
-                  order.size(order.dim() - 1), tiles.size(tiles.dim() - 1)};
+inline const int32_t* words(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
+
+// The lists of one side, all in their given order.
+inline TileLists tile_lists(const Place& place, const Tensor& offsets, const Tensor& tiles, const Tensor& bitmap_ids, int64_t tokens,
+                            int64_t block, int64_t batch) {
+  TileLists lists{};
+  lists.offsets = words(offsets), lists.offsets_stride = batch_stride(place, offsets, 1, batch);
+  lists.tiles = words(tiles), lists.tiles_stride = batch_stride(place, tiles, 1, batch);
+  lists.bitmap_ids = words(bitmap_ids), lists.bitmap_ids_stride = batch_stride(place, bitmap_ids, 1, batch);
+  lists.num_tiles = (tokens + block - 1) / block;
+  lists.visits = tiles.size(tiles.dim() - 1);
   STD_TORCH_CHECK(offsets.size(offsets.dim() - 1) == lists.num_tiles + 1 && bitmap_ids.size(bitmap_ids.dim() - 1) == lists.visits,
-                  "pdkernels: a plan's lists must fit together");
+                  "pdkernels: the plan must be for as many tokens as there are, and its lists must fit together");
   return lists;
 }
 
-inline void unpack_plan(const Place& place, const PlanTensors& plan, AttentionArgs& args) {
-  args.of_q = tile_lists(place, plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_order, args.batch);
-  args.of_k = tile_lists(place, plan.q_offsets, plan.q_tiles, plan.q_bitmaps, plan.k_order, args.batch);
-  const int64_t words = (args.block_k + 31) / 32, dim = plan.bitmaps.dim();
-  args.bitmaps = {static_cast<const uint32_t*>(plan.bitmaps.data_ptr()), batch_stride(place, plan.bitmaps, 3, args.batch),
-                  plan.bitmaps.size(dim - 3), args.block_q, words};
-  STD_TORCH_CHECK(args.block_q > 0 && args.block_q % 16 == 0 && args.block_k > 0 && args.block_k % 16 == 0,
-                  "pdkernels: block_q and block_k must be multiples of 16");
-  STD_TORCH_CHECK(plan.bitmaps.size(dim - 2) == args.block_q && plan.bitmaps.size(dim - 1) == words,
-                  "pdkernels: a plan's bitmaps must have its tile size");
-  STD_TORCH_CHECK(args.of_q.num_tiles == (args.q_len + args.block_q - 1) / args.block_q &&
-                      args.of_k.num_tiles == (args.kv_len + args.block_k - 1) / args.block_k,
-                  "pdkernels: the plan must be for as many rows and columns as q and k have");
+inline void set_order(const Place& place, const Tensor& order, int64_t batch, TileLists& lists) {
+  lists.order = words(order), lists.order_stride = batch_stride(place, order, 1, batch);
+  STD_TORCH_CHECK(order.size(order.dim() - 1) == lists.num_tiles, "pdkernels: a plan's lists must fit together");
 }
 
-inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                             const PlanTensors& plan, int64_t block_q, int64_t block_k, double scale, AttentionArgs& args) {
+inline void unpack_bitmaps(const Place& place, const Tensor& bitmaps, AttentionArgs& args) {
+  const int64_t words_per_row = (args.block_k + 31) / 32, dim = bitmaps.dim();
+  args.bitmaps = {static_cast<const uint32_t*>(bitmaps.data_ptr()), batch_stride(place, bitmaps, 3, args.batch), bitmaps.size(dim - 3),
+                  args.block_q, words_per_row};
+  STD_TORCH_CHECK(bitmaps.size(dim - 2) == args.block_q && bitmaps.size(dim - 1) == words_per_row,
+                  "pdkernels: a plan's bitmaps must have its tile size");
+}
+
+inline void unpack_plan(const Place& place, const PlanTensors& plan, AttentionArgs& args) {
+  args.of_q = tile_lists(place, plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, args.q_len, args.block_q, args.batch);
+  args.of_k = tile_lists(place, plan.q_offsets, plan.q_tiles, plan.q_bitmaps, args.kv_len, args.block_k, args.batch);
+  set_order(place, plan.q_order, args.batch, args.of_q);
+  set_order(place, plan.k_order, args.batch, args.of_k);
+  unpack_bitmaps(place, plan.bitmaps, args);
+}
+
+// All but the plan.
+inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, int64_t block_q,
+                         int64_t block_k, double scale, AttentionArgs& args) {
   const Place place(q);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = element_of(q);
   args.batch = q.size(0), args.q_len = q.size(1), args.q_heads = q.size(2), args.head_dim = q.size(3);
   args.kv_len = k.size(1), args.kv_heads = k.size(2);
   args.block_q = block_q, args.block_k = block_k, args.scale = static_cast<float>(scale);
-  STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0, "pdkernels: q heads must be a multiple of kv heads");
+  STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0,
+                  "pdkernels: q heads must be a multiple of kv heads");
   STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 256,
                   "pdkernels: head_dim must be a multiple of 8 in [16, 256]");
+  STD_TORCH_CHECK(block_q > 0 && block_q % 16 == 0 && block_k > 0 && block_k % 16 == 0,
+                  "pdkernels: block_q and block_k must be multiples of 16");
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(place, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
@@ -90,7 +107,39 @@ inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, 
   args.v = view(v, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
   args.lse = row_numbers(place, lse, args);
-  unpack_plan(place, plan, args);
+}
+
+inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const PlanTensors& plan, int64_t block_q, int64_t block_k, double scale, AttentionArgs& args) {
+  unpack_heads(q, k, v, out, lse, block_q, block_k, scale, args);
+  unpack_plan(Place(q), plan, args);
+}
+
+// The part of a plan of (new, new) tokens that a forward pass reads: offsets, tiles and bitmap numbers of the queries.
+inline void unpack_tail(const Place& place, const std::array<Tensor, 3>& lists, const Tensor& bitmaps, SpeculativeArgs& args) {
+  STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
+  args.of_q = tile_lists(place, lists[0], lists[1], lists[2], args.q_len, args.block_q, args.batch);
+  args.of_k = TileLists{};
+  unpack_bitmaps(place, bitmaps, args);
+}
+
+inline void unpack_prefix(const Place& place, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                          const OptionalTensor& block_table, SpeculativeArgs& args) {
+  STD_TORCH_CHECK(k_cache.dim() == 4, "pdkernels: caches must have 4 dimensions");
+  args.pages.num_pages = k_cache.size(0);
+  args.pages.page_size = k_cache.size(1);
+  args.pages.block_table = index_view(place, block_table, 2, args.batch);
+  args.pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
+  STD_TORCH_CHECK(block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
+                  "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
+  const auto view = [&](const Tensor& t) {
+    return heads_view(place, t, k_cache.scalar_type(), args.pages.num_pages, args.pages.page_size, args.kv_heads, args.head_dim);
+  };
+  args.k_cache = view(k_cache);
+  args.v_cache = view(v_cache);
+  STD_TORCH_CHECK(element_of(k_cache) == args.element, "pdkernels: the cache must have the dtype of q");
+  args.lengths = index_view(place, lengths, 1, args.batch);
+  args.shares = count_shares(args.pages.capacity());
 }
 
 inline Tensor new_like(const Tensor& t) {

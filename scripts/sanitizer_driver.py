@@ -24,8 +24,8 @@ import torch
 import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import SCHEMAS
-from pdkernels.reference import block_sparse_attention, kv_cache, verify_draft  # noqa: F401  (submodules of `reference`)
-from tests.ops import kv_cases
+from pdkernels.reference import block_sparse_attention, kv_cache, speculative_attention, verify_draft  # noqa: F401  (submodules of `reference`)
+from tests.ops import kv_cases, speculative_cases
 
 WILD = [-1, -(2**31), 2**31 - 1, 100]
 Run = Callable[[object, kv_cases.Case], None]
@@ -125,12 +125,42 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
         assert actual.numel() == 0 or (actual.double().cpu() - wanted).abs().max() < 0.2, "not what the reference does"
 
 
+def run_speculative(rng: random.Random, device: torch.device, bad: bool) -> None:
+    mask = rng.choice([pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40))])
+    slots = rng.randint(0, 300)
+    lengths = [rng.choice([0, slots, rng.randint(0, slots)]) for _ in range(rng.randint(1, 3))]
+    heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
+    case = speculative_cases.make_inputs(
+        mask.q_len, lengths, slots=slots, page_size=rng.choice([0, 1, 5, 16]), heads=heads, kv_heads=kv_heads,
+        head_dim=rng.choice([16, 24, 72]), dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]),
+    )  # fmt: skip
+    plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
+    if rng.random() < 0.5:
+        plan = pd.masks.TilePlan.stack([plan] * len(lengths))
+    if bad and device.type == "cpu":
+        spoil(rng, [case.lengths, case.block_table])
+    elif bad:  # lengths are clamped on a GPU, pages are the caller's promise
+        spoil(rng, [case.lengths])
+        case = case._replace(block_table=None if case.block_table is None else case.block_table.clamp(min=0))
+    *tensors, table = case.map(lambda x: x.to(device))
+    try:
+        out = pd.speculative_attention(*tensors, plan.to(device), block_table=table)
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        *tensors, table = case.to(torch.float64)
+        exact = reference.speculative_attention.speculative_attention(*tensors, mask.dense(), block_table=table)[0]
+        assert out.numel() == 0 or (out.double().cpu() - exact).abs().max() < 0.2, "not what the reference does"
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
     "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
     "kv_append_": lambda *arguments: run_kv(*arguments, append),
     "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
+    "speculative_attention": run_speculative,
     "verify_draft": run_verify,
 }
 

@@ -3,6 +3,7 @@
 
 #include "pdkernels/block_sparse_attention.h"
 #include "pdkernels/kv_cache.h"
+#include "pdkernels/speculative_attention.h"
 #include "pdkernels/verify_draft.h"
 
 namespace pdkernels::cpu {
@@ -13,5 +14,6 @@ void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t bat
 void verify_draft(const VerifyArgs& args);
 void block_sparse_attention(const AttentionArgs& args);
 void block_sparse_attention_backward(const AttentionGradArgs& args);
+void speculative_attention(const SpeculativeArgs& args);
 
 }  // namespace pdkernels::cpu

@@ -3,12 +3,17 @@
 ``cpu``      the compiled CPU kernels through the public functions
 ``cuda``     the compiled CUDA kernels through the public functions, where a GPU is at hand
 ``cudasim``  the very same CUDA sources and bindings, executed on the CPU by tests/cudasim
+
+`emulated_ops` are the CPU kernels of every vector unit, on any processor.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -86,8 +91,23 @@ def simulated_ops() -> tuple[ctypes.CDLL, object]:
 
 
 @cache
+def emulated_ops() -> object:
+    """All CPU ops once more beside the real ones; PDKERNELS_CPU_ISA names the level of each call."""
+    environment = os.environ | {"PDKERNELS_EMULATE_ISA": "1"}
+    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    library = torch.library.Library("pdkernels_emulated", "DEF")
+    for schema in SCHEMAS.values():
+        library.define(schema)
+    torch.ops.load_library(str(ROOT / "build/native-emulate/_ops.so"))
+    emulated_ops.keep_alive = library
+    return torch.ops.pdkernels_emulated
+
+
+@cache
 def implementation(name: str) -> Public | Simulated:
     return Simulated() if name == "cudasim" else Public(name)
 
 
+LEVELS = ["portable", "avx2", "avx512", "amx"]
 NAMES = ["cpu", "cudasim", *(["cuda"] if torch.cuda.is_available() else [])]

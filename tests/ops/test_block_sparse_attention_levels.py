@@ -7,10 +7,6 @@ csrc/cpu/simd/amx_emulation.h says.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,34 +14,12 @@ from torch import Tensor
 
 from pdkernels import masks
 from pdkernels.masks import TilePlan
-from pdkernels.ops._library import SCHEMAS
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.attention_cases import DTYPES, MASKS, Inputs, Results, make_inputs, run_dense
+from tests.ops.implementations import LEVELS, emulated_ops
 
-ROOT = Path(__file__).resolve().parents[2]
-LEVELS = ["portable", "avx2", "avx512", "amx"]
 SHAPES = [(16, 2, 2), (40, 4, 2), (64, 7, 1), (128, 2, 1), (256, 1, 1)]
 TILES = [(16, 16), (48, 80), (128, 128), (64, 32)]
-
-
-@cache
-def emulated_ops() -> object:
-    """All CPU ops once more, beside the real ones."""
-    environment = os.environ | {"PDKERNELS_EMULATE_ISA": "1"}
-    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert built.returncode == 0, built.stdout + built.stderr
-    library = torch.library.Library("pdkernels_emulated", "DEF")
-    for schema in SCHEMAS.values():
-        library.define(schema)
-    torch.ops.load_library(str(ROOT / "build/native-emulate/_ops.so"))
-    emulated_ops.keep_alive = library
-    return torch.ops.pdkernels_emulated
-
-
-@pytest.fixture(params=LEVELS)
-def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setenv("PDKERNELS_CPU_ISA", request.param)
-    return emulated_ops()
 
 
 def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
@@ -56,37 +30,37 @@ def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
 
 
 @pytest.mark.parametrize("kind", MASKS)
-def test_within_the_error_budget(ops: object, kind: str) -> None:
+def test_within_the_error_budget(level_ops: object, kind: str) -> None:
     """Dtypes, shapes and tiles turn at speeds of their own; what AMX adds is bfloat16."""
     mask, turn = MASKS[kind], list(MASKS).index(kind)
     dtype = torch.bfloat16 if os.environ["PDKERNELS_CPU_ISA"] == "amx" else DTYPES[turn % len(DTYPES)]
     head_dim, heads, kv_heads = SHAPES[turn % len(SHAPES)]
     inputs = make_inputs(*mask.shape, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
-    actual = run(ops, inputs, mask.plan(*TILES[turn % len(TILES)]))
+    actual = run(level_ops, inputs, mask.plan(*TILES[turn % len(TILES)]))
     exact, same = run_dense(inputs, mask.dense(), torch.float64), run_dense(inputs, mask.dense(), dtype)
     for name, *tensors in zip(Results._fields, actual, exact, same):
         assert_within_budget(*tensors, name=name)
 
 
-def test_what_is_not_a_number_stays_where_it_is_seen(ops: object) -> None:
+def test_what_is_not_a_number_stays_where_it_is_seen(level_ops: object) -> None:
     for dtype in DTYPES:
         inputs = make_inputs(50, 50, heads=2, kv_heads=2, dtype=dtype)
         inputs.q[:, 20, 1] = torch.nan
-        results = run(ops, inputs, masks.causal(50).plan(32, 32))
+        results = run(level_ops, inputs, masks.causal(50).plan(32, 32))
         assert results.out[:, 20, 1].isnan().all() and results.out.isnan().sum() == 2 * 32
         assert results.lse[:, 1, 20].isnan().all() and results.lse.isnan().sum() == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_neither_batch_nor_threads_change_a_bit(ops: object, dtype: torch.dtype) -> None:
+def test_neither_batch_nor_threads_change_a_bit(level_ops: object, dtype: torch.dtype) -> None:
     inputs = make_inputs(150, 150, batch=3, head_dim=64, dtype=dtype)
     plan = MASKS["causal"].plan(32, 64)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(3)
-        together = run(ops, inputs, plan)
+        together = run(level_ops, inputs, plan)
         torch.set_num_threads(1)
-        alone = run(ops, inputs.map(lambda x: x[1:2].contiguous()), plan)
+        alone = run(level_ops, inputs.map(lambda x: x[1:2].contiguous()), plan)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(a[1:2], b) for a, b in zip(together, alone))

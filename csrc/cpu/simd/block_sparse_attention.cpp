@@ -1,160 +1,18 @@
-// Block-sparse attention, forward.
-//
-// A work item is one query tile of one KV head: the rows of all query heads that share the head, cut into panels. For each chunk
-// of keys in the tile's list every panel takes one step of the online softmax.
-#include "passes.h"
-#include "tiles_amx.h"
+// Block-sparse attention, forward: a work item is one query tile of one KV head.
+#include "forward.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
-
-template <class Tiles>
-struct Panel {
-  static constexpr int kVectors = Tiles::kVectors;
-  Vec largest[kVectors], total[kVectors];  // of each lane: the largest score so far, and the sum of e^(score - largest)
-  Lanes lanes;
-  typename Tiles::Packed* queries;
-  float* sums;  // [head_dim][kPanel]: the weighted sum of values, not yet divided by the total
-};
-
-template <class Tiles>
-struct Memory {
-  Operand<typename Tiles::Packed> keys, values;
-  float* scores;
-  Ints* visible;
-  Panel<Tiles>* panels;
-  int64_t bytes;
-
-  Memory(char* base, int64_t head_dim) {
-    Arena arena(base);
-    keys = Tiles::take(arena, head_dim, true, false);
-    values = Tiles::take(arena, head_dim, false, true);
-    scores = arena.take<float>(kChunk * Tiles::kPanel);
-    visible = arena.take<Ints>(kChunk * Tiles::kVectors);
-    const int64_t count = panels_at_once<Tiles>(head_dim);
-    panels = arena.take<Panel<Tiles>>(count);
-    for (int64_t i = 0; i < count; ++i) {
-      auto* queries = arena.take<typename Tiles::Packed>(Tiles::panel_size(head_dim));
-      float* sums = arena.take<float>(Tiles::sums_size(head_dim));
-      if (base == nullptr) continue;
-      panels[i].queries = queries;
-      panels[i].sums = sums;
-    }
-    bytes = arena.used();
-  }
-};
-
-// scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied with.
-template <class Tiles, bool kExact>
-void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
-  constexpr int kVectors = Tiles::kVectors;
-  Vec largest[kVectors], total[kVectors];
-  for (int v = 0; v < kVectors; ++v) largest[v] = panel.largest[v];
-  for (int b = 0; b < num_blocks; ++b) {
-    Vec* row = reinterpret_cast<Vec*>(scores + b * kBlock * Tiles::kPanel);
-    const Ints* visible = blocks[b].visible;
-    for (int j = 0; j < blocks[b].count; ++j) {
-      for (int v = 0; v < kVectors; ++v, ++row) {
-        Vec score = rounded(*row * scale);
-        if (visible != nullptr) score = choose(visible[j * kVectors + v], score, splat(-kInfinity));
-        *row = score;
-        largest[v] = larger(score, largest[v]);
-      }
-    }
-  }
-  Vec base[kVectors];
-  for (int v = 0; v < kVectors; ++v) {
-    // A lane that has seen nothing yet has no largest score to subtract; any base gives weights of 0.
-    base[v] = largest[v] == -kInfinity ? Vec{} : largest[v];
-    factor[v] = exponential<kExact>(panel.largest[v] - base[v]);
-    total[v] = panel.total[v] * factor[v];
-    panel.largest[v] = largest[v];
-  }
-  for (int b = 0; b < num_blocks; ++b) {
-    float* block = scores + b * kBlock * Tiles::kPanel;
-    const Vec* row = reinterpret_cast<const Vec*>(block);
-    const int count = blocks[b].count;
-    for (int j = 0; j < count; j += 2) {
-      for (int v = 0; v < kVectors; ++v) {
-        const Vec even = exponential<kExact>(row[j * kVectors + v] - base[v]);
-        const Vec odd = j + 1 < count ? exponential<kExact>(row[(j + 1) * kVectors + v] - base[v]) : Vec{};
-        total[v] += even + odd;
-        Tiles::put_weights(block, j, v, even, odd);
-      }
-    }
-    Tiles::pad_weights(block, count);
-  }
-  for (int v = 0; v < kVectors; ++v) panel.total[v] = total[v];
-}
-
-template <class T, class Tiles>
-void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
-  for (int v = 0; v < Tiles::kVectors; ++v) {
-    panel.largest[v] = splat(-kInfinity);
-    panel.total[v] = Vec{};
-  }
-  const LanePointers<const T, Tiles::kPanel> rows(args.q, batch, token, head, panel.lanes);
-  Tiles::pack_panel(rows.at, args.head_dim, panel.queries);
-  __builtin_memset(panel.sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));
-}
-
-template <class T, class Tiles>
-void finish(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
-  for (int64_t d = 0; d < args.head_dim; ++d) {
-    for (int v = 0; v < Tiles::kVectors; ++v) {
-      Vec& sum = reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v];
-      sum = panel.total[v] == 0.0f ? Vec{} : sum / panel.total[v];
-    }
-  }
-  const LanePointers<T, Tiles::kPanel> rows(args.out, batch, token, head, panel.lanes);
-  store_lanes<T, Tiles::kPanel>(panel.sums, args.head_dim, rows.at);
-  for (int lane = 0; lane < panel.lanes.count; ++lane) {
-    int32_t in_group, in_tile;
-    panel.lanes.locate(lane, in_group, in_tile);
-    const float total = panel.total[lane / kLanes][lane % kLanes];
-    const float lse = panel.largest[lane / kLanes][lane % kLanes] + __builtin_logf(total);
-    args.lse[(batch * args.q_heads + head + in_group) * args.q_len + token + in_tile] = total == 0.0f ? -kInfinity : lse;
-  }
-}
-
-template <class T, class Tiles>
-void forward_tile(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory) {
-  constexpr bool kExact = sizeof(T) == 4;
-  const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
-  const int64_t tokens = smaller(args.block_q, args.q_len - token);
-  const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
-  for (int64_t first = 0; first < tokens * group; first += at_once) {
-    const int64_t lanes = smaller(at_once, tokens * group - first);
-    const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
-    for (int64_t i = 0; i < panels; ++i) {
-      memory.panels[i].lanes = Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
-      start<T>(args, batch, head, token, memory.panels[i]);
-    }
-    for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
-               [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
-      Tiles::pack(args.k.row<const T>(batch, key, kv_head), args.k.token_stride, count, args.head_dim, memory.keys);
-      Tiles::pack(args.v.row<const T>(batch, key, kv_head), args.v.token_stride, count, args.head_dim, memory.values);
-      for (int64_t i = 0; i < panels; ++i) {
-        Panel<Tiles>& panel = memory.panels[i];
-        Block blocks[kChunk / kBlock];
-        Vec factor[Tiles::kVectors];
-        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks, memory.visible);
-        if (n == 0) continue;
-        Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
-        softmax_step<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, factor);
-        Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
-      }
-    });
-    for (int64_t i = 0; i < panels; ++i) finish<T>(args, batch, head, token, memory.panels[i]);
-  }
-}
 
 template <class T, class Tiles>
 void forward(const AttentionArgs& args) {
   const int64_t bytes = Memory<Tiles>(nullptr, args.head_dim).bytes;
   for_tiles<Tiles>(args, args.of_q, bytes, [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
     Memory<Tiles> memory(base, args.head_dim);
-    forward_tile<T>(args, batch, kv_head, tile, memory);
+    const auto chunks = [&](const auto& consume) { for_keys<T>(args, batch, kv_head, tile, consume); };
+    attend<T>(args, batch, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
+      finish<T>(args, args.out, args.lse, batch, head, token, panel);
+    });
   });
 }
 

@@ -152,8 +152,8 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
     }
     for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
                [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
-      Tiles::pack(args.k.row<const T>(batch, key, kv_head), args.k.token_stride, count, args.head_dim, memory.first);
-      Tiles::pack(args.v.row<const T>(batch, key, kv_head), args.v.token_stride, count, args.head_dim, memory.second);
+      Tiles::pack(TokenPointers<const T>(args.k, batch, key, kv_head, count).at, count, args.head_dim, memory.first);
+      Tiles::pack(TokenPointers<const T>(args.v, batch, key, kv_head, count).at, count, args.head_dim, memory.second);
       for (int64_t i = 0; i < panels; ++i) {
         Panel<Tiles>& panel = memory.panels[i];
         Block blocks[kChunk / kBlock];
@@ -199,9 +199,10 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
         const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
         for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
         const TokenStatistics statistics{memory.lse, args.delta + first_row};
-        Tiles::pack(args.q.row<const T>(batch, token, head + in_group), args.q.token_stride, count, args.head_dim, memory.first);
-        Tiles::pack(args.grad_out.row<const T>(batch, token, head + in_group), args.grad_out.token_stride, count, args.head_dim,
-                    memory.second);
+        const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
+        const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
+        Tiles::pack(queries.at, count, args.head_dim, memory.first);
+        Tiles::pack(grads.at, count, args.head_dim, memory.second);
         for (int64_t i = 0; i < panels; ++i) {
           Panel<Tiles>& panel = memory.panels[i];
           Block blocks[kChunk / kBlock];

@@ -29,6 +29,16 @@ struct LanePointers {
   }
 };
 
+// The tokens of a chunk, of one head.
+template <class T>
+struct TokenPointers {
+  T* at[kChunk];
+
+  TokenPointers(const HeadsView& view, int64_t batch, int64_t first_token, int64_t head, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) at[i] = view.row<T>(batch, first_token + i, head);
+  }
+};
+
 // sums[d][lane] -> one row for each lane in use
 template <class T, int kPanel>
 void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
@@ -45,20 +55,25 @@ void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
   }
 }
 
-// Calls body(batch, kv_head, tile, memory) for all of them, the longest lists first, each on whichever thread is free. What an
-// item computes does not depend on the thread, so neither do the results.
+// Calls body(item, memory) for all items, each on whichever thread is free. What an item computes does not depend on the thread,
+// so neither do the results.
 template <class Tiles, class Body>
-void for_tiles(const AttentionArgs& args, const TileLists& lists, int64_t scratch_bytes, const Body& body) {
-  const int64_t heads = args.batch * args.kv_heads;
-  const int64_t items = heads * lists.num_tiles;
+void for_items(int64_t items, int64_t scratch_bytes, const Body& body) {
   int64_t next = 0;
   parallel_for(0, items, 1, [&](int64_t, int64_t) {
     char* memory = thread_scratch(scratch_bytes);
     [[maybe_unused]] const typename Tiles::Session session;
-    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) {
-      const int64_t batch = item % heads / args.kv_heads;
-      body(batch, item % args.kv_heads, lists.tile_at(batch, item / heads), memory);
-    }
+    for (int64_t item; (item = __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED)) < items;) body(item, memory);
+  });
+}
+
+// Calls body(batch, kv_head, tile, memory) for all of them, the longest lists first.
+template <class Tiles, class Body>
+void for_tiles(const AttentionArgs& args, const TileLists& lists, int64_t scratch_bytes, const Body& body) {
+  const int64_t heads = args.batch * args.kv_heads;
+  for_items<Tiles>(heads * lists.num_tiles, scratch_bytes, [&](int64_t item, char* memory) {
+    const int64_t batch = item % heads / args.kv_heads;
+    body(batch, item % args.kv_heads, lists.tile_at(batch, item / heads), memory);
   });
 }
 

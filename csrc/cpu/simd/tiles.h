@@ -67,8 +67,8 @@ struct VectorTiles {
   }
 
   template <class T>
-  static void pack(const T* from, int64_t stride, int64_t count, int64_t head_dim, Operand<float> to) {
-    for (int64_t i = 0; i < count; ++i) to_floats(from + i * stride, to.rows + i * kRowStride, head_dim);
+  static void pack(const T* const* tokens, int64_t count, int64_t head_dim, Operand<float> to) {
+    for (int64_t i = 0; i < count; ++i) to_floats(tokens[i], to.rows + i * kRowStride, head_dim);
   }
 
   // Lanes without a token are nullptr and become zeros.

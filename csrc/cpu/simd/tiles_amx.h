@@ -35,9 +35,9 @@ struct AmxTiles {
     return {rows ? arena.take<Packed>(size) : nullptr, columns ? arena.take<Packed>(size) : nullptr};
   }
 
-  static void pack(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Operand<Packed> to) {
-    if (to.rows != nullptr) pack_rows(from, stride, count, head_dim, to.rows);
-    if (to.columns != nullptr) pack_columns(from, stride, count, head_dim, to.columns);
+  static void pack(const Bfloat16* const* tokens, int64_t count, int64_t head_dim, Operand<Packed> to) {
+    if (to.rows != nullptr) pack_rows(tokens, count, head_dim, to.rows);
+    if (to.columns != nullptr) pack_columns(tokens, count, head_dim, to.columns);
   }
 
   // Word [d / 2][lane] holds elements d and d + 1 of the lane's token.
@@ -145,22 +145,24 @@ struct AmxTiles {
   // Compilers do not know that tile loads read memory: what was written has to be there before the first of them.
   static PDK_INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
-  static void pack_rows(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Packed* rows) {
+  static void pack_rows(const Bfloat16* const* tokens, int64_t count, int64_t head_dim, Packed* rows) {
     const int64_t depth = padded(head_dim);
     for (int64_t i = 0; i < count; ++i, rows += depth) {
-      __builtin_memcpy(rows, from + i * stride, 2 * head_dim);
+      __builtin_memcpy(rows, tokens[i], 2 * head_dim);
       __builtin_memset(rows + head_dim, 0, 2 * (depth - head_dim));
     }
     __builtin_memset(rows, 0, 2 * depth * (rounded_up(count, kBlock) - count));
   }
 
-  static void pack_columns(const Bfloat16* from, int64_t stride, int64_t count, int64_t head_dim, Packed* columns) {
+  static void pack_columns(const Bfloat16* const* tokens, int64_t count, int64_t head_dim, Packed* columns) {
     for (int64_t token = 0; token < count; token += kBlock) {
       for (int64_t d = 0; d < padded(head_dim); d += kLanes) {
         Ints words[kLanes];  // [pair of tokens][d]
         for (int i = 0; i < kLanes; ++i) {
-          const int64_t even = token + 2 * i;
-          words[i] = elements(from, stride, even, count, d, head_dim) | elements(from, stride, even + 1, count, d, head_dim) << 16;
+          const int64_t even = token + 2 * i, odd = even + 1;
+          words[i] = Ints{};
+          if (even < count) words[i] |= elements(tokens[even], d, head_dim);
+          if (odd < count) words[i] |= elements(tokens[odd], d, head_dim) << 16;
         }
         transpose(words);
         for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(columns + (d + i) * kChunk + token) = words[i];
@@ -169,13 +171,12 @@ struct AmxTiles {
   }
 
   // 16 elements of a token from d on, a word each.
-  static PDK_INLINE Ints elements(const Bfloat16* from, int64_t stride, int64_t token, int64_t count, int64_t d, int64_t head_dim) {
-    if (token >= count || d >= head_dim) return Ints{};
+  static PDK_INLINE Ints elements(const Bfloat16* token, int64_t d, int64_t head_dim) {
     Shorts shorts{};
     if (head_dim - d >= kLanes) {
-      shorts = *reinterpret_cast<const Shorts*>(from + token * stride + d);
-    } else {
-      __builtin_memcpy(&shorts, from + token * stride + d, 2 * (head_dim - d));
+      shorts = *reinterpret_cast<const Shorts*>(token + d);
+    } else if (head_dim > d) {
+      __builtin_memcpy(&shorts, token + d, 2 * (head_dim - d));
     }
     return __builtin_convertvector(shorts, Ints);
   }

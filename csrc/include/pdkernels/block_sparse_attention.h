@@ -26,7 +26,8 @@ struct TileLists {
   int64_t num_tiles;  // of this side
   int64_t visits;     // entries in each sample's tensor of tiles
 
-  int64_t tile_at(int64_t batch, int64_t place) const { return order[batch * order_stride + place]; }
+  // Without an order: as they come.
+  int64_t tile_at(int64_t batch, int64_t place) const { return order ? order[batch * order_stride + place] : place; }
   int64_t begin(int64_t batch, int64_t tile) const { return offsets[batch * offsets_stride + tile]; }
   int64_t end(int64_t batch, int64_t tile) const { return offsets[batch * offsets_stride + tile + 1]; }
   int64_t other(int64_t batch, int64_t visit) const { return tiles[batch * tiles_stride + visit]; }

@@ -1,0 +1,231 @@
+"""Attention of a quadratic draft over a cached prefix against what else computes it, and what happens as the prefix grows.
+
+Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and 8 KV heads of 128, prefixes of 2048 and 8192 in
+a cache with room for the draft. Contenders get the draft's K and V already behind the prefix and their masks prebuilt, and are
+compared with float64 before they are timed. A baseline runs beside every round: scaled dot-product attention under a dense mask,
+the query heads of a KV head packed into rows. Two threads on the CPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import pdkernels as pd
+from bench.timing import compare
+from pdkernels.reference.speculative_attention import speculative_attention as reference
+from tests.harness.error_budget import assert_within_budget
+
+WIDTH = 8
+Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+GROUP = Q_HEADS // KV_HEADS
+TILE = 128
+THREADS = 2
+SECONDS = 4
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+CASES = [(prefix, dtype) for dtype in (torch.float32, torch.bfloat16) for prefix in (2048, 8192)]
+MASK = pd.masks.quadratic(WIDTH)
+NEW = MASK.q_len
+
+
+class Step(NamedTuple):
+    """One decoding step: ``(1, tokens, heads, head_dim)``, the cache with the new tokens' rows behind the prefix."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    prefix: int
+
+    @property
+    def lengths(self) -> Tensor:
+        return torch.tensor([self.prefix], device=self.q.device)
+
+    @property
+    def keys(self) -> tuple[Tensor, Tensor]:
+        """All keys and values, heads first."""
+        return tuple(cache[:, : self.prefix + NEW].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
+
+
+Attention = Callable[[], Tensor]
+
+
+@lru_cache(maxsize=1)
+def make_step(prefix: int, dtype: torch.dtype, device: str) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    randn = lambda tokens, heads: torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).to(device, dtype)  # noqa: E731
+    k_cache, v_cache = randn(prefix + NEW, KV_HEADS), randn(prefix + NEW, KV_HEADS)
+    return Step(randn(NEW, Q_HEADS), k_cache[:, prefix:].clone(), v_cache[:, prefix:].clone(), k_cache, v_cache, prefix)
+
+
+def dense_mask(step: Step) -> Tensor:
+    return torch.cat([torch.ones(NEW, step.prefix, dtype=torch.bool), MASK.dense()], dim=1).to(step.q.device)
+
+
+def packed(q: Tensor) -> Tensor:
+    """``(1, tokens, heads, head_dim)`` -> ``(1, KV heads, group * tokens, head_dim)``."""
+    return q.unflatten(2, (KV_HEADS, GROUP)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unpacked(out: Tensor) -> Tensor:
+    return out.unflatten(2, (GROUP, NEW)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+# ---- contenders
+
+
+def ours(step: Step) -> Attention:
+    plan, lengths = MASK.plan(TILE, TILE, step.q.device), step.lengths
+    return lambda: pd.speculative_attention(*step[:5], lengths, plan)
+
+
+def sdpa_packed(step: Step) -> Attention:
+    mask = dense_mask(step).repeat(GROUP, 1)
+    return lambda: unpacked(F.scaled_dot_product_attention(packed(step.q), *step.keys, attn_mask=mask))
+
+
+def sdpa_gqa(step: Step) -> Attention:
+    mask = dense_mask(step)
+    return lambda: F.scaled_dot_product_attention(step.q.transpose(1, 2), *step.keys, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def two_parts(step: Step) -> Attention:
+    """Prefix without a mask, tail with one, merged by their log-sum-exps: the best form PyTorch's own operators allow."""
+    if step.q.is_cuda:
+        attend = lambda q, k, v, bias: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[:2]  # noqa: E731
+    else:
+        attend = lambda q, k, v, bias: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)  # noqa: E731
+    bias = torch.zeros(NEW, NEW).masked_fill(~MASK.dense(), -torch.inf).repeat(GROUP, 1).to(step.q)
+    bias = bias.expand(1, KV_HEADS, -1, -1).contiguous()
+
+    def attention() -> Tensor:
+        q, (k, v), n = packed(step.q), step.keys, step.prefix
+        (first, first_lse), (second, second_lse) = attend(q, k[:, :, :n], v[:, :, :n], None), attend(q, k[:, :, n:], v[:, :, n:], bias)
+        weight = torch.sigmoid(first_lse - second_lse)
+        weight = (weight if weight.shape[1] == KV_HEADS else weight.transpose(1, 2))[..., : q.shape[2], None].to(q.dtype)
+        return unpacked(torch.lerp(second, first, weight))
+
+    return attention
+
+
+def flex(step: Step, block: tuple[int, int] | int) -> Attention:
+    seen = dense_mask(step)
+    block_mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, NEW, step.prefix + NEW, str(step.q.device), BLOCK_SIZE=block)
+    compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
+    return lambda: compiled(step.q.transpose(1, 2), *step.keys, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
+
+
+CONTENDERS: dict[str, Callable[[Step], Attention]] = {
+    "pdkernels": ours,
+    "SDPA, dense mask, heads packed": sdpa_packed,
+    "SDPA, dense mask, enable_gqa": sdpa_gqa,
+    "SDPA on prefix and tail, merged": two_parts,
+    "FlexAttention, compiled, its own blocks": lambda step: flex(step, 128),
+    "FlexAttention, compiled, blocks that fit (81, 128)": lambda step: flex(step, (NEW, 128)),
+}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(THREADS)
+    with torch.no_grad():
+        yield
+    torch.set_num_threads(threads)
+
+
+@lru_cache(maxsize=1)
+def oracle(prefix: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    step = make_step(prefix, dtype, device)
+    run = lambda dtype: reference(*(x.to(dtype) for x in step[:5]), step.lengths, MASK.dense().to(device))[0]  # noqa: E731
+    return run(torch.float64), run(dtype)
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize(("prefix", "dtype"), CASES, ids=[f"{prefix}-{NAMES[dtype]}" for prefix, dtype in CASES])
+def test_speculative_attention(benchmark, prefix: int, dtype: torch.dtype, name: str, device: str) -> None:
+    benchmark.group = f"speculative_attention, prefix {prefix}, {NAMES[dtype]}, {device}"
+    torch._dynamo.reset()
+    step = make_step(prefix, dtype, device)
+    contender, baseline = CONTENDERS[name](step), sdpa_packed(step)
+    # The others may round the results of both parts once more.
+    exact, eagerly = oracle(prefix, dtype, device)
+    if name == "pdkernels":
+        assert_within_budget(contender(), exact, eagerly, name=name)
+    else:
+        torch.testing.assert_close(contender().double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
+    started = time.perf_counter()
+    baseline()
+    flops = 4 * HEAD_DIM * Q_HEADS * (NEW * prefix + MASK.plan(TILE, TILE).visible_pairs)
+    compare(
+        benchmark,
+        contender,
+        baseline=baseline,
+        baseline_name="SDPA, dense mask, heads packed",
+        device=device,
+        rounds=max(6, min(60, int(SECONDS / (time.perf_counter() - started)))),
+        warmup=2,
+        op="speculative_attention",
+        contender=name,
+        prefix=prefix,
+        width=WIDTH,
+        dtype=NAMES[dtype],
+        flops=flops,
+    )
+    if "median_us" in benchmark.extra_info:
+        benchmark.extra_info["useful_tflops"] = round(flops / benchmark.extra_info["median_us"] / 1e6, 4)
+
+
+GROWING = {
+    "pdkernels": None,
+    "FlexAttention, prefix length in the mask function": int,
+    "FlexAttention, prefix length in a tensor": torch.tensor,
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_growing_prefix(benchmark, name: str, device: str) -> None:
+    """Five steps whose prefix grows by 9 tokens each, all that a step needs included: masks, plans, compilation."""
+    benchmark.group = f"speculative_attention, growing prefix, {device}"
+    torch._dynamo.reset()
+    step = make_step(2048, torch.bfloat16, device)
+    plan, seen = MASK.plan(TILE, TILE, device), MASK.dense().to(device)
+    compiled = torch.compile(flex_attention, fullgraph=True)
+    prefixes = iter(range(512, 2048, 9))
+
+    def one_step() -> Tensor:
+        prefix = next(prefixes)
+        if GROWING[name] is None:
+            return pd.speculative_attention(*step[:5], torch.tensor([prefix], device=device), plan)
+        length = GROWING[name](prefix)
+        length = length.to(device) if isinstance(length, Tensor) else length
+
+        def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return (j < length) | seen[i, (j - length).clamp(0, NEW - 1)]
+
+        block_mask = create_block_mask(visible, None, None, NEW, prefix + NEW, device, BLOCK_SIZE=(NEW, 128))
+        k, v = (cache[:, : prefix + NEW].transpose(1, 2) for cache in (step.k_cache, step.v_cache))
+        return compiled(step.q.transpose(1, 2), k, v, block_mask=block_mask, enable_gqa=True)
+
+    one_step()
+    compare(
+        benchmark,
+        one_step,
+        baseline=lambda: None,
+        baseline_name="nothing",
+        device=device,
+        rounds=5,
+        warmup=0,
+        op="speculative_attention growing",
+        contender=name,
+        dtype="bf16",
+    )

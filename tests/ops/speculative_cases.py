@@ -1,0 +1,133 @@
+"""Inputs, tails, and ways to run speculative_attention, for its tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import pdkernels as pd
+from pdkernels import masks
+from pdkernels.masks import Segment, SegmentMask, Stage, TilePlan
+from pdkernels.reference.speculative_attention import speculative_attention as reference
+from tests.harness.error_budget import assert_within_budget
+from tests.ops.attention_cases import on_device
+
+OP = torch.ops.pdkernels.speculative_attention.default
+NAN = float("nan")
+# Names a page that is not there; no place of a table that is read holds it.
+NO_PAGE = -(2**20)
+
+
+class Inputs(NamedTuple):
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    block_table: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Inputs:
+        return Inputs(*(None if x is None else function(x) for x in self))
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(x.to(dtype) for x in self[:5]), *self[5:])
+
+    def sequence(self, b: int) -> Inputs:
+        """One sequence by itself, with the whole pool of pages."""
+        caches = (x[b : b + 1] if self.block_table is None else x for x in self[3:5])
+        table = None if self.block_table is None else self.block_table[b : b + 1]
+        return Inputs(*(x[b : b + 1] for x in self[:3]), *caches, self.lengths[b : b + 1], table)
+
+
+class Results(NamedTuple):
+    out: Tensor
+    lse: Tensor
+
+
+def make_inputs(
+    new: int, lengths: Sequence[int], *, slots: int | None = None, page_size: int = 0,
+    heads: int = 4, kv_heads: int = 2, head_dim: int = 32, dtype: torch.dtype = torch.float32,
+) -> Inputs:  # fmt: skip
+    """NaN stands wherever nothing may be read: in the cache behind the lengths, and with a page size in pages nobody owns."""
+    generator = torch.Generator().manual_seed(new + 7 * sum(lengths))
+    batch, slots = len(lengths), max(lengths, default=0) + 3 if slots is None else slots
+
+    def randn(tokens: int, heads: int) -> Tensor:
+        return torch.randn(batch, tokens, heads, head_dim, generator=generator).to(dtype)
+
+    q, k_new, v_new, k_cache, v_cache = (randn(new, heads), *(randn(n, kv_heads) for n in (new, new, slots, slots)))
+    for b, length in enumerate(lengths):
+        k_cache[b, length:] = v_cache[b, length:] = NAN
+    # int32 and int64 take turns, apart from each other in the table.
+    inputs = Inputs(q, k_new, v_new, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int64 if new % 2 else torch.int32))
+    return in_pages(inputs, page_size) if page_size else inputs
+
+
+def in_pages(inputs: Inputs, page_size: int) -> Inputs:
+    """The same cache in pages, in random order."""
+    batch, slots = inputs.k_cache.shape[:2]
+    columns = -(-slots // page_size)
+    places = torch.randperm(batch * columns + 3, generator=torch.Generator().manual_seed(5))
+    table = places[: batch * columns].view(batch, columns)
+    pools = []
+    for cache in (inputs.k_cache, inputs.v_cache):
+        pool = cache.new_full((len(places), page_size, *cache.shape[2:]), NAN)
+        filled = F.pad(cache, (0, 0, 0, 0, 0, columns * page_size - slots), value=NAN)
+        pool[table] = filled.unflatten(1, (columns, page_size))
+        pools.append(pool)
+    table[torch.arange(columns) >= -(-inputs.lengths // page_size)[:, None]] = NO_PAGE
+    narrow = inputs.lengths.dtype == torch.int64
+    return inputs._replace(k_cache=pools[0], v_cache=pools[1], block_table=table.to(torch.int32 if narrow else torch.int64))
+
+
+def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None) -> Results:
+    device, name = on_device(backend)
+    *tensors, table = inputs.map(lambda x: x.to(device))
+    options = {"block_table": table, "scale": scale, "return_lse": True, "backend": name}
+    return Results(*(x.cpu() for x in pd.speculative_attention(*tensors, plan.to(device), **options)))
+
+
+def check(
+    backend: str, inputs: Inputs, mask: SegmentMask | Sequence[SegmentMask], tiles: tuple[int, int] = (32, 32), scale: float | None = None
+) -> Results:  # fmt: skip
+    """`mask` is one for all sequences, or one for each."""
+    if isinstance(mask, SegmentMask):
+        plan, dense = mask.plan(*tiles), mask.dense()
+    else:
+        plan, dense = TilePlan.stack([each.plan(*tiles) for each in mask]), torch.stack([each.dense() for each in mask])
+    actual = run(backend, inputs, plan, scale)
+    exact, same = (
+        reference(*typed[:6], dense, block_table=typed.block_table, scale=scale)
+        for typed in (inputs.to(torch.float64), inputs)
+    )
+    for name, *tensors in zip(Results._fields, actual, exact, same):
+        assert_within_budget(*tensors, name=name)
+    return actual
+
+
+TAILS: dict[str, SegmentMask] = {
+    "quadratic": masks.quadratic(6),
+    "quadratic, interleaved": masks.quadratic(5, in_group="causal", layout="interleaved"),
+    "candidates": masks.candidates(5, 9),
+    "tree": masks.tree([max(-1, i - 1 - (i * i) % 7) for i in range(50)]),
+    "block": masks.full(32),
+    "causal": masks.causal(67),
+    "one token": masks.causal(1),
+    # The chunks of a round, which are drafted together behind a cached plan.
+    "planned chunks": masks.planned([Stage(3, (33, 20))])[3:56, 3:56],
+    "planned chunks, sparse": masks.planned([Stage(3, (33, 20))], sparse=True)[3:56, 3:56],
+    "rows that see the prefix alone": SegmentMask([Segment(20, "none"), Segment(16, "causal"), Segment(5, "none", (range(1, 2),))]),
+    "nothing": masks.pack([], length=24),
+}
+
+
+def raw(inputs: Inputs, mask: SegmentMask, device: str) -> tuple:
+    """Arguments of the raw op."""
+    plan = mask.plan(32, 48, device)
+    *tensors, table = inputs.map(lambda x: x.to(device))
+    return (*tensors, plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, 0.2, table)

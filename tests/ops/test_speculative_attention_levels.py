@@ -1,0 +1,49 @@
+"""Speculative attention by the CPU kernels of every vector unit: see test_block_sparse_attention_levels.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from pdkernels.reference.speculative_attention import speculative_attention as reference
+from tests.harness.error_budget import assert_within_budget
+from tests.ops.attention_cases import DTYPES
+from tests.ops.speculative_cases import TAILS, Inputs, Results, make_inputs
+
+SHAPES = [(16, 2, 2), (40, 4, 2), (64, 7, 1), (128, 2, 1)]
+PAGES = [0, 1, 16]
+
+
+def run(ops: object, inputs: Inputs, tail: str) -> Results:
+    plan = TAILS[tail].plan(32, 48)
+    parts = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, inputs.q.shape[-1] ** -0.5)
+    return Results(*ops.speculative_attention(*inputs[:6], *parts, inputs.block_table))
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_within_the_error_budget(level_ops: object, tail: str) -> None:
+    """Dtypes, shapes and pages turn at speeds of their own; what AMX adds is bfloat16."""
+    mask, turn = TAILS[tail], list(TAILS).index(tail)
+    dtype = torch.bfloat16 if os.environ["PDKERNELS_CPU_ISA"] == "amx" else DTYPES[turn % len(DTYPES)]
+    head_dim, heads, kv_heads = SHAPES[turn % len(SHAPES)]
+    options = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": PAGES[turn % len(PAGES)]}
+    inputs = make_inputs(mask.q_len, (0, 37, 150), dtype=dtype, **options)
+    exact, same = (
+        reference(*typed[:6], mask.dense(), block_table=typed.block_table) for typed in (inputs.to(torch.float64), inputs)
+    )
+    for name, *tensors in zip(Results._fields, run(level_ops, inputs, tail), exact, same):
+        assert_within_budget(*tensors, name=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shares_of_a_long_prefix(level_ops: object, dtype: torch.dtype) -> None:
+    """Beyond 4096 slots there are several shares, whatever the length; a sequence by itself gets the same bits."""
+    inputs = make_inputs(42, (4200, 0, 90), slots=4300, heads=2, kv_heads=1, head_dim=32, dtype=dtype)
+    results = run(level_ops, inputs, "quadratic")
+    dense = TAILS["quadratic"].dense()
+    for name, *tensors in zip(Results._fields, results, reference(*inputs.to(torch.float64)[:6], dense), reference(*inputs[:6], dense)):
+        assert_within_budget(*tensors, name=name)
+    alone = run(level_ops, inputs.sequence(2), "quadratic")
+    assert all(torch.equal(a[2:], b) for a, b in zip(results, alone))
