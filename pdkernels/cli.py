@@ -76,7 +76,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
     method: Annotated[
-        list[str] | None, typer.Option(help="Decoding method, or 'all'. May be given several times to compare.")
+        list[str] | None, typer.Option(help="Decoding method, or 'all' that the model can run. May be given several times to compare.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
     block_size: Annotated[int | None, typer.Option(help="Jacobi: tokens per block.")] = None,
@@ -95,8 +95,8 @@ def generate(
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
     try:
-        methods = _methods(method or ["jacobi"], options)
         language_model = models.load(model)
+        methods = _methods(method or ["jacobi"], options, language_model)
         tiny = sum(parameter.numel() for parameter in language_model.parameters()) < _TINY
         if threads is not None or tiny:
             torch.set_num_threads(threads or 1)
@@ -120,10 +120,11 @@ def generate(
         raise typer.Exit(1)
 
 
-def _methods(names: list[str], options: dict[str, Any]) -> dict[str, dict[str, Any]]:
+def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
     """The options of each method asked for. An option that none of them takes is an error, not ignored."""
     if "all" in names:
-        names = list(decoding.available())
+        fills_masks = model.mask_token is not None
+        names = [name for name in decoding.available() if fills_masks or "mask_token" not in decoding.method_options(name)]
     accepted = {name: decoding.method_options(name) for name in names}
     for option in options:
         if not any(option in known for known in accepted.values()):

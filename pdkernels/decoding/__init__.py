@@ -10,24 +10,32 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.decoding import autoregressive, jacobi
+from pdkernels.decoding import (
+    autoregressive,
+    block_diffusion,
+    jacobi,
+    jacobi_multiblock,
+    linear_self_speculation,
+    quadratic_self_speculation,
+)
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens, TraceStep
+from pdkernels.decoding.result import DecodeResult, DecodeStats, DenoiseStep, LinearStep, OnTokens, TraceStep
 
-__all__ = ["DecodeResult", "DecodeStats", "TraceStep", "available", "generate", "method_options"]
+__all__ = ["DecodeResult", "DecodeStats", "DenoiseStep", "LinearStep", "TraceStep", "available", "generate", "method_options"]
 
-# A method fills a session; its keyword-only parameters are its options.
-_METHODS: dict[str, Callable[..., None]] = {
+# A method fills a session; its keyword-only parameters are its options. One that spends more than a forward on a draft
+# returns in how many its sequences took part, all together.
+_METHODS: dict[str, Callable[..., int | None]] = {
     "autoregressive": autoregressive.decode,
     "jacobi": jacobi.decode,
+    "jacobi_multiblock": jacobi_multiblock.decode,
+    "linear_self_speculation": linear_self_speculation.decode,
+    "quadratic_self_speculation": quadratic_self_speculation.decode,
+    "block_diffusion": block_diffusion.decode,
 }
 
 # Names of the other methods this library is about: asking for one is no typing error.
 _NAMED = (
-    "jacobi_multiblock",
-    "linear_self_speculation",
-    "quadratic_self_speculation",
-    "block_diffusion",
     "recurrent_static",
     "recurrent_adaptive",
     "recurrent_self_speculation",
@@ -50,7 +58,7 @@ def available() -> tuple[str, ...]:
     """Names of the methods `generate` offers.
 
     >>> available()
-    ('autoregressive', 'jacobi')
+    ('autoregressive', 'jacobi', 'jacobi_multiblock', 'linear_self_speculation', 'quadratic_self_speculation', 'block_diffusion')
     """
     return tuple(_METHODS)
 
@@ -76,7 +84,7 @@ def generate(
     trace: bool = False,
     **options: Any,
 ) -> DecodeResult:
-    """Generate greedily from `prompt`, with the decoding method called `method`.
+    """Generate from `prompt`, with the decoding method called `method`.
 
     Args:
         model: a model with `new_cache`, `config.vocab_size`, `tokenizer` and `end_tokens`, called as
@@ -94,7 +102,15 @@ def generate(
             - ``autoregressive``: `page_size`.
             - ``jacobi``: `block_size` (16) decodes block after block, `window` keeps one running draft of that length
               instead; `seed` (0) of the tokens a draft starts from; `page_size`.
+            - ``jacobi_multiblock``: up to `blocks` (2) blocks of `block_size` (16) under way, the next one opened when
+              `spawn_ratio` (0.85) of the newest is accepted; up to `verification_size` (4) rows tried per forward, found
+              in the last `pool_size` (4) rejected sequences; `seed` (0), `page_size`.
+            - ``linear_self_speculation``: `block_size` (32), `threshold` (0), `verification` ("compare").
+            - ``quadratic_self_speculation``: `draft_len` (16), `masks_per_group`, `label_shift` (0), `in_group`
+              ("bidirectional"), `ensemble_weight` (1) and `ensemble` ("probability").
+            - ``block_diffusion``: `block_size` (32), `threshold` (0.9) or None and `steps_per_block`, `refresh` ("causal").
 
+            These three take `mask_token` (the model's own by default), `temperature` (0) and `seed` (0) of the draws, `page_size`.
             `page_size` is the number of rows per page of a paged KV cache; None, the default, keeps it contiguous.
 
     Returns:
@@ -106,9 +122,9 @@ def generate(
         TypeError: an unknown option or an argument of the wrong type.
         NotImplementedError: a method this version does not have yet.
 
-    The forward over the prompt counts as a forward. A method never changes the tokens, only what they cost: every
-    method here gives the tokens of greedy autoregressive decoding, on logits that do not depend on how many rows a
-    forward has.
+    The forward over the prompt counts as a forward. All methods but ``block_diffusion`` change only what tokens cost: at
+    temperature 0 (and `ensemble_weight` 1) they give those of greedy autoregressive decoding, on logits that do not depend on
+    how many rows a forward has. Above it they draw from the model's own law.
 
     Example:
         >>> from pdkernels.models.transformer import Transformer, TransformerConfig
@@ -133,12 +149,12 @@ def generate(
     session = Session(model, prompts, max_new_tokens, ends, on_tokens, trace)
     started = time.perf_counter()
     with torch.inference_mode():
-        decode(session, **options)
+        forwards = decode(session, **options)
     seconds = time.perf_counter() - started - session.callback_seconds
 
     tokens = sum(len(ids) for ids in session.tokens)
-    # A sequence takes part in the prompt's forward and in one per verified draft.
-    taken_part = sum(1 + len(accepted) for accepted in session.accepted)
+    # By default a sequence takes part in the prompt's forward and in one per verified draft.
+    taken_part = forwards or sum(1 + len(accepted) for accepted in session.accepted)
     stats = DecodeStats(
         method=method,
         forwards=session.forwards,
@@ -161,7 +177,7 @@ def _is_int(value: object) -> bool:
     return type(value) is int
 
 
-def _method(method: str) -> Callable[..., None]:
+def _method(method: str) -> Callable[..., int | None]:
     check_type(isinstance(method, str), _OP, "method", "be a str", type(method).__name__)
     offered = ", ".join(available())
     if method in _NAMED:

@@ -66,7 +66,7 @@ class Session:
 
     def record_first(self, sequence: int, token: int) -> None:
         """The token that the prompt's forward gave."""
-        self._emit(sequence, [token], 0)
+        self.emit(sequence, [token], 0)
 
     def record_step(
         self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
@@ -78,9 +78,10 @@ class Session:
         new = draft[1:accepted]
         if draft[accepted - 1] not in self.end_tokens:
             new.append(next_token)
-        self._emit(sequence, new, accepted - 1)
+        self.emit(sequence, new, accepted - 1)
 
-    def _emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
+    def emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
+        """New tokens of a sequence, of which the first `accepted_drafts` were drafted before they were accepted."""
         self.tokens[sequence] += new
         if self._on_tokens is not None:
             started = time.perf_counter()

@@ -20,6 +20,22 @@ class TraceStep(NamedTuple):
     accepted: int  # draft[:accepted] was committed
 
 
+class LinearStep(NamedTuple):
+    """One cycle of linear self-speculation: a `TraceStep` with the forwards that drafted and judged it."""
+
+    draft: list[int]
+    predictions: list[int]
+    accepted: int
+    forwards: int  # draft passes of this sequence, and the verify pass
+
+
+class DenoiseStep(NamedTuple):
+    """One forward of block diffusion over an unfinished block, as one sequence of the batch saw it."""
+
+    block: list[int]  # open slots hold the mask token
+    committed: dict[int, int]  # slot -> token
+
+
 @dataclass(frozen=True)
 class DecodeStats:
     """What a generation cost.
@@ -32,9 +48,10 @@ class DecodeStats:
             part in none), so that the figure of a sequence is the same alone and in a batch; 1.0 is autoregressive.
         seconds: wall time from the first allocation to the last token on the host, without the time spent in
             `on_tokens`.
-        accepted: per sequence, the draft tokens committed by each forward after the prompt's, the always right first
-            one included. One list per sequence, also for a single prompt.
-        trace: per sequence, one `TraceStep` per forward after the prompt's; None unless asked for.
+        accepted: per sequence, the draft tokens committed by each forward that judged a draft, the always right first
+            one included; in block diffusion the slots that each forward filled. One list per sequence, also for a
+            single prompt.
+        trace: per sequence, one `TraceStep` (or the method's own form of it) per judged draft; None unless asked for.
     """
 
     method: str
@@ -43,7 +60,7 @@ class DecodeStats:
     tokens_per_forward: float
     seconds: float
     accepted: list[list[int]]
-    trace: list[list[TraceStep]] | None = None
+    trace: list[list[TraceStep]] | list[list[LinearStep]] | list[list[DenoiseStep]] | None = None
 
     @property
     def tokens_per_second(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +20,14 @@ class Visibility(NamedTuple):
     """The keys of one forward: how many to read per sequence, and which of them each row sees.
 
     `mask` is True where a row sees a key, and broadcasts to `(batch, heads, rows, keys)`, or is the plan of such a mask.
-    None: every row sees every key, or, with `causal`, row i sees keys 0..i.
+    None: every row sees every key, or, with `causal`, row i sees keys 0..i. With `tail` the `keys` are those of the cached
+    prefix alone, and the columns of `mask` behind them are the new tokens.
     """
 
     keys: int
     mask: torch.Tensor | TilePlan | None
     causal: bool = False
+    tail: bool = False
 
 
 def uncached_visibility(length: int, mask: torch.Tensor | TilePlan | None) -> Visibility:
@@ -58,6 +61,47 @@ def cached_visibility(cache: Cache, lengths: list[int] | None, counts: list[int]
     device = cache.lengths.device
     last_seen = cache.lengths[:, None] + torch.arange(rows, device=device)
     return Visibility(keys, torch.arange(keys, device=device) <= last_seen[:, None, :, None])
+
+
+def planned_visibility(cache: Cache, lengths: list[int] | None, mask: torch.Tensor | TilePlan) -> Visibility:
+    """New tokens that see the whole prefix of their sequence, and each other as `mask` says."""
+    keys = cache.capacity if lengths is None else max(lengths)
+    tail = _dense(mask) if isinstance(mask, TilePlan) else mask
+    tail = tail.expand(cache.batch, *tail.shape[-2:])
+    prefix = torch.arange(keys, device=tail.device) < cache.lengths[:, None]
+    return Visibility(keys, torch.cat([prefix[:, None].expand(-1, tail.shape[1], -1), tail], -1)[:, None], tail=True)
+
+
+@lru_cache(maxsize=32)
+def _dense(plan: TilePlan) -> torch.Tensor:
+    """A decoder gives the same few plans again and again."""
+    return plan.dense()
+
+
+def attend_cached(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visibility: Visibility,
+    cache: Cache,
+    layer: int,
+    counts: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
+    if visibility.tail:
+        mixed = _attend_tail(q, k, v, visibility, cache, layer)
+        cache.append_(layer, k, v, counts)
+        return mixed
+    cache.append_(layer, k, v, counts)
+    return attend(q, *cache.layer(layer, visibility.keys), visibility)
+
+
+def _attend_tail(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
+) -> torch.Tensor:
+    """The new tokens' K and V come from the forward, not from the cache, which need not keep (or have room for) them all."""
+    keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.keys), (k, v)))
+    return attend(q, keys, values, visibility)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:

@@ -17,8 +17,9 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import Visibility, attend, cached_visibility, uncached_visibility
-from pdkernels.models.rope import RopeStyle, Rotation, YarnScaling, rope_tables, rotate
+from pdkernels.models.attention import Visibility, cached_visibility, planned_visibility, uncached_visibility
+from pdkernels.models.layer import Layer, rms_norm
+from pdkernels.models.rope import RopeStyle, Rotation, YarnScaling, rope_tables
 
 if TYPE_CHECKING:
     from pdkernels.cache import ContiguousKVCache, PagedKVCache
@@ -72,61 +73,11 @@ class TransformerConfig:
         return self.heads // self.kv_heads
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm: statistics in fp32 (fp64 for fp64 input), cast to the dtype of `x`, then the weight."""
-    return F.rms_norm(x, weight.shape, None, eps) * weight
-
-
-class Layer(nn.Module):
-    """Attention and SwiGLU, each behind a norm and a residual.
-
-    Projections of the same input are one matrix. Its parameters stand here without modules around them, whose calls
-    take a noticeable share of a small model's step.
-    """
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        hidden, width = config.hidden_size, config.heads * config.head_dim
-        qkv_width = width + 2 * config.kv_heads * config.head_dim
-        self.attention_norm = nn.Parameter(torch.empty(hidden))
-        self.qkv = nn.Parameter(torch.empty(qkv_width, hidden))
-        self.register_parameter("qkv_bias", nn.Parameter(torch.empty(qkv_width)) if config.qkv_bias else None)
-        self.output = nn.Parameter(torch.empty(hidden, width))
-        self.mlp_norm = nn.Parameter(torch.empty(hidden))
-        self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, hidden))
-        self.down = nn.Parameter(torch.empty(hidden, config.intermediate_size))
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        rotation: Rotation,
-        visibility: Visibility,
-        index: int,
-        cache: Cache | None,
-        counts: torch.Tensor | None,
-    ) -> torch.Tensor:
-        config = self.config
-        heads, kv_heads = config.heads, config.kv_heads
-        qkv = F.linear(rms_norm(x, self.attention_norm, config.norm_eps), self.qkv, self.qkv_bias)
-        qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
-        qk, v = qkv.split((heads + kv_heads, kv_heads), -2)
-        q, k = rotate(qk, rotation, config.rope_style).split((heads, kv_heads), -2)
-        if rotation.query_scale is not None:
-            q = q * rotation.query_scale.to(q.dtype)
-        if cache is not None:
-            cache.append_(index, k, v, counts)
-            k, v = cache.layer(index, visibility.keys)
-        x = x + F.linear(attend(q, k, v, visibility).flatten(-2), self.output)
-        gate, up = F.linear(rms_norm(x, self.mlp_norm, config.norm_eps), self.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
-
-
 class Transformer(nn.Module):
     """A decoder-only language model on our KV caches.
 
-    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be
-    fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
+    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
+    the id of an open place, for models that were trained to fill those in. Parameters may be fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
     ...                            intermediate_size=24)
@@ -144,7 +95,12 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, config: TransformerConfig, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()
+        self,
+        config: TransformerConfig,
+        *,
+        tokenizer: Tokenizer | None = None,
+        end_tokens: Sequence[int] = (),
+        mask_token: int | None = None,
     ) -> None:
         super().__init__()
         check_type(isinstance(config, TransformerConfig), "Transformer", "config", "be a TransformerConfig",
@@ -152,9 +108,12 @@ class Transformer(nn.Module):
         for token in end_tokens:
             check(0 <= token < config.vocab_size, "Transformer", "end_tokens",
                   f"be ids below vocab_size ({config.vocab_size})", token)
+        check(mask_token is None or 0 <= mask_token < config.vocab_size, "Transformer", "mask_token",
+              f"be an id below vocab_size ({config.vocab_size})", mask_token)
         self.config = config
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
+        self.mask_token = mask_token
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
@@ -217,6 +176,7 @@ class Transformer(nn.Module):
         positions: torch.Tensor | None = None,
         mask: torch.Tensor | TilePlan | None = None,
         rows: torch.Tensor | Sequence[int] | slice | None = None,
+        adapted: bool | torch.Tensor = False,
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
 
@@ -226,23 +186,95 @@ class Transformer(nn.Module):
         With a cache: row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and
         it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay.
         `counts` `(batch,)` int32 or int64: only the rows i < counts[b] count; the others are padding, which is not
-        stored and whose logits mean nothing.
+        stored and whose logits mean nothing. A `mask` (as above) says instead what the T rows see of each other; all of them
+        see the whole prefix. Then `counts` says how many rows are stored, 0 for a forward that only reads, and rows behind
+        those are like others: seen where the mask shows them, with logits that mean what they should. `positions` are offsets
+        from `cache.lengths` in 0..T-1; K and V are stored in the order of the rows all the same.
 
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
+
+        `adapted`: which rows take the adapter (`attach_adapter_`) in their attention's output projection: all (True),
+        none, or those of a bool `(T,)` or `(batch, T)`.
 
         Raises ValueError for shapes and values, TypeError for dtypes. On CUDA nothing waits for the device, unless
         `rows` are ints, which have to be copied there. Compiled code does not look at values: there `positions` must lie
         below `max_positions` or T, and `rows` below T.
         """
-        self._validate(tokens, cache, counts, positions, mask)
+        x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
+        if rows is not None:
+            x = _select_rows(x, rows)
         if cache is None:
-            return self._run(tokens, uncached_visibility(tokens.shape[1], mask),
-                             self._uncached_rotation(tokens, positions), None, None, rows)
+            return self.logits(x)
+        with torch.no_grad():
+            return self.logits(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
+        head = self.embedding if self.head is None else self.head
+        return F.linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
+        mask: torch.Tensor | TilePlan | None = None,
+        adapted: bool | torch.Tensor = False,
+    ) -> torch.Tensor:
+        """What `logits` needs of all rows, `(batch, T, hidden_size)`, for callers who learn later which they want.
+
+        The arguments are those of a forward.
+        """
+        self._validate(tokens, cache, counts, positions, mask)
+        gate = self._gate(adapted, tokens.shape)
+        if cache is None:
+            visibility = uncached_visibility(tokens.shape[1], mask)
+            return self._run(tokens, visibility, self._uncached_rotation(tokens, positions), None, None, gate)
         # The cache keeps no graph, so neither does a forward on it.
         with torch.no_grad():
-            visibility, rotation = self._on_cache(tokens.shape[1], cache, counts)
-            return self._run(tokens, visibility, rotation, cache, counts, rows)
+            visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
+            return self._run(tokens, visibility, rotation, cache, counts, gate)
+
+    def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
+        """Give every layer's output projection W a low-rank rival ``W + scale * b @ a``, for the rows that a forward adapts.
+
+        Self-speculation drafts with it and verifies without. The pairs become parameters (`adapter_in`, `adapter_out` of
+        each layer, the scale inside the latter): they follow `.to` and stand in the state dict.
+
+        Args:
+            pairs: for each layer a ``(rank, heads * head_dim)`` and b ``(hidden_size, rank)``.
+            scale: of the product; LoRA's alpha / rank.
+
+        Raises:
+            ValueError: wrong shapes, or not one pair per layer.
+        """
+        check(len(pairs) == len(self.layers), "Transformer.attach_adapter_", "pairs",
+              f"be one pair for each of {len(self.layers)} layers", len(pairs))
+        for layer, (a, b) in zip(self.layers, pairs, strict=True):
+            layer.attach_adapter_(a, b * scale)
+
+    @property
+    def has_adapter(self) -> bool:
+        """Whether a forward may adapt rows."""
+        return self.layers[0].adapter_in is not None
+
+    def _gate(self, adapted: bool | torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+        """Factor of the adapter's output that broadcasts to `(batch, T, hidden_size)`; None: no adapter."""
+        if adapted is False:
+            return None
+        op = "Transformer"
+        check(self.has_adapter, op, "adapted", "be False for a model without an adapter", adapted,
+              "Give it one with attach_adapter_.")
+        if adapted is True:
+            return torch.ones((), dtype=self.dtype, device=self.device)
+        check_type(isinstance(adapted, torch.Tensor) and adapted.dtype == torch.bool, op, "adapted",
+                   "be a bool or a bool tensor", getattr(adapted, "dtype", type(adapted).__name__))
+        check(adapted.shape in (shape, shape[1:]), op, "adapted", f"have shape ({shape[1]},) or {tuple(shape)}",
+              tuple(adapted.shape))
+        return adapted.to(self.dtype)[..., None]
 
     def _run(
         self,
@@ -251,7 +283,7 @@ class Transformer(nn.Module):
         rotation: Rotation,
         cache: Cache | None,
         counts: torch.Tensor | None,
-        rows: torch.Tensor | Sequence[int] | slice | None,
+        gate: torch.Tensor | None,
     ) -> torch.Tensor:
         try:
             x = F.embedding(tokens, self.embedding)
@@ -260,11 +292,8 @@ class Transformer(nn.Module):
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, visibility, index, cache, counts)
-        if rows is not None:
-            x = _select_rows(x, rows)
-        head = self.embedding if self.head is None else self.head
-        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), head)
+            x = layer(x, rotation, visibility, index, cache, counts, gate)
+        return x
 
     def _validate(
         self,
@@ -281,31 +310,27 @@ class Transformer(nn.Module):
         batch, length = tokens.shape
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
-            if positions is not None:
-                if positions.shape not in ((length,), (batch, length)):
-                    fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
-                check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
-            if isinstance(mask, TilePlan):
-                if (mask.q_len, mask.kv_len) != (length, length):
-                    fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
-                if mask.batch not in (None, batch):
-                    fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
-                if mask.device != self.device:
-                    fail(op, "mask", f"be on the model's device ({self.device})", mask.device)
-            elif mask is not None:
-                check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
-                           type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
-                if mask.shape not in ((length, length), (batch, length, length)):
-                    fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})",
-                         tuple(mask.shape))
-                check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
-            return
-        for name, value in (("positions", positions), ("mask", mask)):
-            check(value is None, op, name, "be None with a cache", "a plan" if isinstance(value, TilePlan) else "a tensor",
-                  "Cached rows stand behind the prefix and are causal.")
-        check(cache.batch == batch, op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
-        if counts is not None:
-            check_index(op, "counts", counts, (batch,), cache.lengths.device)
+        else:
+            check(cache.batch == batch, op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
+            if counts is not None:
+                check_index(op, "counts", counts, (batch,), cache.lengths.device)
+        if positions is not None:
+            if positions.shape not in ((length,), (batch, length)):
+                fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
+            check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
+        if isinstance(mask, TilePlan):
+            if (mask.q_len, mask.kv_len) != (length, length):
+                fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
+            if mask.batch not in (None, batch):
+                fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
+            if mask.device != self.device:
+                fail(op, "mask", f"be on the model's device ({self.device})", mask.device)
+        elif mask is not None:
+            check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
+                       type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
+            if mask.shape not in ((length, length), (batch, length, length)):
+                fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
+            check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
 
     def _rope(self, limit: int) -> Rotation:
         """The table of at least `limit` positions; it grows by doubling and is shared by all forwards."""
@@ -332,18 +357,34 @@ class Transformer(nn.Module):
             limit = high + 1
         return self._rope(limit).at(positions)
 
-    def _on_cache(self, rows: int, cache: Cache, counts: torch.Tensor | None) -> tuple[Visibility, Rotation]:
+    def _on_cache(
+        self,
+        rows: int,
+        cache: Cache,
+        counts: torch.Tensor | None,
+        offsets: torch.Tensor | None,
+        mask: torch.Tensor | TilePlan | None,
+    ) -> tuple[Visibility, Rotation]:
         """What the new rows see, and the rotation of their positions. The host reads lengths only on the CPU."""
         lengths = host_counts = None
         if cache.lengths.device.type == "cpu":
             lengths = cache.lengths.tolist()
             host_counts = None if counts is None else counts.tolist()
-        visibility = cached_visibility(cache, lengths, host_counts, rows)
+        if mask is None:
+            visibility = cached_visibility(cache, lengths, host_counts, rows)
+        else:
+            visibility = planned_visibility(cache, lengths, mask)
         # Padding rows may stand behind the capacity, never behind capacity + rows.
         table = self._rope(cache.capacity + rows)
-        if lengths is not None and lengths.count(lengths[0]) == len(lengths):
-            return visibility, table.span(lengths[0], rows)
-        return visibility, table.at(cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device))
+        if offsets is None:
+            if lengths is not None and lengths.count(lengths[0]) == len(lengths):
+                return visibility, table.span(lengths[0], rows)
+            offsets = torch.arange(rows, device=cache.lengths.device)
+        elif lengths is not None and offsets.numel():
+            low, high = (int(value) for value in offsets.aminmax())
+            check(low >= 0 and high < rows, "Transformer", "positions", f"lie in [0, {rows}) with a cache", f"{low}..{high}",
+                  "There they count from the cached length.")
+        return visibility, table.at(cache.lengths[:, None] + offsets)
 
 
 def _select_rows(x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:

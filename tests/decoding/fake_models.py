@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
+from pdkernels.masks import TilePlan
 
 VOCABULARY = 23
 LAYERS = 2
@@ -105,6 +107,16 @@ class FakeModel:
             rows.append(row)
         return torch.tensor(rows).reshape(-1, VOCABULARY)
 
+    def _under_a_mask(
+        self, out: torch.Tensor, prefix: list[int], tokens: list[int], offsets: list[int], mask: torch.Tensor
+    ) -> None:
+        """A row says something if it sees the new tokens at every offset up to its own, once each; else it stays poison."""
+        for row, seen in enumerate(mask.tolist()):
+            new = sorted(zip(compress(offsets, seen), compress(tokens, seen)))
+            if [offset for offset, _ in new] == list(range(offsets[row] + 1)):
+                history = prefix + [token for _, token in new]
+                out[row] = self.logits(history, len(history) - 1)[0]
+
     def plain(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """The interface of the reference decoders."""
         length = tokens.shape[1]
@@ -118,12 +130,16 @@ class FakeModel:
         *,
         cache: Any,
         counts: torch.Tensor | None = None,
+        mask: TilePlan | torch.Tensor | None = None,
+        positions: torch.Tensor | None = None,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         batch, width = tokens.shape
         lengths = cache.lengths.tolist()
         valid = [width] * batch if counts is None else counts.tolist()
-        positions = cache.lengths[:, None] + torch.arange(width)
+        tail = mask.dense() if isinstance(mask, TilePlan) else mask
+        offsets = (torch.arange(width) if positions is None else positions).expand(batch, width)
+        positions = cache.lengths[:, None] + offsets
         for layer in range(LAYERS):
             k = tokens.reshape(batch, width, 1, 1).float()
             v = positions.reshape(batch, width, 1, 1).float()
@@ -134,11 +150,15 @@ class FakeModel:
         out = torch.full((batch, width, VOCABULARY), float("nan"))  # rows that do not count are poison
         for b in range(batch):
             end = lengths[b] + valid[b]
+            ordered = end if tail is None else lengths[b]  # under a mask the new tokens need not stand in order
             for k, v in read:
-                assert v[b, :end].flatten().tolist() == list(range(end)), "a cache row stands in the wrong place"
+                assert v[b, :ordered].flatten().tolist() == list(range(ordered)), "a cache row stands in the wrong place"
                 assert torch.equal(k[b, :end], read[0][0][b, :end]), "the layers disagree"
-            ids = [int(token) for token in read[0][0][b, :end].flatten().tolist()]
-            out[b, : valid[b]] = self.logits(ids, lengths[b])
+            ids = [int(token) for token in read[0][0][b, :ordered].flatten().tolist()]
+            if tail is None:
+                out[b, : valid[b]] = self.logits(ids, lengths[b])
+            else:
+                self._under_a_mask(out[b], ids, tokens[b].tolist(), offsets[b].tolist(), tail.expand(batch, width, width)[b])
         if rows is not None:
             out = out.gather(1, rows[..., None].expand(-1, -1, VOCABULARY))
         self.rows_seen.append(out.shape[1])

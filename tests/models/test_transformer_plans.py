@@ -89,5 +89,3 @@ def test_errors() -> None:
         with pytest.raises(error) as caught:
             model(some, mask=mask)
         assert str(caught.value) == f"pdkernels.Transformer: {message}"
-    with pytest.raises(ValueError, match=r"mask must be None with a cache, got a plan\. Cached rows stand behind the prefix"):
-        model(tokens, mask=plan, cache=model.new_cache(2, 57))

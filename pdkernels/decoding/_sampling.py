@@ -1,0 +1,96 @@
+"""Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
+
+A draw belongs to a place in the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
+the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the same tokens alone,
+in a batch and in the reference, and nothing random has to be stored.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type
+
+OWN = 0  # step of the tokens that the model's own law puts at a position, whichever forward computes it
+
+_WORD = 0xFFFFFFFF
+
+
+def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """Philox4x32-10 words of ``(seed, step, row, 0 .. columns - 1)``: ``(*rows.shape, columns)`` int64 in 0 .. 2**32 - 1.
+
+    `step` broadcasts against `rows`. The same words as those of reference/philox.py.
+    """
+    blocks = -(-columns // 4)
+    c0 = torch.arange(blocks, device=rows.device).expand(*rows.shape, blocks)
+    c1 = rows.to(torch.int64)[..., None].expand_as(c0)
+    c2 = (torch.zeros_like(rows, dtype=torch.int64) + step)[..., None].expand_as(c0)
+    c3 = torch.zeros_like(c0)
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(10):
+        # The product's low 64 bits are right even when int64 wraps; the mask removes the sign the shift brings in.
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            (product1 >> 32 & _WORD) ^ c1 ^ k0,
+            product1 & _WORD,
+            (product0 >> 32 & _WORD) ^ c3 ^ k1,
+            product0 & _WORD,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(-2)[..., :columns]
+
+
+def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int) -> torch.Tensor:
+    """fp64 in (0, 1), ``(*rows.shape, columns)``."""
+    return (random_words(seed, step, rows, columns).double() + 0.5) / 2**32
+
+
+def draw(
+    logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int, step: torch.Tensor | int
+) -> torch.Tensor:
+    """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64 ``(batch, R)``.
+
+    Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `step` is a number
+    or broadcasts against `positions`.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    noise = torch.log(-torch.log(uniforms(seed, step, positions, logits.shape[-1])))
+    return (logits.double() - temperature * noise).argmax(-1)
+
+
+def law(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """fp64 probabilities that `draw` draws from, at a temperature above 0."""
+    return torch.softmax(logits.double() / temperature, -1)
+
+
+def without_(logits: torch.Tensor, token: int) -> torch.Tensor:
+    """Makes `token` impossible, in place: a guess is never the mask token, which would leave its slot as it was."""
+    logits[..., token] = -torch.inf
+    return logits
+
+
+def check_sampling(op: str, temperature: float, seed: int) -> None:
+    check_type(type(temperature) in (int, float), op, "temperature", "be a number", type(temperature).__name__)
+    check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
+    check_type(type(seed) is int, op, "seed", "be an int", type(seed).__name__)
+
+
+def checked_size(op: str, name: str, value: int) -> int:
+    check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+    check(value >= 1, op, name, "be at least 1", value)
+    return value
+
+
+def checked_mask_token(op: str, model: Any, given: int | None) -> int:
+    """The id of open slots: `given`, or the model's own."""
+    token = getattr(model, "mask_token", None) if given is None else given
+    check(token is not None, op, "mask_token", "be given for a model that has none of its own", None,
+          "Pass the id that the model was trained to fill in.")
+    check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
+    vocabulary = model.config.vocab_size
+    check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
+    return token

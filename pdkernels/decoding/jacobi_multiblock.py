@@ -1,0 +1,198 @@
+"""Greedy Jacobi decoding of several blocks at once, with rejected drafts tried again as branches of the same forward.
+
+Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
+The plain form is reference/jacobi_multiblock.py; both take the same forwards and accept the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._filler import filler_words
+from pdkernels.decoding._multiblock import Limits, Progress
+from pdkernels.decoding._session import Session
+from pdkernels.masks import TilePlan, candidates
+from pdkernels.ops import verify_draft
+
+_OP = "decoding.jacobi_multiblock"
+
+# Branches are padded to a multiple of this many tokens, so that few plans serve all steps.
+BRANCH_STEP = 8
+
+
+def decode(
+    session: Session,
+    *,
+    block_size: int = 16,
+    blocks: int = 2,
+    spawn_ratio: float = 0.85,
+    pool_size: int = 4,
+    verification_size: int = 4,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> None:
+    """Fill `session` with greedy tokens, several per forward where drafts or candidates are accepted.
+
+    Options:
+        block_size: tokens per block.
+        blocks: the most blocks under way, the one that is committed from included.
+        spawn_ratio: a block opens the next one when this share of its tokens is accepted.
+        pool_size: sequences that are kept to find candidates in, the oldest leaves first; 0 for no candidates.
+        verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
+        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
+            the tokens.
+        page_size: rows per cache page; None keeps the cache contiguous.
+    """
+    limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
+    check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+    limit = session.max_new_tokens
+    if limit == 0:
+        return
+    model = session.model
+    cache = _new_cache(session, page_size, limits)
+    device = cache.lengths.device
+    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    # On the host, where drafts are put together. Sequences of a batch share them: each takes the path it takes alone.
+    words = filler_words(seed, limit, block_size, torch.device("cpu"))
+
+    drafts = _first_drafts(session, cache, words[0], max(1, min(block_size, limit - 1)))
+    going: list[Progress | None] = [None] * session.batch
+    for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
+        session.record_first(sequence, draft[0])
+        if draft[0] not in session.end_tokens and limit > 1:
+            going[sequence] = Progress(prompt, draft, limit, limits)
+
+    every = torch.arange(session.batch, device=device)
+    slot = torch.arange(block_size, device=device)
+    while any(going):
+        step = _packed(going, device)
+        tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
+        logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
+        predictions = logits.argmax(-1).view(session.batch, step.branches, -1)
+        session.forwards += 1
+
+        drafted = step.tokens.view(session.batch, step.branches, -1)[..., : step.width]
+        verdict = verify_draft(
+            drafted, predictions[..., : step.width], draft_lengths=step.draft_lengths, end_tokens=ends
+        )
+        # The winner's rows move to the front; a lone branch is there already.
+        source = None if step.branches == 1 else verdict.row[:, None] * step.length + slot[: step.width]
+        cache.commit_(verdict.accepted, source)
+
+        # The one read of the device in a step.
+        columns = torch.stack([verdict.accepted, verdict.next_token, verdict.row], 1)
+        poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()
+        fresh = words[session.forwards - 1].tolist()
+        for sequence, (progress, line) in enumerate(zip(going, poll)):
+            if progress is None:
+                continue
+            accepted, next_token, row, *own = line
+            draft = step.drafts[sequence][row]
+            answers = own[: len(draft)]
+            session.record_step(sequence, draft, answers, accepted, next_token)
+            if next_token in session.end_tokens or accepted == progress.left:
+                going[sequence] = None
+            else:
+                progress.advance(draft, accepted, answers, own[step.width :], fresh)
+
+
+class _Step(NamedTuple):
+    """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks behind it."""
+
+    drafts: list[list[list[int]]]  # per sequence, what stands in front of each branch
+    branches: int
+    length: int  # tokens of a branch
+    width: int  # of them, the first that a draft of the batch may take
+    tokens: torch.Tensor  # (batch, branches * length)
+    rows: torch.Tensor | None  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks wait for
+    draft_lengths: torch.Tensor  # (batch,), 0 for a finished sequence
+    counts: torch.Tensor | None  # (batch,), None while all go on
+
+
+def _packed(going: Sequence[Progress | None], device: torch.device) -> _Step:
+    """What every sequence wants to try, as one rectangle, in one copy to the device."""
+    behind = [progress.behind() if progress else ([], []) for progress in going]
+    drafts = [progress.rows if progress else [[]] for progress in going]
+    branches = max(map(len, drafts))
+    width = max(len(rows[0]) for rows in drafts)
+    # A sequence with fewer candidates tries its draft again: the first of equals wins, so nothing comes of it.
+    drafts = [rows + rows[:1] * (branches - len(rows)) for rows in drafts]
+    length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, behind))
+    if branches > 1:
+        length = -(-length // BRANCH_STEP) * BRANCH_STEP
+    waiting = max(len(wanted) for _, wanted in behind)
+
+    lines: list[list[int]] = []
+    for rows, (tokens, wanted) in zip(drafts, behind):
+        padding = [0] * (length - len(rows[0]) - len(tokens))
+        asked = [*range(width), *wanted, *[0] * (waiting - len(wanted))]
+        line = [len(rows[0]), branches * length if rows[0] else 0]
+        for row in rows:
+            line += row + tokens + padding
+        for start in range(0, branches * length, length):
+            line += [start + place for place in asked]
+        lines.append(line)
+    packed = torch.tensor(lines).to(device, non_blocking=True)
+    all_asked = length == width and not waiting
+    return _Step(
+        drafts,
+        branches,
+        length,
+        width,
+        packed[:, 2 : 2 + branches * length].contiguous(),
+        None if all_asked else packed[:, 2 + branches * length :],
+        packed[:, 0].contiguous(),
+        None if all(going) else packed[:, 1].contiguous(),
+    )
+
+
+@lru_cache(maxsize=64)
+def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
+    """What the tokens of a step see of each other, and their positions behind the prefix."""
+    mask = candidates(branches, length)
+    return mask.plan(32, 32, device), mask.positions.to(device)
+
+
+def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int) -> list[list[int]]:
+    """Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers."""
+    device = cache.lengths.device
+    padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
+    slot = torch.arange(slots, device=device)
+    fillers = padded.gather(1, words[: slots - 1].to(device) % lengths[:, None])
+    padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
+    counts = session.ragged(lengths + (slots - 1))
+    drafts = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(-1)
+    session.forwards += 1
+    cache.commit_(lengths)
+    return drafts.tolist()
+
+
+def _new_cache(session: Session, page_size: int | None, limits: Limits) -> Any:
+    """A cache with room for every prompt, all its new tokens and the branches of a step behind them."""
+    most = min(limits.blocks * limits.block_size, session.max_new_tokens - 1) + BRANCH_STEP
+    room = session.max_new_tokens + min(limits.rows, 1 + limits.pool_size) * most
+    if page_size is None:
+        return session.model.new_cache(session.batch, session.longest + room)
+    cache = session.model.new_cache(session.batch, session.longest + room, kind="paged", page_size=page_size)
+    cache.reserve_([len(prompt) + room for prompt in session.prompts])
+    return cache
+
+
+def _checked_limits(block_size: int, blocks: int, spawn_ratio: float, pool_size: int, verification_size: int) -> Limits:
+    for name, value, least in (
+        ("block_size", block_size, 1),
+        ("blocks", blocks, 1),
+        ("pool_size", pool_size, 0),
+        ("verification_size", verification_size, 1),
+    ):
+        check_type(type(value) is int, _OP, name, "be an int", type(value).__name__)
+        check(value >= least, _OP, name, f"be at least {least}", value)
+    check_type(type(spawn_ratio) in (int, float), _OP, "spawn_ratio", "be a number", type(spawn_ratio).__name__)
+    check(0 <= spawn_ratio <= 1, _OP, "spawn_ratio", "be in [0, 1]", spawn_ratio)
+    return Limits(block_size, blocks, math.ceil(spawn_ratio * block_size), pool_size, verification_size)

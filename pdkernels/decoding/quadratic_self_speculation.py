@@ -1,0 +1,187 @@
+"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every place where judging may stop.
+
+Source: "Nemotron-Labs-Diffusion", appendix C. The plain form is reference/quadratic_self_speculation.py; both take the
+same forwards, draw the same tokens and accept the same part of every draft.
+
+Draft tokens come first and the groups of masks behind them, so the cache keeps draft tokens alone and accepting them is a
+change of its lengths. The language model head runs twice, over the draft tokens and then over the group that goes on: it
+never sees the masks of other groups.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._sampling import OWN, check_sampling, checked_mask_token, checked_size, draw, law, without_
+from pdkernels.decoding._session import Session, is_end
+from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
+from pdkernels.ops import verify_draft
+
+_OP = "decoding.quadratic_self_speculation"
+
+
+def decode(
+    session: Session,
+    *,
+    draft_len: int = 16,
+    masks_per_group: int | None = None,
+    label_shift: int = 0,
+    in_group: str = "bidirectional",
+    ensemble_weight: float = 1.0,
+    ensemble: str = "probability",
+    temperature: float = 0.0,
+    mask_token: int | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> None:
+    """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
+
+    Options:
+        draft_len: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        masks_per_group: at least ``draft_len - label_shift``, by default that.
+        label_shift: 0 where a mask's row is about its own position, 1 where it is about the next one.
+        in_group: "bidirectional" or "causal" attention among the masks of a group.
+        ensemble_weight: of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
+        ensemble: "probability" or "logit", what is averaged.
+        temperature: of guesses and verifier; 0 is greedy.
+        mask_token: id of the masks; None: the model's.
+        seed: of the draws.
+        page_size: rows per cache page; None keeps the cache contiguous.
+    """
+    masks = _checked_masks(draft_len, masks_per_group, label_shift, in_group)
+    check_type(type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__)
+    check(0 <= ensemble_weight <= 1, _OP, "ensemble_weight", "be in [0, 1]", ensemble_weight)
+    check(label_shift == 0 or ensemble_weight == 1, _OP, "ensemble_weight", "be 1 with label_shift=1", ensemble_weight,
+          "No mask is about the verifier's position.")
+    check(ensemble in ("probability", "logit"), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
+    check_sampling(_OP, temperature, seed)
+    model = session.model
+    mask_token = checked_mask_token(_OP, model, mask_token)
+    limit = session.max_new_tokens
+    if limit == 0:
+        return
+    # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
+    slots = max(1, min(draft_len, limit - 1))
+
+    cache = session.new_cache(page_size)
+    lengths = cache.lengths  # grows in place with every commit
+    device = lengths.device
+    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    slot = torch.arange(slots, device=device)
+    guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
+
+    # The prompt and one group behind its last token, whose masks happen to stand at their positions.
+    width = session.longest + masks
+    tokens, prompt_lengths = session.packed_prompts(width, device)
+    places = prompt_lengths[:, None] + torch.arange(masks, device=device)
+    tokens.scatter_(1, places, mask_token)
+    rows = torch.cat([(prompt_lengths - 1)[:, None], prompt_lengths[:, None] + guessing], 1)
+    adapted = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True) if model.has_adapter else False
+    plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, in_group, device)
+    logits = model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
+    session.forwards += 1
+    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seed, OWN)
+    guesses = without_(logits[:, 1:], mask_token)
+    draft = torch.cat([first, draw(guesses, prompt_lengths[:, None] + 1 + slot[:-1], temperature, seed, 1)], 1)
+    cache.commit_(prompt_lengths)
+
+    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
+    if ends is not None:
+        remaining.masked_fill_(is_end(first[:, 0], ends), 0)
+    draft_lengths = remaining.clamp(max=slots)
+
+    host_draft = draft.tolist()
+    host_lengths = [0 if row[0] in session.end_tokens else min(slots, limit - 1) for row in host_draft]
+    for sequence, row in enumerate(host_draft):
+        session.record_first(sequence, row[0])
+
+    while (width := max(host_lengths)) > 0:
+        # A shorter draft of another sequence is followed by rows that nothing of it sees.
+        plan, offsets = _layout(width, masks, in_group, device)
+        tokens = torch.full((session.batch, len(offsets)), mask_token, device=device)
+        tokens[:, :width] = draft[:, :width]
+        hidden = model.hidden(
+            tokens,
+            cache=cache,
+            counts=draft_lengths,
+            mask=plan,
+            positions=offsets,
+            adapted=torch.arange(len(offsets), device=device) >= width if model.has_adapter else False,
+        )
+        session.forwards += 1
+        judge = model.logits(hidden[:, :width])
+        if ensemble_weight < 1:
+            diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
+            judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
+        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seed, OWN)
+        verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
+        cache.commit_(verdict.accepted)
+
+        group = (verdict.accepted - 1).clamp_(min=0)
+        rows = width + group[:, None] * masks + guessing
+        logits = model.logits(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
+        places = lengths[:, None] + 1 + slot[:-1]
+        guesses = draw(without_(logits, mask_token), places, temperature, seed, session.forwards)
+        # -1 in a finished sequence is no id.
+        draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)
+        remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
+        draft_lengths = remaining.clamp(max=slots)
+
+        # The one read of the device in a step.
+        columns = [verdict.accepted[:, None], draft_lengths[:, None], draft]
+        if session.trace is not None:
+            columns.append(predictions)
+        poll = torch.cat(columns, 1).tolist()
+        for sequence, row in enumerate(poll):
+            if (length := host_lengths[sequence]) > 0:
+                session.record_step(
+                    sequence,
+                    host_draft[sequence][:length],
+                    row[2 + slots :][:length] if session.trace is not None else None,
+                    accepted=row[0],
+                    next_token=row[2],
+                )
+        host_draft = [row[2 : 2 + slots] for row in poll]
+        host_lengths = [row[1] for row in poll]
+
+
+@lru_cache(maxsize=64)
+def _layout(width: int, masks: int, in_group: str, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
+    """Plan and positions of a step; they know nothing of the prefix, so they serve all steps of their width."""
+    mask = quadratic(width, masks, in_group)
+    return mask.plan(64, 64, device), mask.positions.to(device)
+
+
+def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.device) -> TilePlan | None:
+    """Each prompt causal, a group of masks behind it that sees it all, then padding that is seen by none of them."""
+    if masks == 0:
+        return None
+    width = max(lengths) + masks
+    if in_group == "causal":
+        return causal(width).plan(64, 64, device)
+    plans = {n: pack([block_causal(n + masks, masks, n), causal(width - n - masks)]).plan(64, 64, device) for n in set(lengths)}
+    return plans[width - masks] if len(plans) == 1 else TilePlan.stack([plans[n] for n in lengths])
+
+
+def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str) -> torch.Tensor:
+    """Logits of the verifier out of those of the draft tokens and of the first masks behind them, fp64."""
+    if form == "logit":
+        return weight * own.double() + (1 - weight) * diffusion.double()
+    return (weight * law(own, 1.0) + (1 - weight) * law(diffusion, 1.0)).log()
+
+
+def _checked_masks(draft_len: int, masks_per_group: int | None, label_shift: int, in_group: str) -> int:
+    """Masks of a group."""
+    checked_size(_OP, "draft_len", draft_len)
+    check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
+    check(in_group in ("bidirectional", "causal"), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
+    least = draft_len - label_shift
+    if masks_per_group is None:
+        return least
+    check_type(type(masks_per_group) is int, _OP, "masks_per_group", "be an int", type(masks_per_group).__name__)
+    check(masks_per_group >= least, _OP, "masks_per_group", f"be at least {least}", masks_per_group,
+          "Every draft token behind the first comes from a mask.")
+    return masks_per_group

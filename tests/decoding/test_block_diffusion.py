@@ -1,0 +1,272 @@
+"""Block diffusion: the tokens, forwards and filled slots of the plain reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import DecodeResult, generate
+from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
+from tests.decoding.fake_models import SCRIPTS, FakeModel
+from tests.decoding.tri_mode import (
+    Cached,
+    KeepsCache,
+    assert_cache_is_causal,
+    lowest_confidence,
+    plain,
+    reads_of_the_device,
+    small_transformer,
+)
+from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
+
+METHOD = "block_diffusion"
+seeds = st.integers(0, 2**64 - 1)
+page_sizes = st.sampled_from([None, None, 1, 3, 16])
+# threshold and steps_per_block
+kinds = st.sampled_from(
+    [(0.9, None), (0.5, None), (0.24, None), (0.0, None), (2.0, None), (None, None), (None, 1), (None, 2), (None, 3), (None, 9)]
+)
+
+
+def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
+    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+def assert_same(result: DecodeResult, expected: list[BlockDiffusionResult]) -> None:
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
+        [tuple(step) for step in one.trace] for one in expected
+    ]
+    assert stats.accepted == [[len(step.committed) for step in one.trace] for one in expected]
+    forwards = [one.forwards for one in expected]
+    assert max(forwards) <= stats.forwards <= sum(forwards)  # sequences wait for each other
+    if sum(forwards):
+        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+@settings(max_examples=120)
+@given(
+    script=st.sampled_from(sorted(SCRIPTS)),
+    skill=st.sampled_from(sorted(SKILLS)),
+    batch=prompts(MASK + 1),
+    limit=st.integers(0, 20),
+    block_size=st.integers(1, 7),
+    kind=kinds,
+    temperature=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference_on_scripts(
+    script: str,
+    skill: str,
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    kind: tuple[float | None, int | None],
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
+    options: dict[str, Any] = {
+        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    result = generate(
+        Cached(fake, MASK + 1), batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [block_diffusion(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    assert_same(result, expected)
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.integers(0, 3),
+    batch=prompts(13),
+    limit=st.integers(1, 16),
+    block_size=st.integers(1, 6),
+    kind=kinds,
+    refresh=st.sampled_from(["causal", "bidirectional"]),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    ends=st.lists(st.integers(0, 12), max_size=2),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_a_random_transformer(
+    weights: int,
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    kind: tuple[float | None, int | None],
+    refresh: str,
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    model = small_transformer(weights)
+    options: dict[str, Any] = {
+        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "refresh": refresh,
+        "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    keeper = KeepsCache(model)
+    result = generate(
+        keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [block_diffusion(plain(model), p, limit, mask_token=12, end_tokens=ends, **options) for p in batch]
+    assert_same(result, expected)
+    if refresh == "causal":
+        sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
+        assert_cache_is_causal(model, keeper.cache, sequences)
+
+
+@settings(max_examples=40)
+@given(
+    seed=seeds,
+    batch=prompts(5),
+    limit=st.integers(1, 10),
+    block_size=st.integers(1, 5),
+    kind=kinds,
+    refresh=st.sampled_from(["causal", "bidirectional"]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    ends=st.lists(st.integers(0, 4), max_size=2),
+)
+def test_a_random_table(
+    seed: int,
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    kind: tuple[float | None, int | None],
+    refresh: str,
+    temperature: float,
+    ends: list[int],
+) -> None:
+    fake = Table(5, seed=seed % 97)
+    options: dict[str, Any] = {
+        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "refresh": refresh,
+        "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
+    expected = [block_diffusion(fake, prompt, limit, mask_token=4, end_tokens=ends, **options) for prompt in batch]
+    assert_same(result, expected)
+
+
+@settings(max_examples=20)
+@given(batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
+    batch: list[list[int]], limit: int, kind: tuple[float | None, int | None], ends: list[int], seed: int
+) -> None:
+    model = small_transformer(1)
+    options: dict[str, Any] = {
+        "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "threshold": kind[0], "steps_per_block": kind[1],
+        "temperature": 0.7, "block_size": 4, "trace": True,
+    }  # fmt: skip
+    together = generate(model, batch, METHOD, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model, prompt, METHOD, **options)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.trace[0] == together.stats.trace[index]
+
+
+END = 22
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("skill", ["always", "patchy"])
+def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
+    """First token, inside a block, and with slots open behind it; and every limit."""
+    for place in range(8):
+        written = [*range(1, 1 + place), END, 3, 3, 3]
+        fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
+        for limit in (place, place + 1, place + 2, 12):
+            result = generate(
+                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                block_size=block_size,
+            )  # fmt: skip
+            expected = block_diffusion(fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size)
+            assert_same(result, [expected])
+            if skill == "always":
+                assert result.tokens[0].tolist() == written[: place + 1][:limit]
+
+
+@settings(max_examples=20)
+@given(batch=prompts(13), limit=st.integers(0, 10))
+def test_blocks_of_one_token_are_autoregressive(batch: list[list[int]], limit: int) -> None:
+    model = small_transformer(3)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=1)
+    for prompt, tokens in zip(batch, result.tokens, strict=True):
+        assert tokens.tolist() == autoregressive(plain(model), prompt, limit).tokens
+    assert result.stats.forwards == limit
+
+
+def test_streaming_gives_every_token_once() -> None:
+    heard: list[list[int]] = [[], []]
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        assert accepted in (0, len(ids)) and ids
+        heard[sequence] += ids
+
+    model = small_transformer(0)
+    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=13, block_size=4, end_tokens=(3,), on_tokens=listen)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.end_tokens = (4,)
+    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
+    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
+    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+
+
+def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
+    """The lowest of the script's three levels: every block is filled at once."""
+    fake = ScriptedTriMode(SCRIPTS["position"])
+    options: dict[str, Any] = {"block_size": 6, "threshold": lowest_confidence()}
+    result = generate(Cached(fake, MASK + 1), [[3, 1]], METHOD, max_new_tokens=30, trace=True, **options)
+    assert_same(result, [block_diffusion(fake, [3, 1], 30, mask_token=MASK, **options)])
+    assert result.stats.accepted == [[5] * 5]
+
+
+def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
+    result = generate(model, [[1, 2], [5]], METHOD, **options)
+    assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
+
+
+# ---- errors
+
+OP = "pdkernels.decoding.block_diffusion: "
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+    ({"threshold": "high"}, TypeError, "threshold must be a number or None, got str."),
+    ({"steps_per_block": 4}, ValueError, "steps_per_block must be None beside a threshold, got 4. Pass threshold=None."),
+    ({"steps_per_block": 0, "threshold": None}, ValueError, "steps_per_block must be at least 1, got 0."),
+    ({"refresh": "never"}, ValueError, "refresh must be 'causal' or 'bidirectional', got 'never'."),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+    ({"mask_token": 24}, ValueError, "mask_token must be an id in 0 .. 23, got 24."),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("limit", [0, 4])
+def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    with pytest.raises(error) as raised:
+        generate(model, [1], METHOD, max_new_tokens=limit, **options)
+    assert str(raised.value) == OP + text
+
+
+def test_a_model_without_a_mask_token() -> None:
+    with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
+        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)

@@ -1,0 +1,346 @@
+"""Linear self-speculation: the tokens, forwards and acceptances of the plain reference, and those of greedy decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import DecodeResult, generate
+from pdkernels.decoding._sampling import draw, random_words
+from pdkernels.reference import sampling
+from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.reference.linear_self_speculation import LinearSelfSpeculationResult, linear_self_speculation
+from pdkernels.reference.philox import random_words as plain_words
+from pdkernels.reference.sampling import sampled_autoregressive
+from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
+from tests.decoding.tri_mode import (
+    Cached,
+    KeepsCache,
+    assert_cache_is_causal,
+    drafter,
+    lowest_confidence,
+    plain,
+    reads_of_the_device,
+    small_transformer,
+)
+from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
+
+METHOD = "linear_self_speculation"
+seeds = st.integers(0, 2**64 - 1)
+page_sizes = st.sampled_from([None, None, 1, 3, 16])
+# verification and threshold
+kinds = st.sampled_from([("compare", 0.0), ("compare", 0.3), ("compare", 0.7), ("compare", 1.5), ("rejection", 0.0)])
+
+
+def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
+    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+def assert_same(result: DecodeResult, expected: list[LinearSelfSpeculationResult], lockstep: bool) -> None:
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert stats.accepted == [[step.accepted for step in one.trace] for one in expected]
+    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
+        [tuple(step) for step in one.trace] for one in expected
+    ]
+    forwards = [one.forwards for one in expected]
+    # Where the number of draft passes depends on the model, sequences wait for each other.
+    assert stats.forwards == max(forwards) if lockstep else max(forwards) <= stats.forwards <= sum(forwards)
+    if sum(forwards):
+        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+@settings(max_examples=150)
+@given(
+    script=st.sampled_from(sorted(SCRIPTS)),
+    skill=st.sampled_from(sorted(SKILLS)),
+    batch=prompts(MASK + 1),
+    limit=st.integers(0, 20),
+    block_size=st.integers(1, 7),
+    kind=kinds,
+    temperature=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference_on_scripts(
+    script: str,
+    skill: str,
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    kind: tuple[str, float],
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
+    model = Cached(fake, MASK + 1)
+    options: dict[str, Any] = {
+        "block_size": block_size, "verification": kind[0], "threshold": kind[1], "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    result = generate(
+        model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [linear_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    assert_same(result, expected, kind[1] == 0)
+    if temperature == 0:
+        for tokens, prompt in zip(result.tokens, batch, strict=True):
+            assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
+    if limit:  # a finished sequence stands still
+        committed = [len(p) + sum(step.accepted for step in one.trace) for p, one in zip(batch, expected, strict=True)]
+        assert model.cache.lengths.tolist() == committed
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.integers(0, 3),
+    adapter=st.booleans(),
+    batch=prompts(13),
+    limit=st.integers(1, 16),
+    block_size=st.integers(1, 6),
+    kind=kinds,
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    ends=st.lists(st.integers(0, 12), max_size=2),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_a_random_transformer(
+    weights: int,
+    adapter: bool,
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    kind: tuple[str, float],
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    model = small_transformer(weights, adapter=adapter)
+    options: dict[str, Any] = {
+        "block_size": block_size, "verification": kind[0], "threshold": kind[1], "temperature": temperature, "seed": seed,
+    }  # fmt: skip
+    keeper = KeepsCache(model)
+    result = generate(
+        keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [
+        linear_self_speculation(
+            plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
+        )
+        for p in batch
+    ]
+    assert_same(result, expected, kind[1] == 0)
+    sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
+    assert_cache_is_causal(model, keeper.cache, sequences)
+    if kind[0] == "compare":
+        for prompt, tokens in zip(batch, result.tokens, strict=True):
+            sampled = sampled_autoregressive(
+                plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+            )
+            assert tokens.tolist() == sampled.tokens
+
+
+@settings(max_examples=30)
+@given(seed=seeds, batch=prompts(5), limit=st.integers(1, 10), block_size=st.integers(1, 5), kind=kinds)
+def test_a_random_table(
+    seed: int, batch: list[list[int]], limit: int, block_size: int, kind: tuple[str, float]
+) -> None:
+    fake = Table(5, seed=seed % 97)
+    options: dict[str, Any] = {
+        "block_size": block_size, "verification": kind[0], "threshold": kind[1] / 2, "temperature": 0.8, "seed": seed,
+    }  # fmt: skip
+    result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    expected = [linear_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch]
+    assert_same(result, expected, kind[1] == 0)
+
+
+@settings(max_examples=20)
+@given(batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
+    batch: list[list[int]], limit: int, kind: tuple[str, float], ends: list[int], seed: int
+) -> None:
+    model = small_transformer(1)
+    options: dict[str, Any] = {
+        "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "verification": kind[0], "threshold": kind[1],
+        "temperature": 0.7, "block_size": 4, "trace": True,
+    }  # fmt: skip
+    together = generate(model, batch, METHOD, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model, prompt, METHOD, **options)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.accepted[0] == together.stats.accepted[index]
+        assert alone.stats.trace[0] == together.stats.trace[index]
+
+
+END = 22
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("skill", ["always", "never", "patchy"])
+def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
+    """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
+    for place in range(8):
+        written = [*range(1, 1 + place), END, 3, 3, 3]
+        fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
+        for limit in (place, place + 1, place + 2, 12):
+            result = generate(
+                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                block_size=block_size,
+            )  # fmt: skip
+            assert result.tokens[0].tolist() == written[: place + 1][:limit]
+            expected = linear_self_speculation(
+                fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size
+            )
+            assert_same(result, [expected], True)
+
+
+@settings(max_examples=20)
+@given(limit=st.integers(0, 12), more=st.integers(1, 8), temperature=st.sampled_from([0.0, 0.9]), kind=kinds)
+def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
+    limit: int, more: int, temperature: float, kind: tuple[str, float]
+) -> None:
+    model = small_transformer(2)
+    options: dict[str, Any] = {
+        "verification": kind[0], "threshold": kind[1], "temperature": temperature, "block_size": 5, "seed": 3,
+    }  # fmt: skip
+    short, long = (generate(model, [1, 2], METHOD, max_new_tokens=n, **options).tokens for n in (limit, limit + more))
+    assert len(short) == limit and torch.equal(short, long[:limit])
+
+
+def test_accepts_what_is_drafted_well() -> None:
+    fake = ScriptedTriMode(SCRIPTS["history"])
+    result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, block_size=8)
+    assert result.stats.accepted == [[8, 8, 8, 8]] and result.stats.forwards == 9
+
+
+def test_adapters_act_on_draft_passes_alone() -> None:
+    """The drafts differ, the tokens do not."""
+    model, without = small_transformer(0, adapter=True), small_transformer(0)
+    adapted, bare = (generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, block_size=4) for m in (model, without))
+    assert torch.equal(adapted.tokens, bare.tokens)
+    assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
+
+
+def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
+    """The lowest of the script's three levels: every block is filled at once."""
+    fake = ScriptedTriMode(SCRIPTS["position"])
+    options: dict[str, Any] = {"block_size": 6, "threshold": lowest_confidence()}
+    result = generate(Cached(fake, MASK + 1), [[3, 1]], METHOD, max_new_tokens=30, trace=True, **options)
+    assert_same(result, [linear_self_speculation(fake, [3, 1], 30, mask_token=MASK, **options)], True)
+    assert {step.forwards for step in result.stats.trace[0]} == {2}
+
+
+def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
+    heard: list[list[int]] = [[], []]
+    drafts = [0, 0]
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
+        heard[sequence] += ids
+        drafts[sequence] += accepted
+
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=30, on_tokens=listen)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.end_tokens = (4,)
+    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
+    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
+    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.7])
+def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "threshold": threshold, "end_tokens": (4,)}
+    result = generate(model, [[1, 2], [5]], METHOD, **options)
+    reads = reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options)
+    cycles = max(len(accepted) for accepted in result.stats.accepted)
+    drafts = result.stats.forwards - 1 - cycles
+    assert reads == 1 + cycles + (drafts if threshold else 0)
+
+
+def test_the_head_runs_on_rows_that_are_needed() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=9, block_size=6)
+    assert model.head_rows == [1, 5, 6, 5, 2]
+
+
+# ---- draws
+
+
+@given(
+    seed=seeds,
+    step=st.integers(0, 2**32 - 1),
+    rows=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=4),
+    columns=st.integers(1, 11),
+)
+def test_random_words_are_those_of_the_reference(seed: int, step: int, rows: list[int], columns: int) -> None:
+    places = torch.tensor(rows)
+    expected = plain_words(seed, torch.tensor(step), places[:, None], torch.arange(columns))
+    assert torch.equal(random_words(seed, step, places, columns), expected)
+    assert torch.equal(random_words(seed, torch.tensor([[step]]), places[None], columns), expected[None])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.4, 2.0])
+def test_draws_are_those_of_the_reference(temperature: float) -> None:
+    logits = torch.randn(2, 3, 17, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits[0, 0, 4] = logits[0, 0, 9] = 6.0
+    positions = torch.tensor([[4, 5, 6], [9, 0, 1]])
+    steps = torch.tensor([[3], [8]])
+    actual = draw(logits, positions, temperature, 11, steps)
+    for row in range(2):
+        expected = sampling.draw(logits[row], positions[row].tolist(), temperature, 11, int(steps[row]))
+        assert actual[row].tolist() == expected
+
+
+# ---- errors
+
+OP = "pdkernels.decoding.linear_self_speculation: "
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+    ({"temperature": "hot"}, TypeError, "temperature must be a number, got str."),
+    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+    ({"threshold": -0.5}, ValueError, "threshold must be at least 0, got -0.5."),
+    ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
+    ({"verification": "trust"}, ValueError, "verification must be 'compare' or 'rejection', got 'trust'."),
+    ({"verification": "rejection", "threshold": 0.5}, ValueError,
+     "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
+     "use verification='compare'."),
+    ({"mask_token": 24}, ValueError, "mask_token must be an id in 0 .. 23, got 24."),
+    ({"mask_token": "x"}, TypeError, "mask_token must be an int, got str."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("limit", [0, 4])
+def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    with pytest.raises(error) as raised:
+        generate(model, [1], METHOD, max_new_tokens=limit, **options)
+    assert str(raised.value) == OP + text
+
+
+def test_a_model_without_a_mask_token() -> None:
+    with pytest.raises(ValueError) as raised:
+        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+    assert str(raised.value) == OP + (
+        "mask_token must be given for a model that has none of its own, got None. "
+        "Pass the id that the model was trained to fill in."
+    )
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
+    assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4

@@ -1,0 +1,307 @@
+"""Quadratic self-speculation: the tokens, forwards and acceptances of the plain reference, and those of greedy decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import DecodeResult, generate
+from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.reference.quadratic_self_speculation import QuadraticSelfSpeculationResult, quadratic_self_speculation
+from pdkernels.reference.sampling import sampled_autoregressive
+from tests.decoding.fake_models import SCRIPTS, FakeModel
+from tests.decoding.tri_mode import (
+    Cached,
+    KeepsCache,
+    assert_cache_is_causal,
+    drafter,
+    plain,
+    reads_of_the_device,
+    small_transformer,
+)
+from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
+
+METHOD = "quadratic_self_speculation"
+seeds = st.integers(0, 2**64 - 1)
+page_sizes = st.sampled_from([None, None, 1, 3, 16])
+
+
+def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
+    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
+
+
+@st.composite
+def shapes(draw: st.DrawFn, ensembles: bool = True) -> dict[str, Any]:
+    """Widths and forms of drafts, groups and verifier."""
+    shift = draw(st.integers(0, 1))
+    draft_len = draw(st.integers(1, 6))
+    more = draw(st.sampled_from([None, 0, 0, 1, 2]))
+    weight = draw(st.sampled_from([1.0, 1.0, 0.6, 0.0])) if ensembles and shift == 0 else 1.0
+    return {
+        "draft_len": draft_len,
+        "label_shift": shift,
+        "masks_per_group": None if more is None else draft_len - shift + more,
+        "in_group": draw(st.sampled_from(["bidirectional", "causal"])),
+        "ensemble_weight": weight,
+        "ensemble": draw(st.sampled_from(["probability", "logit"])),
+    }
+
+
+def assert_same(result: DecodeResult, expected: list[QuadraticSelfSpeculationResult]) -> None:
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert stats.accepted == [[step.accepted for step in one.trace] for one in expected]
+    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
+        [tuple(step) for step in one.trace] for one in expected
+    ]
+    forwards = [one.forwards for one in expected]
+    assert stats.forwards == max(forwards)
+    if sum(forwards):
+        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+@settings(max_examples=120)
+@given(
+    script=st.sampled_from(sorted(SCRIPTS)),
+    skill=st.sampled_from(sorted(SKILLS)),
+    batch=prompts(MASK + 1),
+    limit=st.integers(0, 20),
+    shape=shapes(ensembles=False),
+    temperature=st.sampled_from([0.0, 0.0, 0.5, 1.0]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference_on_scripts(
+    script: str,
+    skill: str,
+    batch: list[list[int]],
+    limit: int,
+    shape: dict[str, Any],
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], shape["label_shift"])
+    model = Cached(fake, MASK + 1)
+    options = {**shape, "temperature": temperature, "seed": seed}
+    result = generate(
+        model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [quadratic_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    assert_same(result, expected)
+    if temperature == 0:
+        for tokens, prompt in zip(result.tokens, batch, strict=True):
+            assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
+    if limit:  # a finished sequence stands still, and the cache holds draft tokens alone
+        committed = [len(p) + sum(step.accepted for step in one.trace) for p, one in zip(batch, expected, strict=True)]
+        assert model.cache.lengths.tolist() == committed
+    assert max(model.head_rows, default=0) <= shape["draft_len"]
+
+
+@settings(max_examples=60)
+@given(
+    weights=st.integers(0, 3),
+    adapter=st.booleans(),
+    batch=prompts(13),
+    limit=st.integers(1, 16),
+    shape=shapes(),
+    temperature=st.sampled_from([0.0, 0.3, 1.0]),
+    ends=st.lists(st.integers(0, 12), max_size=2),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_a_random_transformer(
+    weights: int,
+    adapter: bool,
+    batch: list[list[int]],
+    limit: int,
+    shape: dict[str, Any],
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    model = small_transformer(weights, adapter=adapter)
+    options = {**shape, "temperature": temperature, "seed": seed}
+    keeper = KeepsCache(model)
+    result = generate(
+        keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+    )
+    expected = [
+        quadratic_self_speculation(
+            plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
+        )
+        for p in batch
+    ]
+    assert_same(result, expected)
+    sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
+    assert_cache_is_causal(model, keeper.cache, sequences)
+    if shape["ensemble_weight"] == 1:
+        for prompt, tokens in zip(batch, result.tokens, strict=True):
+            sampled = sampled_autoregressive(
+                plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+            )
+            assert tokens.tolist() == sampled.tokens
+
+
+@settings(max_examples=30)
+@given(seed=seeds, batch=prompts(5), limit=st.integers(1, 10), shape=shapes(), temperature=st.sampled_from([0.0, 0.8]))
+def test_a_random_table(seed: int, batch: list[list[int]], limit: int, shape: dict[str, Any], temperature: float) -> None:
+    fake = Table(5, seed=seed % 97)
+    options = {**shape, "temperature": temperature, "seed": seed}
+    result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    assert_same(result, [quadratic_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch])
+
+
+@settings(max_examples=20)
+@given(batch=prompts(13), limit=st.integers(1, 14), shape=shapes(), ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
+    batch: list[list[int]], limit: int, shape: dict[str, Any], ends: list[int], seed: int
+) -> None:
+    model = small_transformer(1)
+    options = {**shape, "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "temperature": 0.7, "trace": True}
+    together = generate(model, batch, METHOD, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model, prompt, METHOD, **options)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.accepted[0] == together.stats.accepted[index]
+        assert alone.stats.trace[0] == together.stats.trace[index]
+
+
+@settings(max_examples=20)
+@given(batch=prompts(13), limit=st.integers(0, 12), shift=st.integers(0, 1))
+def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: int, shift: int) -> None:
+    model = small_transformer(3)
+    greedy = generate(model, batch, max_new_tokens=limit, trace=True)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, draft_len=1, label_shift=shift)
+    assert result.stats.trace == greedy.stats.trace
+    assert result.stats.forwards == greedy.stats.forwards
+
+
+END = 22
+
+
+@pytest.mark.parametrize("draft_len", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("skill", ["always", "never", "patchy"])
+def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
+    """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
+    for place in range(8):
+        written = [*range(1, 1 + place), END, 3, 3, 3]
+        fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
+        for limit in (place, place + 1, place + 2, 12):
+            result = generate(
+                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                draft_len=draft_len,
+            )  # fmt: skip
+            assert result.tokens[0].tolist() == written[: place + 1][:limit]
+            expected = quadratic_self_speculation(
+                fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), draft_len=draft_len
+            )
+            assert_same(result, [expected])
+
+
+@settings(max_examples=20)
+@given(limit=st.integers(0, 12), more=st.integers(1, 8), temperature=st.sampled_from([0.0, 0.9]), shape=shapes())
+def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
+    limit: int, more: int, temperature: float, shape: dict[str, Any]
+) -> None:
+    model = small_transformer(2)
+    options = {**shape, "temperature": temperature, "seed": 3}
+    short, long = (generate(model, [1, 2], METHOD, max_new_tokens=n, **options).tokens for n in (limit, limit + more))
+    assert len(short) == limit and torch.equal(short, long[:limit])
+
+
+def test_accepts_what_is_drafted_well() -> None:
+    fake = ScriptedTriMode(SCRIPTS["history"])
+    result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, draft_len=8)
+    assert result.stats.accepted == [[8, 8, 8, 8]] and result.stats.forwards == 5
+
+
+def test_adapters_act_on_masks_alone() -> None:
+    """The drafts differ, the tokens do not."""
+    model, without = small_transformer(0, adapter=True), small_transformer(0)
+    adapted, bare = (generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, draft_len=4) for m in (model, without))
+    assert torch.equal(adapted.tokens, bare.tokens)
+    assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
+
+
+def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
+    heard: list[list[int]] = [[], []]
+    drafts = [0, 0]
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
+        heard[sequence] += ids
+        drafts[sequence] += accepted
+
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=30, on_tokens=listen)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.end_tokens = (4,)
+    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
+    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
+    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+
+
+def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    options: dict[str, Any] = {"max_new_tokens": 24, "draft_len": 5, "end_tokens": (4,)}
+    result = generate(model, [[1, 2], [5]], METHOD, **options)
+    assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
+
+
+def test_the_head_runs_on_rows_that_are_needed() -> None:
+    """The draft's rows, then one group's; with an ensemble also the first mask of every group."""
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=9, draft_len=6)
+    assert model.head_rows == [6, 6, 5, 2, 5]
+    model.head_rows.clear()
+    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=3, draft_len=6, ensemble_weight=0.5)
+    assert model.head_rows == [2, 2, 2, 1]
+
+
+# ---- errors
+
+OP = "pdkernels.decoding.quadratic_self_speculation: "
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"draft_len": 0}, ValueError, "draft_len must be at least 1, got 0."),
+    ({"draft_len": 2.0}, TypeError, "draft_len must be an int, got float."),
+    ({"draft_len": 4, "masks_per_group": 3}, ValueError,
+     "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask."),
+    ({"masks_per_group": 20.0}, TypeError, "masks_per_group must be an int, got float."),
+    ({"label_shift": 2}, ValueError, "label_shift must be 0 or 1, got 2."),
+    ({"in_group": "none"}, ValueError, "in_group must be 'bidirectional' or 'causal', got 'none'."),
+    ({"ensemble_weight": 1.5}, ValueError, "ensemble_weight must be in [0, 1], got 1.5."),
+    ({"ensemble_weight": None}, TypeError, "ensemble_weight must be a number, got NoneType."),
+    ({"ensemble_weight": 0.5, "label_shift": 1}, ValueError,
+     "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position."),
+    ({"ensemble": "mean"}, ValueError, "ensemble must be 'probability' or 'logit', got 'mean'."),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+    ({"mask_token": -1}, ValueError, "mask_token must be an id in 0 .. 23, got -1."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("limit", [0, 4])
+def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    with pytest.raises(error) as raised:
+        generate(model, [1], METHOD, max_new_tokens=limit, **options)
+    assert str(raised.value) == OP + text
+
+
+def test_a_model_without_a_mask_token() -> None:
+    with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
+        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
