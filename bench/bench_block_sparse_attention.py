@@ -33,8 +33,8 @@ FLEX_BLOCKS = (32, 64, 128)
 Q_HEADS, KV_HEADS = 8, 2
 BLOCK = 32
 THREADS = 2
-# What the baseline may take in all rounds of a contender together, about; but six rounds at least.
-SECONDS = 4
+# What the baseline may take in all rounds of a contender together, about; but four rounds at least.
+SECONDS = 2
 # Work of a backward pass in forwards: five products of q_len x kv_len against two.
 BACKWARD = 2.5
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -294,8 +294,8 @@ def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -
         baseline=lambda: run(baseline, case.backward),
         baseline_name=f"{SDPA}, enable_gqa",
         device=device,
-        rounds=max(6, min(40, int(SECONDS / (time.perf_counter() - started)))),
-        warmup=2,
+        rounds=max(4, min(40, int(SECONDS / (time.perf_counter() - started)))),
+        warmup=1,
         op="block_sparse_attention",
         contender=name,
         case=case.name,

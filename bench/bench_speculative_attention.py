@@ -29,7 +29,7 @@ Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP = Q_HEADS // KV_HEADS
 TILE = 128
 THREADS = 2
-SECONDS = 4
+SECONDS = 2
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 CASES = [(prefix, dtype) for dtype in (torch.float32, torch.bfloat16) for prefix in (2048, 8192)]
 MASK = pd.masks.quadratic(WIDTH)
@@ -172,7 +172,7 @@ def test_speculative_attention(benchmark, prefix: int, dtype: torch.dtype, name:
         baseline=baseline,
         baseline_name="SDPA, dense mask, heads packed",
         device=device,
-        rounds=max(6, min(60, int(SECONDS / (time.perf_counter() - started)))),
+        rounds=max(5, min(60, int(SECONDS / (time.perf_counter() - started)))),
         warmup=2,
         op="speculative_attention",
         contender=name,

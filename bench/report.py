@@ -108,8 +108,8 @@ def best_settings(rows: list[Row]) -> list[Row]:
     return list(best.values())
 
 
-def block_sparse_attention(rows: list[Row], backward: bool) -> str:
-    rows = best_settings([row for row in rows if row["op"] == "block_sparse_attention" and row["backward"] == backward])
+def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
+    rows = best_settings([row for row in rows if row["op"] == "block_sparse_attention" and wanted.items() <= row.items()])
     if not rows:
         return "not measured"
     cases = [(name, {"case": name}) for name in dict.fromkeys(row["case"] for row in rows)]
@@ -126,7 +126,7 @@ def block_sparse_attention(rows: list[Row], backward: bool) -> str:
                 if row and own else "-"
             )  # fmt: skip
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
-    if backward and "cuda" not in rows[0]["group"]:
+    if wanted.get("backward") and "cuda" not in rows[0]["group"]:
         lines.append(["FlexAttention", *("no backward on the CPU" for _ in cases)])
     lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in ours)])
     lines.append(["visible pairs", *(f"{row['density']:.1%}" if row else "-" for row in ours)])
@@ -167,8 +167,11 @@ TABLES = {
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
+    "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
-    "machine": machine,
+    "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
+    "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),
+    "machine decoding": lambda rows: machine([row for row in rows if row["op"] == "decoding"]),
 }
 
 
@@ -218,7 +221,7 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
             colours = ["#1f77b4" if row["contender"] == "pdkernels" else "#bbbbbb" for row in part]
             bars = axis.barh([row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours)
             axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-            axis.set(xscale="log", xlabel="ms (median)", title=case)
+            axis.set(xlabel="ms (median)", title=case)
             axis.margins(x=0.15)
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(labelsize=7)
