@@ -1,0 +1,167 @@
+"""What the tiny models learn from: sums worked out digit by digit, whose results can be scored, and Python's own source."""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_type
+from pdkernels.models.tokenizers import ByteTokenizer
+
+# One problem, and one file, in so many is kept from training.
+HELD_OUT_EVERY = 25
+# Tests repeat themselves, encodings and pydoc_data are tables, the rest is no code of the library proper.
+_SKIPPED = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "encodings", "pydoc_data",
+            "__pycache__", "turtledemo", "config"}  # fmt: skip
+
+
+class Problem(NamedTuple):
+    """A sum of two or three numbers."""
+
+    prompt: str
+    """The question, one line."""
+    steps: str
+    """Digit by digit from the right, a line for each, and the result in the last line."""
+    result: int
+
+    def is_solved_by(self, text: str) -> bool:
+        """Whether the last line of a continuation of the prompt gives the result.
+
+        >>> problem = Problem("1 + 2 = ?\\n", "1 + 2 = 3\\nanswer 3\\n", 3)
+        >>> problem.is_solved_by("guess\\nanswer 3\\n"), problem.is_solved_by("answer 3"), problem.is_solved_by("answer 33\\n")
+        (True, True, False)
+        """
+        lines = text.strip().splitlines()
+        return bool(lines) and lines[-1] == f"answer {self.result}"
+
+
+def arithmetic(seed: int, *, held_out: bool = False) -> Iterator[Problem]:
+    """Endless problems: additions, subtractions and products with one digit, of numbers of up to four digits, one or two in a row.
+
+    Args:
+        seed: of the stream, the same on every machine.
+        held_out: problems that no stream without `held_out` gives.
+
+    Raises:
+        TypeError: a seed that is no int.
+
+    Example:
+        >>> from itertools import islice
+        >>> from pdkernels.training import arithmetic
+        >>> problem = next(problem for problem in arithmetic(0) if "+" in problem.prompt)
+        >>> problem.is_solved_by(problem.steps)
+        True
+        >>> seen = {problem.prompt for problem in islice(arithmetic(0), 100)}
+        >>> any(problem.prompt in seen for problem in islice(arithmetic(0, held_out=True), 100))
+        False
+    """
+    check_type(type(seed) is int, "training.arithmetic", "seed", "be an int", type(seed).__name__)
+    numbers = random.Random(seed)
+    while True:
+        problem = _problem(numbers)
+        if (zlib.crc32(problem.prompt.encode()) % HELD_OUT_EVERY == 0) == held_out:
+            yield problem
+
+
+def standard_library() -> tuple[list[bytes], list[bytes]]:
+    """Source files of the running interpreter's standard library: those to train on, and those held out.
+
+    Raises:
+        ValueError: the interpreter ships no source files.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        (path for path in root.rglob("*.py")
+         if not any(part in _SKIPPED or part.startswith("config-") for part in path.relative_to(root).parts)),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )  # fmt: skip
+    check(bool(files), "training.standard_library", "the interpreter", f"have source files in {root}", "none")
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    for index, path in enumerate(files):
+        parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2].append(path.read_bytes())
+    return parts
+
+
+def as_ids(texts: list[bytes]) -> Tensor:
+    """(n,) int16 byte ids of the texts one after the other, each closed by the end token.
+
+    >>> as_ids([b"a", b"bc"]).tolist()
+    [97, 256, 98, 99, 256]
+    """
+    end = torch.tensor([ByteTokenizer.end_token], dtype=torch.int16)
+    parts = [torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), end]) for text in texts if text]
+    return torch.cat([torch.empty(0, dtype=torch.int16), *parts])
+
+
+def _problem(numbers: random.Random) -> Problem:
+    value, question, lines = _number(numbers), "", []
+    for count in range(numbers.choice((1, 1, 2))):
+        sign = numbers.choice("+-*")
+        other = numbers.randint(2, 9) if sign == "*" else _number(numbers)
+        if sign == "-" and other > value:
+            if count:
+                sign = "+"
+            else:
+                value, other = other, value
+        question = (question or str(value)) + f" {sign} {other}"
+        result, steps = _WORKED[sign](value, other)
+        lines += [*steps, f"{value} {sign} {other} = {result}"]
+        value = result
+    return Problem(f"{question} = ?\n", "\n".join([*lines, f"answer {value}"]) + "\n", value)
+
+
+def _number(numbers: random.Random) -> int:
+    digits = numbers.randint(1, 4)
+    return numbers.randint(10 ** (digits - 1), 10**digits - 1)
+
+
+def _sum(a: int, b: int) -> tuple[int, list[str]]:
+    lines, carry = [], 0
+    for x, y in _columns(a, b):
+        total = x + y + carry
+        lines.append(f"{x} + {y}{_plus(carry)} = {total}{_carried(total // 10)}")
+        carry = total // 10
+    return a + b, lines
+
+
+def _difference(a: int, b: int) -> tuple[int, list[str]]:
+    lines, borrow = [], 0
+    for x, y in _columns(a, b):
+        digit = x - y - borrow
+        taken = f" - {borrow}" if borrow else ""
+        borrow = int(digit < 0)
+        lines.append(f"{x} - {y}{taken} = {digit % 10}{', borrow 1' if borrow else ''}")
+    return a - b, lines
+
+
+def _product(a: int, b: int) -> tuple[int, list[str]]:
+    lines, carry = [], 0
+    for x, _ in _columns(a, 0):
+        total = x * b + carry
+        lines.append(f"{x} * {b}{_plus(carry)} = {total}{_carried(total // 10)}")
+        carry = total // 10
+    return a * b, lines
+
+
+_WORKED = {"+": _sum, "-": _difference, "*": _product}
+
+
+def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
+    """Digits of both from the right."""
+    for place in range(max(len(str(a)), len(str(b)))):
+        yield a // 10**place % 10, b // 10**place % 10
+
+
+def _plus(carry: int) -> str:
+    return f" + {carry}" if carry else ""
+
+
+def _carried(carry: int) -> str:
+    return f", carry {carry}" if carry else ""
