@@ -51,7 +51,7 @@ def solved_share(model: Transformer, problems: int = 100) -> float:
     solved = 0
     for start in range(0, problems, 25):
         batch = chosen[start : start + 25]
-        result = generate(model, [problem.prompt for problem in batch], "autoregressive", max_new_tokens=320)
+        result = generate(model, [problem.prompt for problem in batch], "autoregressive", max_new_tokens=400)
         solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
     return solved / problems
 

@@ -1,18 +1,24 @@
-"""The command line: ``python -m pdkernels generate | models | doctor``.
+"""The command line: ``python -m pdkernels generate | eval | models | doctor``.
 
 The only module that imports typer and rich, which the library itself does not need.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import io
+import json
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 try:
     import typer
     from rich import box
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
     from rich.text import Text
 except ModuleNotFoundError as missing:
@@ -22,7 +28,8 @@ except ModuleNotFoundError as missing:
 
 import torch
 
-from pdkernels import decoding, models
+from pdkernels import decoding, evaluation, models
+from pdkernels._validation import check as demand
 from pdkernels.config import show_config
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.models.tokenizers import Tokenizer
@@ -94,23 +101,16 @@ def generate(
     console = Console(highlight=False)
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
-    try:
+    with _errors_told():
         language_model = models.load(model)
         methods = _methods(method or ["jacobi"], options, language_model)
-        tiny = sum(parameter.numel() for parameter in language_model.parameters()) < _TINY
-        if threads is not None or tiny:
-            torch.set_num_threads(threads or 1)
+        _use_threads(threads, [language_model])
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(
                 language_model, prompt, max_new_tokens=max_new_tokens
             )
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        if not str(error).startswith("pdkernels."):  # a fault of ours, not of the input: keep the traceback
-            raise
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2) from None
 
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
     console.print(_table(results, same if check else None))
@@ -118,6 +118,24 @@ def generate(
         console.print(Text.assemble(("accepted drafts", _ACCEPTED), ", ", ("given by the model itself", _GIVEN)))
     if not all(same.values()):
         raise typer.Exit(1)
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """What the user can mend is one sentence and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        if not str(error).startswith("pdkernels."):  # a fault of ours, not of the input: keep the traceback
+            raise
+        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _use_threads(threads: int | None, language_models: Sequence[Any]) -> None:
+    tiny = all(sum(parameter.numel() for parameter in model.parameters()) < _TINY for model in language_models)
+    if threads is not None or tiny:
+        torch.set_num_threads(threads or 1)
 
 
 def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
@@ -170,6 +188,98 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
         if same is not None:
             row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else "[bold red]no[/]")
         table.add_row(*row)
+    return table
+
+
+@app.command("eval")
+def evaluate(
+    model: Annotated[
+        list[str] | None, typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default all tiny ones.")
+    ] = None,
+    method: Annotated[
+        list[str] | None, typer.Option(help="Decoding method. May be given several times; autoregressive decoding always runs too.")
+    ] = None,
+    width: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method.")
+    ] = None,
+    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both.")] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else what torch takes.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(dir_okay=False, writable=True, help="Draw the figures into this PNG (needs matplotlib).")
+    ] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
+    ] = None,
+) -> None:
+    """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding."""
+    console = Console(highlight=False)
+    with _errors_told():
+        if plot is not None:  # what would only fail after minutes fails now
+            demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
+            if importlib.util.find_spec("matplotlib") is None:
+                raise ImportError(
+                    "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
+                )
+        tasks = [evaluation.make_task(name, problems, seed) for name in dict.fromkeys(task or evaluation.TASKS)]
+        loaded, absent = _load_all(model or list(evaluation.DEFAULT_METHODS))
+        competing, unable = evaluation.contenders(loaded, method or (), width or ())
+        skipped = absent + unable
+        for line in skipped:
+            console.print(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)
+        demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
+        _use_threads(threads, list(loaded.values()))
+        rows = []
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=len(tasks))
+            for number, chosen in enumerate(tasks):
+
+                def show(what: str, share: float, number: int = number, name: str = chosen.name) -> None:
+                    progress.update(bar, description=f"{name}, {what}", completed=number + share)
+
+                rows += evaluation.evaluate(loaded, competing, chosen, batch_size=batch_size, progress=show)
+        for chosen in tasks:
+            console.print(_evaluation_table([row for row in rows if row.task == chosen.name]))
+        written = evaluation.as_json(rows, skipped)
+        if json_path is not None:
+            json_path.parent.mkdir(parents=True, exist_ok=True)
+            json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        if plot is not None:
+            plot.parent.mkdir(parents=True, exist_ok=True)
+            evaluation.plot([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
+    if any(row.broken for row in rows):
+        console.print(Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red"))
+        raise typer.Exit(1)
+
+
+def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Models by name, and a line for each of the package's models that has not been trained here."""
+    absent = [name for name in dict.fromkeys(names) if name in evaluation.DEFAULT_METHODS and name not in models.available()]
+    loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
+    return loaded, [f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it" for name in absent]
+
+
+def _evaluation_table(rows: list[evaluation.Row]) -> Table:
+    first = rows[0]
+    prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold")
+    table.add_column("", no_wrap=True)
+    headings = ("tokens/\nforward", "tokens/\ncycle", "\ntokens/s", "\nspeed")
+    for heading in (*(["exact\nmatch"] if first.right is not None else []), *headings, "identical\nto greedy"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for model in dict.fromkeys(row.model for row in rows):
+        table.add_row(Text(model, "bold"))
+        for row in (row for row in rows if row.model == model):
+            cells = [] if row.right is None else [f"{row.right / row.problems:.0%}"]
+            for form, value in (("{:.2f}", row.tokens_per_forward), ("{:.2f}", row.tokens_per_cycle),
+                                ("{:.0f}", row.tokens_per_second), ("{:.2f}x", row.speedup)):  # fmt: skip
+                cells.append("-" if value is None else form.format(value))
+            table.add_row(f" {row.label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))
     return table
 
 

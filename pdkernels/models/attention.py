@@ -1,8 +1,16 @@
-"""What each new token sees, and the attention over it."""
+"""What each new token sees, and the attention over it.
+
+A forward on a cache is `speculative_attention`: the prefix is read where it lies, in pages or not, and the plan of the new
+tokens knows nothing of its length. Two kinds of forwards go another way:
+
+- A lone row behind equally long prefixes of a contiguous cache, on the CPU: PyTorch's attention over a view of the cache, which
+  takes two thirds of the time there (the kernels put many rows side by side).
+- What the kernels do not take (fp64, heads that are no multiple of 8 in 16 .. 256) and masks that come as bool tensors: PyTorch's
+  attention over a copy of the prefix with the new tokens behind it, under a dense mask. For tests and small experiments.
+"""
 
 from __future__ import annotations
 
-import operator
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -10,72 +18,67 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels.masks import TilePlan
+from pdkernels.masks import causal as causal_mask
+from pdkernels.ops._attention import KERNEL_DTYPES, takes_head_dim
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.speculative_attention import speculative_attention
 
 if TYPE_CHECKING:
     from pdkernels.models.transformer import Cache
 
 
 class Visibility(NamedTuple):
-    """The keys of one forward: how many to read per sequence, and which of them each row sees.
+    """Which keys each row of a forward sees.
 
-    `mask` is True where a row sees a key, and broadcasts to `(batch, heads, rows, keys)`, or is the plan of such a mask.
-    None: every row sees every key, or, with `causal`, row i sees keys 0..i. With `tail` the `keys` are those of the cached
-    prefix alone, and the columns of `mask` behind them are the new tokens.
+    `mask` is the plan of the new tokens, or True where a row sees a key and broadcasts to `(batch, heads, rows, keys)`. None:
+    every row sees every key, or, with `causal`, row i sees keys 0..i. On a cache without a plan, the first `prefix` keys are
+    cached ones; the others are the new tokens'.
     """
 
-    keys: int
     mask: torch.Tensor | TilePlan | None
     causal: bool = False
-    tail: bool = False
+    prefix: int = 0
 
 
-def uncached_visibility(length: int, mask: torch.Tensor | TilePlan | None) -> Visibility:
+def uncached_visibility(mask: torch.Tensor | TilePlan | None) -> Visibility:
     """A full forward: causal, or an explicit `(length, length)` or `(batch, length, length)` mask, or a plan."""
     if mask is None:
-        return Visibility(length, None, causal=True)
+        return Visibility(None, causal=True)
     if isinstance(mask, TilePlan):
-        return Visibility(length, mask)
-    return Visibility(length, mask[None, None] if mask.dim() == 2 else mask[:, None])
+        return Visibility(mask)
+    return Visibility(mask[None, None] if mask.dim() == 2 else mask[:, None])
 
 
-def cached_visibility(cache: Cache, lengths: list[int] | None, counts: list[int] | None, rows: int) -> Visibility:
-    """`rows` new tokens per sequence on top of a cache: row i of sequence b sees the keys j <= lengths[b] + i.
+def cached_visibility(
+    cache: Cache,
+    lengths: list[int] | None,
+    counts: torch.Tensor | None,
+    rows: int,
+    mask: torch.Tensor | TilePlan | None,
+) -> Visibility:
+    """`rows` new tokens that see the whole prefix of their sequence, and each other as `mask` says; None: causally.
 
-    `lengths` and `counts` are the host's copies, where it has them. Without them (the cache is on a device that the
-    host must not wait for) the whole capacity is read under a mask.
+    `lengths` is the host's copy of the cache's, where it has one: on a CPU.
     """
-    if lengths is None:
-        keys = cache.capacity
-    else:
-        longest = max(lengths)
-        if counts is None or min(counts) == rows:
-            keys = longest + rows
-            if rows == 1 and min(lengths) == longest:
-                return Visibility(keys, None)
-            if longest == 0:
-                return Visibility(keys, None, causal=True)
-        else:
-            # At least one, so that padding rows see something finite.
-            keys = max(1, max(map(operator.add, lengths, counts)))
-    device = cache.lengths.device
-    last_seen = cache.lengths[:, None] + torch.arange(rows, device=device)
-    return Visibility(keys, torch.arange(keys, device=device) <= last_seen[:, None, :, None])
-
-
-def planned_visibility(cache: Cache, lengths: list[int] | None, mask: torch.Tensor | TilePlan) -> Visibility:
-    """New tokens that see the whole prefix of their sequence, and each other as `mask` says."""
+    plain = mask is None and rows == 1 and counts is None and cache.block_table is None
+    if plain and lengths is not None and lengths.count(lengths[0]) == len(lengths):
+        return Visibility(None, prefix=lengths[0])
+    if cache.dtype in KERNEL_DTYPES and takes_head_dim(cache.head_dim) and not isinstance(mask, torch.Tensor):
+        return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
+    if mask is None:
+        mask = torch.ones(rows, rows, dtype=torch.bool, device=cache.device).tril()
+    elif isinstance(mask, TilePlan):
+        mask = mask.dense()
     keys = cache.capacity if lengths is None else max(lengths)
-    tail = _dense(mask) if isinstance(mask, TilePlan) else mask
-    tail = tail.expand(cache.batch, *tail.shape[-2:])
-    prefix = torch.arange(keys, device=tail.device) < cache.lengths[:, None]
-    return Visibility(keys, torch.cat([prefix[:, None].expand(-1, tail.shape[1], -1), tail], -1)[:, None], tail=True)
+    prefix = torch.arange(keys, device=cache.device) < cache.lengths[:, None, None]
+    whole = torch.cat([prefix.expand(-1, rows, -1), mask.expand(cache.batch, rows, rows)], -1)
+    return Visibility(whole[:, None], prefix=keys)
 
 
-@lru_cache(maxsize=32)
-def _dense(plan: TilePlan) -> torch.Tensor:
-    """A decoder gives the same few plans again and again."""
-    return plan.dense()
+@lru_cache(maxsize=64)
+def _causal_plan(rows: int, device: torch.device) -> TilePlan:
+    """A decoder asks for the same few widths again and again."""
+    return causal_mask(rows).plan(64, 64, device)
 
 
 def attend_cached(
@@ -88,19 +91,16 @@ def attend_cached(
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
-    if visibility.tail:
-        mixed = _attend_tail(q, k, v, visibility, cache, layer)
-        cache.append_(layer, k, v, counts)
-        return mixed
     cache.append_(layer, k, v, counts)
-    return attend(q, *cache.layer(layer, visibility.keys), visibility)
-
-
-def _attend_tail(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
-) -> torch.Tensor:
-    """The new tokens' K and V come from the forward, not from the cache, which need not keep (or have room for) them all."""
-    keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.keys), (k, v)))
+    if isinstance(visibility.mask, TilePlan):
+        k_cache, v_cache = cache.k[layer], cache.v[layer]
+        return speculative_attention(
+            q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
+        )
+    if visibility.mask is None:
+        return attend(q, *cache.layer(layer, visibility.prefix + 1), visibility)
+    # From the forward and not from the cache, which need not keep, or have room for, all new tokens.
+    keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
     return attend(q, keys, values, visibility)
 
 

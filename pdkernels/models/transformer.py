@@ -17,7 +17,7 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import Visibility, cached_visibility, planned_visibility, uncached_visibility
+from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
 from pdkernels.models.layer import Layer, rms_norm
 from pdkernels.models.rope import RopeStyle, Rotation, YarnScaling, rope_tables
 
@@ -191,6 +191,9 @@ class Transformer(nn.Module):
         those are like others: seen where the mask shows them, with logits that mean what they should. `positions` are offsets
         from `cache.lengths` in 0..T-1; K and V are stored in the order of the rows all the same.
 
+        The cache is read where it lies, pages included. In fp64, with heads that are no multiple of 8 in 16 .. 256 and under a
+        bool `mask` it is copied, in every layer and forward: give decoders plans.
+
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
 
@@ -231,7 +234,7 @@ class Transformer(nn.Module):
         self._validate(tokens, cache, counts, positions, mask)
         gate = self._gate(adapted, tokens.shape)
         if cache is None:
-            visibility = uncached_visibility(tokens.shape[1], mask)
+            visibility = uncached_visibility(mask)
             return self._run(tokens, visibility, self._uncached_rotation(tokens, positions), None, None, gate)
         # The cache keeps no graph, so neither does a forward on it.
         with torch.no_grad():
@@ -366,14 +369,8 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None,
     ) -> tuple[Visibility, Rotation]:
         """What the new rows see, and the rotation of their positions. The host reads lengths only on the CPU."""
-        lengths = host_counts = None
-        if cache.lengths.device.type == "cpu":
-            lengths = cache.lengths.tolist()
-            host_counts = None if counts is None else counts.tolist()
-        if mask is None:
-            visibility = cached_visibility(cache, lengths, host_counts, rows)
-        else:
-            visibility = planned_visibility(cache, lengths, mask)
+        lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
+        visibility = cached_visibility(cache, lengths, counts, rows, mask)
         # Padding rows may stand behind the capacity, never behind capacity + rows.
         table = self._rope(cache.capacity + rows)
         if offsets is None:

@@ -69,21 +69,26 @@ def load(
 
 
 def save_tiny(model: Transformer, path: Path, **facts: object) -> None:
-    """Save a byte-level model in bf16, with its configuration and `facts` about it in the file's metadata."""
+    """Save a byte-level model in bf16, its adapter included, with configuration, mask token and `facts` in the metadata."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
-    facts = {name: str(value) for name, value in facts.items()}
+    metadata = {name: str(value) for name, value in facts.items()}
+    metadata["config"] = json.dumps(asdict(model.config))
+    if model.mask_token is not None:
+        metadata["mask_token"] = str(model.mask_token)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"config": json.dumps(asdict(model.config)), **facts})
+    save_file(tensors, path, metadata=metadata)
 
 
 def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
     with safe_open(path, framework="pt") as file:
-        fields = json.loads(file.metadata()["config"])
+        metadata = file.metadata()
+    fields = json.loads(metadata["config"])
     if fields["yarn"] is not None:
         fields["yarn"] = YarnScaling(**fields["yarn"])
+    mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     tokenizer = ByteTokenizer()
     return _assemble(TransformerConfig(**fields), load_file(path), dtype or torch.float32, device, tokenizer,
-                     tokenizer.end_tokens)
+                     tokenizer.end_tokens, mask_token)
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
@@ -115,10 +120,15 @@ def _assemble(
     device: torch.device | str,
     tokenizer: Tokenizer | None,
     end_tokens: Iterable[int],
+    mask_token: int | None = None,
 ) -> Transformer:
     # On the meta device the model costs no memory until it takes over the loaded tensors.
     with torch.device("meta"):
-        model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
+        model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
+    if "layers.0.adapter_in" in state:
+        # Stored pairs hold their scale already.
+        pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
+        model.attach_adapter_(pairs)
     for name, parameter in model.named_parameters():
         check(state[name].shape == parameter.shape, _OP, name, f"have shape {tuple(parameter.shape)}",
               tuple(state[name].shape))

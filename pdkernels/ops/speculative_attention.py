@@ -16,11 +16,11 @@ from torch import Tensor
 from pdkernels._validation import check, check_index, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
+from pdkernels.ops._attention import KERNEL_DTYPES, check_plan, takes_head_dim
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
 
 OP = "speculative_attention"
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 # A block's offsets from its first token have to fit into 32 bits on CUDA. Inputs of wider strides are copied, caches never.
 MAX_CUDA_TOKEN_STRIDE = 2**23
@@ -139,7 +139,7 @@ def _check(
         fail(OP, "v_new", f"have shape {tuple(k_new.shape)} like k_new", tuple(v_new.shape))
     if k_new.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k_new.shape[2] != 0:
         fail(OP, "k_new", f"have a number of heads that divides the {q.shape[2]} of q", k_new.shape[2])
-    if q.shape[3] % 8 != 0 or q.shape[3] < 16 or q.shape[3] > 256:
+    if not takes_head_dim(q.shape[3]):
         remedy = "Pad all heads with zeros and pass the scale."
         fail(OP, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], remedy)
     if k_cache.shape[2:] != k_new.shape[2:]:
@@ -154,30 +154,7 @@ def _check(
     elif k_cache.shape[0] != q.shape[0]:
         remedy = "Pass the block_table of a paged cache."
         fail(OP, "k_cache", f"have the batch {q.shape[0]} of q", tuple(k_cache.shape), remedy)
-    _check_plan(q, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, block_q, block_k)
-
-
-def _check_plan(
-    q: Tensor, kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int
-) -> None:  # fmt: skip
-    for part in (kv_offsets, kv_tiles, kv_bitmaps, bitmaps):
-        if part.device != q.device:
-            fail(OP, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
-        if part.dtype != torch.int32 or not part.is_contiguous():
-            raise TypeError(message(OP, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}"))
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if size % 16 != 0 or size < 16 or size > 1024:
-            fail(OP, name, "be a multiple of 16 in [16, 1024]", size)
-    if kv_offsets.dim() == 2 and kv_offsets.shape[0] != q.shape[0]:
-        remedy = "Stack one plan for each sequence, or pass a single plan that all of them share."
-        fail(OP, "plan", f"have {q.shape[0]} samples like q", kv_offsets.shape[0], remedy)
-    rows = -(-q.shape[1] // block_q)
-    if kv_offsets.dim() not in (1, 2) or kv_offsets.shape[-1] != rows + 1:
-        fail(OP, "plan", f"have {rows} tiles of {block_q} rows in its offsets", tuple(kv_offsets.shape))
-    if kv_tiles.dim() != 1 or kv_bitmaps.shape != kv_tiles.shape:
-        fail(OP, "plan", "have as many entries in all its lists", tuple(kv_bitmaps.shape))
-    if bitmaps.dim() != 3 or tuple(bitmaps.shape[1:]) != (block_q, -(-block_k // 32)):
-        fail(OP, "plan", f"have bitmaps of shape (any, {block_q}, {-(-block_k // 32)})", tuple(bitmaps.shape))
+    check_plan(OP, q, q.shape[1], (kv_offsets, kv_tiles, kv_bitmaps), (), bitmaps, block_q, block_k)
 
 
 def _check_values(k_cache: Tensor, cache_lengths: Tensor, block_table: Tensor | None) -> None:

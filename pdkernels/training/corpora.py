@@ -111,9 +111,8 @@ def _problem(numbers: random.Random) -> Problem:
             else:
                 value, other = other, value
         question = (question or str(value)) + f" {sign} {other}"
-        result, steps = _WORKED[sign](value, other)
-        lines += [*steps, f"{value} {sign} {other} = {result}"]
-        value = result
+        value, steps = _worked(value, sign, other)
+        lines += steps
     return Problem(f"{question} = ?\n", "\n".join([*lines, f"answer {value}"]) + "\n", value)
 
 
@@ -122,46 +121,18 @@ def _number(numbers: random.Random) -> int:
     return numbers.randint(10 ** (digits - 1), 10**digits - 1)
 
 
-def _sum(a: int, b: int) -> tuple[int, list[str]]:
-    lines, carry = [], 0
-    for x, y in _columns(a, b):
-        total = x + y + carry
-        lines.append(f"{x} + {y}{_plus(carry)} = {total}{_carried(total // 10)}")
-        carry = total // 10
-    return a + b, lines
-
-
-def _difference(a: int, b: int) -> tuple[int, list[str]]:
-    lines, borrow = [], 0
-    for x, y in _columns(a, b):
-        digit = x - y - borrow
-        taken = f" - {borrow}" if borrow else ""
-        borrow = int(digit < 0)
-        lines.append(f"{x} - {y}{taken} = {digit % 10}{', borrow 1' if borrow else ''}")
-    return a - b, lines
-
-
-def _product(a: int, b: int) -> tuple[int, list[str]]:
-    lines, carry = [], 0
-    for x, _ in _columns(a, 0):
-        total = x * b + carry
-        lines.append(f"{x} * {b}{_plus(carry)} = {total}{_carried(total // 10)}")
-        carry = total // 10
-    return a * b, lines
-
-
-_WORKED = {"+": _sum, "-": _difference, "*": _product}
-
-
-def _columns(a: int, b: int) -> Iterator[tuple[int, int]]:
-    """Digits of both from the right."""
-    for place in range(max(len(str(a)), len(str(b)))):
-        yield a // 10**place % 10, b // 10**place % 10
-
-
-def _plus(carry: int) -> str:
-    return f" + {carry}" if carry else ""
-
-
-def _carried(carry: int) -> str:
-    return f", carry {carry}" if carry else ""
+def _worked(a: int, sign: str, b: int) -> tuple[int, list[str]]:
+    """The result, and a line for each digit of it: what is left of both numbers, their last digits, and the result so far."""
+    lines, carried, result = [], 0, ""
+    while True:
+        x, y = a % 10, b if sign == "*" else b % 10
+        total = {"+": x + y + carried, "-": x - y - carried, "*": x * y + carried}[sign]
+        result = str(total % 10) + result
+        # A product's carry is added, a difference's borrow taken away.
+        rest = f" {'-' if sign == '-' else '+'} {carried}" if carried else ""
+        lines.append(f"{a} {sign} {b}{rest}: {x} {sign} {y}{rest} = {total} so {result}")
+        a, b, carried = a // 10, b if sign == "*" else b // 10, abs(total // 10)
+        if a == 0 and (b == 0 or sign == "*"):
+            break
+    value = int((str(carried) if carried else "") + result)
+    return value, lines

@@ -193,7 +193,7 @@ def test_the_mask_of_a_device_that_the_host_does_not_read(monkeypatch: pytest.Mo
     for host_reads in (True, False):
         if not host_reads:
             monkeypatch.setattr(transformer, "cached_visibility",
-                                lambda cache, lengths, counts, rows: cached_visibility(cache, None, None, rows))
+                                lambda cache, lengths, *rest: cached_visibility(cache, None, *rest))
         cache = model.new_cache(2, 11)
         logits.append(model(tokens[:, :5], cache=cache))
         cache.commit_(torch.tensor([5, 3]))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import pdkernels as pd
 from pdkernels.masks import SegmentMask, TilePlan
 from pdkernels.models import Transformer, transformer
-from pdkernels.models.attention import planned_visibility
+from pdkernels.models.attention import cached_visibility
 from tests.models.test_transformer import CONFIG, VARIANTS, build, close, random_tokens
 
 CAPACITY = 40
@@ -144,7 +144,7 @@ def test_a_device_that_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -
     """The whole capacity is read, under a mask."""
     model, mask, tokens = build(), MASKS["quadratic"], random_tokens(2, 9, seed=1)
     expected = model(tokens, cache=caches(model, [3, 7], 4), mask=mask.dense(), positions=mask.positions)
-    monkeypatch.setattr(transformer, "planned_visibility", lambda cache, lengths, mask: planned_visibility(cache, None, mask))
+    monkeypatch.setattr(transformer, "cached_visibility", lambda cache, lengths, *rest: cached_visibility(cache, None, *rest))
     close(model(tokens, cache=caches(model, [3, 7], 4), mask=mask.dense(), positions=mask.positions), expected)
 
 
@@ -187,7 +187,7 @@ def test_some_rows_take_the_adapter() -> None:
     x = torch.nn.functional.embedding(tokens, model.embedding)
     mask, places = pd.masks.quadratic(2, 2), torch.tensor([0, 1, 1, 2, 2, 3])
     rotation = model._uncached_rotation(tokens, places)
-    visibility = transformer.uncached_visibility(6, mask.dense())
+    visibility = transformer.uncached_visibility(mask.dense())
     for plain, other in zip(model.layers, merged.layers, strict=True):
         outputs = [layer(x, rotation, visibility, 0, None, None, None) for layer in (plain, other)]
         x = torch.where(adapted[:, None], outputs[1], outputs[0])

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pdkernels import models
-from pdkernels.models import ByteTokenizer, Transformer, YarnScaling, from_hf_config
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig, YarnScaling, from_hf_config
 from pdkernels.models import from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.zoo import WEIGHTS
 from tests.models.plain import CHECKPOINTS, LLAMA, MINISTRAL3, QWEN2, plain_logits, random_checkpoint
@@ -72,6 +73,39 @@ def test_tiny_files_keep_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
     assert zoo.available() == ("tiny-test",)
     assert zoo.load("tiny-test").config == config
+
+
+@pytest.mark.parametrize(("mask_token", "adapter"), [(None, False), (22, False), (None, True), (22, True), (0, True)])
+def test_tiny_files_keep_mask_token_and_adapter(
+    mask_token: int | None, adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pdkernels.models import zoo
+
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=258, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24)
+    model = Transformer(config, mask_token=mask_token)
+    if adapter:
+        model.attach_adapter_([(torch.randn(3, 16), torch.randn(16, 3)) for _ in range(2)], scale=0.5)
+    zoo.save_tiny(model, tmp_path / "tiny-test.safetensors", bits=1.5)
+    monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
+    for dtype in (None, torch.float64):
+        loaded = zoo.load("tiny-test", dtype=dtype)
+        assert loaded.mask_token == mask_token and loaded.has_adapter == adapter
+        expected = {name: tensor.to(torch.bfloat16).to(loaded.dtype) for name, tensor in model.state_dict().items()}
+        state = loaded.state_dict()
+        assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in state)
+        assert not any(parameter.requires_grad or parameter.is_meta for parameter in loaded.parameters())
+        # The scale is neither lost nor applied twice.
+        model = model.to(torch.bfloat16).to(loaded.dtype)
+        tokens = torch.tensor([[1, 200, 256, 257]])
+        torch.testing.assert_close(loaded(tokens, adapted=adapter), model(tokens, adapted=adapter))
+
+
+def test_a_tiny_file_without_mask_token_and_adapter_is_as_before() -> None:
+    model = models.load("tiny-code")
+    assert model.mask_token is None and not model.has_adapter
+    with safe_open(WEIGHTS / "tiny-code.safetensors", framework="pt") as file:
+        assert "mask_token" not in file.metadata()
 
 
 # ---- checkpoints

@@ -111,7 +111,7 @@ CASES = {
     "samples": (
         {"plan": masks.TilePlan.stack([PLAN] * 3)},
         ValueError,
-        "plan must have 2 samples like q, got 3. Stack one plan for each sequence, or pass a single plan that all of them share.",
+        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
     "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
@@ -243,7 +243,7 @@ def replaced(arguments: tuple, place: int, value: object) -> tuple:
 @pytest.mark.parametrize(
     "place, change, text",
     [
-        (6, lambda x: x[:-1], "plan must have 3 tiles of 32 rows in its offsets, got (3,)"),
+        (6, lambda x: x[:-1], "plan must have 3 x 2 tiles of 32 x 48 in all its offsets and orders, got (3,)"),
         (6, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (1,)"),
         (8, lambda x: x[:-1], "plan must have as many entries in all its lists, got"),
         (9, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),

@@ -1,0 +1,258 @@
+"""Train `tiny-trimode`: `tiny-code` taught to fill in masks too, and an adapter that drafts what the causal model would say.
+
+    python examples/train_tiny_trimode.py
+
+takes less than half an hour on two CPU cores and writes pdkernels/models/weights/tiny-trimode.safetensors. One set of weights
+then decodes token by token, as block diffusion, and by speculating on itself.
+
+Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
+packed in one sequence under a dual-stream mask. The second trains only the low-rank adapter of the draft pass, on texts the model
+wrote itself: there the causal model's own predictions say how far each draft would have been accepted.
+
+Source: Nemotron-Labs-Diffusion, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from pdkernels.decoding import generate
+from pdkernels.models import ByteTokenizer, Transformer, load
+from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.training import (
+    DualStreamBatch,
+    DualStreamSample,
+    Problem,
+    arithmetic,
+    as_ids,
+    attach_drafter_,
+    drafter_loss,
+    dual_stream_loss,
+    pack_dual_stream,
+    standard_library,
+)
+
+MASK_TOKEN = ByteTokenizer.vocab_size
+WIDTHS = (4, 8, 16)
+"""Tokens of a block: one of them for each step."""
+TILE = 64
+WINDOW = 256
+"""Bytes of a piece of source."""
+LEAST_MASKED = 0.2
+ADAPTER_RANK = 8
+ADAPTER_SCALE = 4.0
+console = Console()
+
+
+def with_mask_token(model: Transformer) -> Transformer:
+    """The same model with one more id, which starts as the mean of the others."""
+    config = replace(model.config, vocab_size=model.config.vocab_size + 1)
+    wider = Transformer(config, tokenizer=model.tokenizer, end_tokens=model.end_tokens, mask_token=MASK_TOKEN)
+    state = model.state_dict()
+    state["embedding"] = torch.cat([state["embedding"], state["embedding"].mean(0, keepdim=True)])
+    wider.load_state_dict(state)
+    return wider
+
+
+# ---- batches
+
+
+def hidden_places(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
+    """Which tokens of a text its noisy copy hides, and with what probability; never those of the prompt.
+
+    A third of the texts hide all (what a group of masks behind a draft sees), a third all but the first of each block (what a
+    draft pass sees), a third each token by chance (what a half-finished block looks like).
+    """
+    kind = int(torch.randint(3, (), generator=generator))
+    places = torch.arange(tokens)
+    if kind == 0:
+        masked, share = torch.ones(tokens, dtype=torch.bool), 1.0
+    elif kind == 1:
+        masked, share = places % width != 0, 1 - 1 / width
+    else:
+        share = LEAST_MASKED + (1 - LEAST_MASKED) * float(torch.rand((), generator=generator))
+        masked = torch.rand(tokens, generator=generator) < share
+    return masked & (places >= prompt_len), share
+
+
+def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatch]:
+    """Endless batches of `sums` problems and `windows` pieces of source, in blocks of one of the widths."""
+    generator = torch.Generator().manual_seed(seed)
+    problems, source = arithmetic(seed + 1), as_ids(standard_library()[0])
+    while True:
+        width = WIDTHS[int(torch.randint(len(WIDTHS), (), generator=generator))]
+        texts = [(as_ids([(problem.prompt + problem.steps).encode()]), len(problem.prompt)) for problem in islice(problems, sums)]
+        for start in torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist():
+            texts.append((source[start : start + WINDOW], 0))
+        samples = [
+            DualStreamSample(ids.long(), *hidden_places(len(ids), prompt_len, width, generator)) for ids, prompt_len in texts
+        ]
+        yield pack_dual_stream(samples, width, MASK_TOKEN)
+
+
+def own_texts(model: Transformer, sums: int, windows: int, seed: int) -> list[tuple[Tensor, int]]:
+    """What the model writes by itself: ids, and how many of them were given."""
+    problems = list(islice(arithmetic(seed), sums))
+    source, generator = as_ids(standard_library()[0]), torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist()
+    prompts = [as_ids([problem.prompt.encode()])[:-1].long() for problem in problems]
+    prompts += [source[start : start + WINDOW // 2].long() for start in starts]
+    texts = []
+    for first in range(0, len(prompts), 32):
+        batch = prompts[first : first + 32]
+        limit = WINDOW // 2 if first >= sums else 400
+        for prompt, tokens in zip(batch, generate(model, batch, max_new_tokens=limit).tokens, strict=True):
+            texts.append((torch.cat([prompt, tokens]), len(prompt)))
+    return texts
+
+
+# ---- steps
+
+
+def joint_step(model: Transformer, batch: DualStreamBatch, masked_weight: float) -> tuple[Tensor, dict[str, float]]:
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
+    loss = dual_stream_loss(
+        model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch, masked_weight=masked_weight
+    )
+    return loss.total, {"autoregressive": loss.autoregressive.item(), "masked": loss.masked.item()}
+
+
+def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Drafts of the whole blocks behind the prompts of texts that the model wrote, and how far it agrees with them.
+
+    Returns:
+        Logits of the draft and of the verifier, each (blocks, width - 1, ids but the mask token), and the accepted tokens, (blocks,).
+    """
+    samples, first_rows, first = [], [], 0
+    for ids, prompt_len in texts:
+        places = torch.arange(len(ids))
+        samples.append(DualStreamSample(ids, (places % width != 0) & (places >= prompt_len), 1 - 1 / width))
+        blocks = torch.arange(-(-prompt_len // width), len(ids) // width)
+        first_rows.append(torch.stack([first + blocks * width, first + len(ids) + blocks * width], 1))
+        first += 2 * len(ids)
+    batch, rows, ahead = pack_dual_stream(samples, width, MASK_TOKEN), torch.cat(first_rows), torch.arange(width)
+    drafting = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    drafting[rows[:, :1] + ahead] = True
+    plan = batch.mask.plan(TILE, TILE)
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=plan, adapted=drafting)[0]
+    # A mask says what stands in its own place, a clean row what comes behind it.
+    draft = model.logits(hidden[rows[:, :1] + ahead[1:]])[..., :MASK_TOKEN]
+    verifier = model.logits(hidden[rows[:, 1:] + ahead[:-1]])[..., :MASK_TOKEN].detach()
+    accepted = (draft.argmax(-1) == verifier.argmax(-1)).long().cumprod(1).sum(1)
+    return draft, verifier, accepted
+
+
+def drafter_step(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, dict[str, float]]:
+    draft, verifier, accepted = judged_drafts(model, texts, width)
+    return drafter_loss(draft, verifier, accepted).total, {"accepted": accepted.float().mean().item()}
+
+
+def optimise(
+    name: str, parameters: list[Tensor], steps: int, lr: float, step_of: Callable[[], tuple[Tensor, dict[str, float]]],
+    look: Callable[[], str] | None = None, look_every: int = 400,
+) -> None:  # fmt: skip
+    """AdamW with a linear warm-up and a cosine to 1 %."""
+    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    warmup, started, smooth = max(1, steps // 30), time.perf_counter(), {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[facts]}"),
+               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=steps, facts="")
+        for number in range(steps):
+            done = max(0.0, (number - warmup) / max(1, steps - warmup))
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (number + 1) / warmup) * (0.495 * (1 + math.cos(math.pi * done)) + 0.01)
+            loss, facts = step_of()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for fact, value in facts.items():
+                smooth[fact] = smooth.get(fact, value) + (value - smooth.get(fact, value)) * 0.03
+            progress.update(task, advance=1, facts="  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items()))
+            if look and (number + 1) % look_every == 0:
+                facts_now = "  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items())
+                progress.console.print(f"{name} {number + 1}: {facts_now}; {look()}; {time.perf_counter() - started:.0f} s")
+
+
+# ---- what came of it
+
+
+def score(model: Transformer, method: str, problems: list[Problem], **options: object) -> tuple[float, float]:
+    """Share of sums solved, and tokens per forward."""
+    solved = tokens = 0
+    forwards = 0.0
+    for first in range(0, len(problems), 25):
+        batch = problems[first : first + 25]
+        result = generate(model, [problem.prompt for problem in batch], method, max_new_tokens=400, **options)
+        solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
+        tokens += result.stats.tokens
+        forwards += result.stats.tokens / result.stats.tokens_per_forward
+    return solved / len(problems), tokens / forwards
+
+
+def report(model: Transformer, problems: int, width: int = 8) -> str:
+    held_out = list(islice(arithmetic(0, held_out=True), problems))
+    right, _ = score(model, "autoregressive", held_out)
+    _, linear = score(model, "linear_self_speculation", held_out, block_size=width)
+    _, quadratic = score(model, "quadratic_self_speculation", held_out, draft_len=width)
+    return (f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
+            f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}")  # fmt: skip
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-trimode.safetensors",
+    start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
+    steps: Annotated[int, typer.Option(help="Steps of the joint stage.")] = 2000,
+    drafter_steps: Annotated[int, typer.Option(help="Steps of the adapter's stage.")] = 300,
+    sums: Annotated[int, typer.Option(help="Problems per step.")] = 14,
+    windows: Annotated[int, typer.Option(help="Pieces of source per step.")] = 2,
+    masked_weight: Annotated[float, typer.Option(help="Weight of the masked loss.")] = 1.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the joint stage.")] = 2e-3,
+    drafter_lr: Annotated[float, typer.Option(help="Peak learning rate of the adapter.")] = 2e-3,
+    seed: Annotated[int, typer.Option(help="Seed of masks, texts and order.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 400,
+) -> None:
+    """Train tiny-trimode and save it, rounded to bf16."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    started = time.perf_counter()
+    model = with_mask_token(load(start))
+    batches = joint_batches(sums, windows, seed)
+    optimise("joint", list(model.parameters()), steps, lr, lambda: joint_step(model, next(batches), masked_weight),
+             lambda: report(model, 50), look_every)  # fmt: skip
+
+    model.requires_grad_(False)
+    if drafter_steps:
+        console.print(report(model, 100))
+        texts = own_texts(model, 640, 64, seed + 2)
+        adapter = attach_drafter_(model, ADAPTER_RANK, scale=ADAPTER_SCALE)
+        generator = torch.Generator().manual_seed(seed)
+
+        def step() -> tuple[Tensor, dict[str, float]]:
+            chosen = torch.randperm(len(texts), generator=generator)[: sums + windows].tolist()
+            width = WIDTHS[int(torch.randint(1, len(WIDTHS), (), generator=generator))]
+            return drafter_step(model, [texts[index] for index in chosen], width)
+
+        optimise("drafter", list(adapter), drafter_steps, drafter_lr, step)
+    model.to(torch.bfloat16).float().requires_grad_(False)
+    facts = report(model, 200)
+    save_tiny(model, output, description="byte-level, tri-mode, Python's standard library and arithmetic", held_out=facts)
+    console.print(f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,67 @@
+"""What the contenders work on: sums that are right or wrong, and source text, where only the cost of going on counts."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import NamedTuple
+
+from pdkernels._validation import check
+from pdkernels.training import Problem, arithmetic, standard_library
+
+TASKS = ("sums", "source")
+
+# The longest solution has 258 bytes.
+_SUMS_LIMIT = 320
+_SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
+_WARM_UP = 5
+
+
+class Task(NamedTuple):
+    """Prompts to continue, and how the answers are judged."""
+
+    name: str
+    prompts: list[str]
+    warm_up: list[str]
+    """Prompts of the same kind that are not counted."""
+    limit: int
+    """New tokens at most."""
+    end_tokens: tuple[int, ...] | None
+    """None: those of the model."""
+    problems: list[Problem] | None
+    """One for each prompt, where answers are right or wrong."""
+
+
+def make_task(name: str, problems: int, seed: int = 0) -> Task:
+    """`problems` prompts that no model was trained on, the same whenever the seed is (and, for "source", the Python version).
+
+    Args:
+        name: "sums": `pdkernels.training.arithmetic`, to be worked out to the end. "source": 128 bytes out of a held-out file of
+            the standard library, to be continued by 64 tokens.
+        problems: how many.
+        seed: of the choice.
+
+    Raises:
+        ValueError: no such task, fewer than one problem, an interpreter without source files.
+
+    Example:
+        >>> make_task("sums", 2).prompts[0].endswith("= ?\\n")
+        True
+    """
+    op = "evaluation.make_task"
+    check(name in TASKS, op, "task", f"be one of {', '.join(TASKS)}", repr(name))
+    check(problems >= 1, op, "problems", "be at least 1", problems)
+    count = _WARM_UP + problems
+    if name == "sums":
+        sums = list(islice(arithmetic(seed, held_out=True), count))
+        prompts = [problem.prompt for problem in sums]
+        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SUMS_LIMIT, None, sums[_WARM_UP:])
+    files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
+    chance, prompts = random.Random(seed), []
+    for _ in range(count):
+        text = chance.choice(files)
+        start = chance.randrange(len(text) - _SOURCE_PROMPT - _SOURCE_LIMIT)
+        # A window may begin or end inside a character.
+        prompts.append(text[start : start + _SOURCE_PROMPT].decode("utf-8", errors="ignore"))
+    # No end token: all contenders write equally much.
+    return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SOURCE_LIMIT, (), None)

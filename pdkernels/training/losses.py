@@ -1,0 +1,203 @@
+"""Losses of the two packed layouts, on logits of the rows that a batch lists, and the noise of the dual stream.
+
+A batch says which rows a loss reads, so run the language model head on those rows only:
+
+    hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
+    loss = dual_stream_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
+
+Logits in half precision are taken to float32, those in float64 stay. Labels and weights are moved to the device of the logits.
+Nothing here waits for that device, and everything compiles to one graph for batches of any sizes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdkernels._validation import check, check_type, fail, message
+from pdkernels.training.packing import DualStreamBatch, NoiseAwareBatch
+
+
+class JointLoss(NamedTuple):
+    """What `dual_stream_loss` gives; 0-dim tensors, ``total = autoregressive + masked_weight * masked``."""
+
+    total: Tensor
+    autoregressive: Tensor
+    """Sum over clean rows, over the normaliser."""
+    masked: Tensor
+    """Sum over masked rows, each over its p_mask, over the same normaliser."""
+
+
+class ConsistencyLoss(NamedTuple):
+    """What `noise_aware_loss` gives; 0-dim tensors, ``total = ar_weight * autoregressive + consistency``."""
+
+    total: Tensor
+    autoregressive: Tensor
+    """Mean over prompts and clean blocks."""
+    consistency: Tensor
+    """Mean over noisy rows that have not converged."""
+
+
+def dual_stream_terms(
+    ar_logits: Tensor, masked_logits: Tensor, batch: DualStreamBatch, *, normaliser: float | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """What each row adds to the two sums of `dual_stream_loss`, whose arguments and errors these are: ``(n,)`` and ``(m,)``."""
+    op = "training.dual_stream_loss"
+    _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
+    _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
+    if normaliser is None:
+        # Of no rows at all both sums are 0.
+        normaliser = max(len(batch.ar_labels) + len(batch.masked_labels), 1)
+    ar = F.cross_entropy(_exact(ar_logits), batch.ar_labels.to(ar_logits.device), reduction="none")
+    masked = F.cross_entropy(_exact(masked_logits), batch.masked_labels.to(masked_logits.device), reduction="none")
+    return ar / normaliser, masked * batch.masked_weights.to(masked_logits.device) / normaliser
+
+
+def dual_stream_loss(
+    ar_logits: Tensor,
+    masked_logits: Tensor,
+    batch: DualStreamBatch,
+    *,
+    masked_weight: float = 0.3,
+    normaliser: float | Tensor | None = None,
+) -> JointLoss:
+    """Cross-entropy on the clean copies, and on what is hidden in the noisy ones.
+
+    Args:
+        ar_logits: ``(n, vocab)`` of ``batch.ar_rows``; they predict the next token.
+        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the token that is hidden in their own place.
+        batch: what `pack_dual_stream` made.
+        masked_weight: of the masked sum; the paper's alpha.
+        normaliser: what both sums are divided by. None: the n + m rows of this batch. For a sum over several batches or
+            ranks give the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
+
+    Returns:
+        Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows. All
+        tokens count alike, wherever they stand: a sample with few hidden tokens has little say (*global averaging*).
+
+    Raises:
+        ValueError: logits that are not one row of floats per label.
+        TypeError: logits that are not floating.
+
+    Source: Nemotron-Labs-Diffusion, equations 1 to 3 and 5.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.training import DualStreamSample, dual_stream_loss, pack_dual_stream
+        >>> sample = DualStreamSample(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), 0.5)
+        >>> batch = pack_dual_stream([sample], block_size=2, mask_token=9)
+        >>> loss = dual_stream_loss(torch.zeros(2, 10), torch.zeros(2, 10), batch)    # log(10) = 2.3026 on each row
+        >>> [round(float(part), 4) for part in loss]
+        [1.8421, 1.1513, 2.3026]
+    """
+    ar, masked = dual_stream_terms(ar_logits, masked_logits, batch, normaliser=normaliser)
+    ar, masked = ar.sum(), masked.sum()
+    return JointLoss(ar + masked_weight * masked, ar, masked)
+
+
+def noise_aware_terms(
+    ar_logits: Tensor, student_logits: Tensor, teacher_logits: Tensor, batch: NoiseAwareBatch
+) -> tuple[Tensor, Tensor]:
+    """What each row adds to the two means of `noise_aware_loss`, whose arguments and errors these are: ``(n,)`` and ``(m,)``."""
+    op = "training.noise_aware_loss"
+    _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
+    _check_rows(op, "student_logits", student_logits, batch.student_rows)
+    if teacher_logits.shape != student_logits.shape:
+        fail(op, "teacher_logits", "have the shape of student_logits", tuple(teacher_logits.shape))
+    ar = F.cross_entropy(_exact(ar_logits), batch.ar_labels.to(ar_logits.device), reduction="none")
+    teacher = _exact(teacher_logits.detach()).softmax(-1)
+    consistency = F.cross_entropy(_exact(student_logits), teacher, reduction="none")
+    return ar / max(len(batch.ar_labels), 1), consistency / max(len(batch.student_rows), 1)
+
+
+def noise_aware_loss(
+    ar_logits: Tensor, student_logits: Tensor, teacher_logits: Tensor, batch: NoiseAwareBatch, *, ar_weight: float = 1.0
+) -> ConsistencyLoss:
+    """Cross-entropy on prompts and clean blocks; noisy rows learn the distributions of their clean ones.
+
+    Args:
+        ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
+        student_logits: ``(m, vocab)`` of ``batch.student_rows``.
+        teacher_logits: ``(m, vocab)`` of ``batch.teacher_rows``, from the same forward; no gradient goes through them.
+        batch: what `pack_noise_aware` made.
+        ar_weight: of the autoregressive mean; the released trainers have 10 and 1.
+
+    Returns:
+        `consistency` is the soft cross-entropy ``-sum softmax(teacher) * log softmax(student)``, whose gradient is that of the
+        KL divergence. A mean over no rows is 0. The released trainer divides the consistency loss once more by the number of
+        blocks T: multiply `ar_weight` by T for its proportions.
+
+    Raises:
+        ValueError: logits that are not one row of floats per label, or per student row.
+        TypeError: logits that are not floating.
+
+    Source: Jacobi Forcing, equations 8 and 9, and its released multi-block trainer.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.training import NoiseAwareSample, noise_aware_loss, pack_noise_aware
+        >>> sample = NoiseAwareSample(torch.tensor([7]), torch.tensor([[1, 2]]), torch.tensor([[1, 9]]))
+        >>> batch = pack_noise_aware([sample])
+        >>> student = teacher = torch.zeros(1, 10)
+        >>> loss = noise_aware_loss(torch.zeros(2, 10), student, teacher, batch)
+        >>> [round(float(part), 4) for part in loss]
+        [4.6052, 2.3026, 2.3026]
+    """
+    ar, consistency = noise_aware_terms(ar_logits, student_logits, teacher_logits, batch)
+    ar, consistency = ar.sum(), consistency.sum()
+    return ConsistencyLoss(ar_weight * ar + consistency, ar, consistency)
+
+
+def draw_masks(
+    count: int, generator: torch.Generator, *, least: float = 1e-3, frozen_prefix: int = 0
+) -> tuple[Tensor, float]:
+    """Which tokens of a sequence the noisy copy hides, and the probability with which each was hidden.
+
+    Args:
+        count: tokens of the sequence.
+        generator: of the draws; its device is that of the result.
+        least: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
+        frozen_prefix: so many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
+
+    Returns:
+        ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. There may be no True among few tokens.
+
+    Raises:
+        ValueError: a negative count, a prefix longer than the sequence, `least` outside (0, 1].
+        TypeError: sizes that are no ints.
+
+    Source: Nemotron-Labs-Diffusion, released training code.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.training import draw_masks
+        >>> masked, p_mask = draw_masks(1000, torch.Generator().manual_seed(0), frozen_prefix=200)
+        >>> bool(masked[:200].any()), abs(float(masked[200:].double().mean()) - p_mask) < 0.05
+        (False, True)
+    """
+    op = "training.draw_masks"
+    for name, value in (("count", count), ("frozen_prefix", frozen_prefix)):
+        check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+    check(count >= 0, op, "count", "be at least 0", count)
+    check(0 <= frozen_prefix <= count, op, "frozen_prefix", f"lie in 0 .. {count}", frozen_prefix)
+    check(0 < least <= 1, op, "least", "lie in (0, 1]", least)
+    t = float(torch.rand((), dtype=torch.float64, generator=generator, device=generator.device))
+    p_mask = (1 - least) * t + least
+    masked = torch.rand(count, generator=generator, device=generator.device) < p_mask
+    masked[:frozen_prefix] = False
+    return masked, p_mask
+
+
+def _exact(logits: Tensor) -> Tensor:
+    """In float32 at least."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _check_rows(op: str, name: str, logits: Tensor, rows: Tensor) -> None:
+    if not logits.is_floating_point():
+        raise TypeError(message(op, name, "be floating", logits.dtype))
+    if logits.dim() != 2 or logits.shape[0] != rows.shape[0]:
+        fail(op, name, f"have shape ({rows.shape[0]}, vocab)", tuple(logits.shape), "It takes the listed rows only.")

@@ -1,0 +1,206 @@
+"""Training data of Jacobi Forcing: the states that blocks of greedy text went through under Jacobi decoding.
+
+A model learns from its own trajectories: `collect_trajectories` decodes and keeps every state of every block,
+`noise_aware_sample` picks one state per block after a noise schedule, `pack_noise_aware` puts samples side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_index, check_type
+from pdkernels.decoding import TraceStep, generate
+from pdkernels.training.packing import NoiseAwareSample
+
+Schedule: TypeAlias = Literal["code", "paper"]
+Order: TypeAlias = Literal["progressive", "random"]
+
+
+class Trajectory(NamedTuple):
+    """A prompt and how each block of its greedy continuation came about; int64 on the CPU."""
+
+    prompt: Tensor
+    """(P,) ids."""
+    blocks: list[Tensor]
+    """At least one, each (records, block_size) ids: states in their order, no two of them equal, the fixed point last."""
+
+    @property
+    def fixed_points(self) -> Tensor:
+        """``(num_blocks, block_size)`` ids: the greedy text, padded behind its end token."""
+        return torch.stack([records[-1] for records in self.blocks])
+
+
+def collect_trajectories(
+    model: Any,
+    prompts: Sequence[str] | Sequence[Tensor] | Sequence[Sequence[int]],
+    *,
+    block_size: int,
+    max_new_tokens: int,
+    end_tokens: Sequence[int] | None = None,
+    pad_token: int = 0,
+    seed: int = 0,
+    batch_size: int = 16,
+) -> list[Trajectory]:
+    """Decode with `pdkernels.decoding`'s ``jacobi`` and keep what it went through.
+
+    Args:
+        model, prompts, end_tokens: as in `pdkernels.decoding.generate`; a list of prompts.
+        block_size: tokens of a block.
+        max_new_tokens: of each continuation, rounded up to whole blocks; it may end earlier.
+        pad_token: stands behind an end token, in all records of that block.
+        seed: of the tokens that fill fresh drafts.
+        batch_size: prompts that are decoded side by side; the result does not depend on it where logits do not.
+
+    Returns:
+        One trajectory per prompt. A record is what the block held before a forward: the accepted tokens and the draft behind
+        them. The first one is the seed token and random earlier tokens (in the first block: what the prompt's forward made of
+        them), which the released script loses; the last one is the fixed point. The fixed points one behind the other are the
+        text of greedy decoding; where that ends inside a block, `pad_token` fills the block.
+
+    Raises:
+        ValueError, TypeError: as `pdkernels.decoding.generate`.
+
+    Source: Jacobi Forcing, section 2.1 and its released trajectory scripts.
+
+    Example:
+        >>> from pdkernels.models import Transformer, TransformerConfig
+        >>> from pdkernels.training import collect_trajectories
+        >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
+        ...                                       head_dim=8, intermediate_size=24))
+        >>> (trajectory,) = collect_trajectories(model, [[3, 1, 4]], block_size=4, max_new_tokens=8)
+        >>> trajectory.prompt.tolist(), trajectory.fixed_points.shape
+        ([3, 1, 4], torch.Size([2, 4]))
+    """
+    op = "training.collect_trajectories"
+    for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
+        check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+        check(value >= 1, op, name, "be at least 1", value)
+    check(not isinstance(prompts, (str, Tensor)), op, "prompts", "be a list of prompts", type(prompts).__name__)
+    length = -(-max_new_tokens // block_size) * block_size
+    trajectories = []
+    for start in range(0, len(prompts), batch_size):
+        chosen = list(prompts[start : start + batch_size])
+        # The last token asked for is predicted and never drafted: it is one more than is kept.
+        result = generate(model, chosen, "jacobi", max_new_tokens=length + 1, end_tokens=end_tokens, trace=True,
+                          block_size=block_size, seed=seed)  # fmt: skip
+        for prompt, tokens, steps in zip(chosen, result.tokens, result.stats.trace, strict=True):
+            ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            blocks = _blocks(tokens[:length].tolist(), steps, block_size, pad_token)
+            trajectories.append(Trajectory(torch.as_tensor(ids, dtype=torch.int64).cpu().clone(), blocks))
+    return trajectories
+
+
+def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
+    """Shares of a block that shall be noise, for the `window` blocks after which the schedule starts anew.
+
+    Args:
+        window: number of ratios.
+        schedule: "code" goes evenly from 0 to 1, both included, as the released script; "paper" is equation 7, which stops one
+            step short of 1. A fresh block is all noise but its first token, which speaks for the code.
+
+    Raises:
+        ValueError: a window below 1, an unknown schedule.
+
+    Example:
+        >>> noise_ratios(5), noise_ratios(4, "paper")
+        ([0.0, 0.25, 0.5, 0.75, 1.0], [0.0, 0.25, 0.5, 0.75])
+    """
+    op = "training.noise_ratios"
+    check_type(type(window) is int, op, "window", "be an int", type(window).__name__)
+    check(window >= 1, op, "window", "be at least 1", window)
+    check(schedule in ("code", "paper"), op, "schedule", "be 'code' or 'paper'", repr(schedule))
+    steps = max(window - 1, 1) if schedule == "code" else window
+    return [step / steps for step in range(window)]
+
+
+def choose_record(records: Tensor, ratio: float) -> int:
+    """The record whose share of noise is nearest to `ratio`, the first of equals.
+
+    Args:
+        records: ``(n, block_size)`` int32 or int64, the fixed point last.
+        ratio: the share wished for. Noise runs from the first token that differs from the fixed point to the end of the block,
+            whether tokens behind it are right or not.
+
+    Raises:
+        ValueError: records that are not ``(n, block_size)`` with n at least 1.
+        TypeError: records that are not int32 or int64.
+
+    Source: Jacobi Forcing, its released data script. (The paper's appendix C counts the tokens that differ.)
+
+    Example:
+        >>> records = torch.tensor([[1, 7, 3, 7], [1, 2, 3, 7], [1, 2, 3, 4]])      # noise of 3, 1 and 0 tokens
+        >>> choose_record(records, 1.0), choose_record(records, 0.4), choose_record(records, 0.0)
+        (0, 1, 2)
+    """
+    op = "training.choose_record"
+    check_index(op, "records", records, (None, None), None)
+    check(len(records) >= 1, op, "records", "hold the fixed point at least", tuple(records.shape))
+    # Behind the first token that differs all count.
+    noise = (records != records[-1]).cumsum(1).bool().sum(1)
+    return int((noise.double() / max(records.shape[1], 1) - ratio).abs().argmin())
+
+
+def noise_aware_sample(
+    trajectory: Trajectory,
+    window: int,
+    *,
+    schedule: Schedule = "code",
+    order: Order = "progressive",
+    generator: torch.Generator | None = None,
+) -> NoiseAwareSample:
+    """One record per block, noise growing from block to block, for `pack_noise_aware`.
+
+    Args:
+        trajectory: of one prompt. Leave out blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
+        window: blocks after which the noise starts anew from 0.
+        schedule: see `noise_ratios`.
+        order: "progressive" takes the ratios in turn, "random" draws one of them for every block.
+        generator: of those draws, on the CPU; None: torch's own.
+
+    Raises:
+        ValueError: a window below 1, an unknown schedule or order.
+
+    Source: Jacobi Forcing, section 3.1, equation 7.
+
+    Example:
+        >>> blocks = [torch.tensor([[1, 9], [1, 2]]), torch.tensor([[9, 9], [3, 9], [3, 4]])]
+        >>> noise_aware_sample(Trajectory(torch.tensor([7]), blocks), window=2).noisy.tolist()
+        [[1, 2], [9, 9]]
+    """
+    op = "training.noise_aware_sample"
+    ratios = noise_ratios(window, schedule)
+    check(order in ("progressive", "random"), op, "order", "be 'progressive' or 'random'", repr(order))
+    turns = range(len(trajectory.blocks))
+    if order == "random":
+        turns = torch.randint(window, (len(trajectory.blocks),), generator=generator).tolist()
+    clean = trajectory.fixed_points
+    noisy = torch.empty_like(clean)
+    for row, records, turn in zip(noisy, trajectory.blocks, turns, strict=True):
+        row.copy_(records[choose_record(records, ratios[turn % window])])
+    return NoiseAwareSample(trajectory.prompt, clean, noisy)
+
+
+def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_token: int) -> list[Tensor]:
+    """Records of each block of `text`, which ends with an end token where it does not fill its last block."""
+    records: list[list[list[int]]] = [[] for _ in range(-(-len(text) // block_size))]
+    committed = 0
+    for step in steps:
+        # The token behind the text may open one more block.
+        if committed >= len(text):
+            break
+        first = committed - committed % block_size
+        records[committed // block_size].append(text[first:committed] + list(step.draft))
+        committed += step.accepted
+    blocks = []
+    for number, states in enumerate(records):
+        fixed = text[number * block_size : (number + 1) * block_size]
+        padding = [pad_token] * (block_size - len(fixed))
+        distinct = dict.fromkeys((*state[: len(fixed)], *padding) for state in [*states, fixed])
+        # A state may equal the fixed point before it is known to.
+        distinct.pop((*fixed, *padding))
+        blocks.append(torch.tensor([*distinct, (*fixed, *padding)]))
+    return blocks

@@ -1,0 +1,125 @@
+"""The scripts that train tiny-trimode and tiny-jacobi, on models too small to learn anything."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+from pdkernels.models.zoo import save_tiny
+from pdkernels.training import arithmetic
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def examples_on_path() -> Iterator[None]:
+    sys.path.insert(0, str(EXAMPLES))
+    yield
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def small() -> Transformer:
+    torch.manual_seed(0)
+    config = TransformerConfig(vocab_size=ByteTokenizer.vocab_size, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16,
+                               intermediate_size=48)  # fmt: skip
+    return Transformer(config, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
+
+
+def test_the_mask_token_is_one_more_id(small: Transformer) -> None:
+    import train_tiny_trimode as script
+
+    wider = script.with_mask_token(small)
+    tokens = torch.tensor([[72, 101, 256, 5]])
+    assert wider.mask_token == 257
+    torch.testing.assert_close(wider(tokens)[..., :257], small(tokens), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+def test_hidden_places_leave_the_prompt(width: int) -> None:
+    import train_tiny_trimode as script
+
+    generator = torch.Generator().manual_seed(1)
+    kinds = set()
+    for _ in range(40):
+        masked, share = script.hidden_places(30, 7, width, generator)
+        assert not masked[:7].any()
+        assert 0 < share <= 1
+        if share == 1:
+            kinds.add("all")
+            assert masked[7:].all()
+        elif masked[7:].equal(torch.arange(7, 30) % width != 0):
+            kinds.add("all but the first")
+        else:
+            kinds.add("by chance")
+    assert kinds == {"all", "all but the first", "by chance"}
+
+
+def test_a_joint_step_trains_every_weight(small: Transformer) -> None:
+    import train_tiny_trimode as script
+
+    model = script.with_mask_token(small)
+    loss, facts = script.joint_step(model, next(script.joint_batches(3, 1, 0)), 1.0)
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
+    assert loss.item() == pytest.approx(facts["autoregressive"] + facts["masked"], rel=1e-5)
+
+
+def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transformer) -> None:
+    """Blocks that begin where a cycle of linear self-speculation begins are accepted as far as there."""
+    import train_tiny_trimode as script
+
+    width = 4
+    model = script.with_mask_token(small).requires_grad_(False)
+    # Tied embeddings make a model that repeats itself, these weights make it stray, and a mask that looks like a byte guesses that.
+    for layer in model.layers:
+        layer.output.mul_(10)
+    model.embedding.mul_(20)
+    model.embedding[257] = 0.9 * model.embedding[68]
+    generator = torch.Generator().manual_seed(3)
+    model.attach_adapter_(
+        [(torch.randn(2, 32, generator=generator), torch.randn(32, 2, generator=generator)) for _ in model.layers], 0.3
+    )
+    prompt = torch.tensor([65, 66, 67, 68])
+    result = pd.decoding.generate(model, prompt, "linear_self_speculation", block_size=width, max_new_tokens=60, end_tokens=(),
+                                  trace=True)  # fmt: skip
+    text, place, seen = torch.cat([prompt, result.tokens]), len(prompt), {}
+    for step in result.stats.trace[0]:
+        if place % width == 0 and place + width <= len(text):
+            seen[place // width] = step.accepted - 1
+        place += step.accepted
+    assert len(seen) > 3
+
+    _, _, accepted = script.judged_drafts(model, [(text, len(prompt))], width)
+    assert {block: accepted[block - 1].item() for block in seen} == seen
+    assert len(set(seen.values())) > 1
+
+
+def test_both_scripts_write_models_that_load(small: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_tiny_jacobi
+    import train_tiny_trimode
+
+    start = tmp_path / "start.safetensors"
+    save_tiny(small, start)
+    for script in (train_tiny_trimode, train_tiny_jacobi):
+        monkeypatch.setattr(script, "load", lambda name: pd.models.zoo._load_tiny(start, None, "cpu"))
+        monkeypatch.setattr(script, "report", lambda *_, **__: "")
+    trimode, jacobi = tmp_path / "trimode.safetensors", tmp_path / "jacobi.safetensors"
+    monkeypatch.setattr(train_tiny_trimode, "own_texts", lambda *_: [(torch.arange(40), 5)] * 20)
+    train_tiny_trimode.main(output=trimode, start="", steps=2, drafter_steps=2, sums=2, windows=1, masked_weight=1.0, lr=1e-3,
+                            drafter_lr=1e-3, seed=0, threads=0, look_every=1)  # fmt: skip
+    train_tiny_jacobi.main(output=jacobi, start="", rounds=1, steps=2, block_size=8, sums=2, windows=1, count=2, ar_weight=1.0,
+                           lr=1e-3, seed=0, threads=0)  # fmt: skip
+    prompt = next(islice(arithmetic(0), 1)).prompt
+    drafter = pd.models.zoo._load_tiny(trimode, None, "cpu")
+    assert drafter.has_adapter and drafter.mask_token == 257
+    for model, method in ((drafter, "linear_self_speculation"), (pd.models.zoo._load_tiny(jacobi, None, "cpu"), "jacobi")):
+        greedy = pd.decoding.generate(model, prompt, max_new_tokens=20)
+        assert pd.decoding.generate(model, prompt, method, max_new_tokens=20).tokens.equal(greedy.tokens)

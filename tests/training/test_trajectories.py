@@ -1,0 +1,208 @@
+"""Trajectories against Jacobi's own equation and greedy decoding; the choice of records against a plain search."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels import models
+from pdkernels.decoding import generate
+from pdkernels.models import Transformer, TransformerConfig
+from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.training import (
+    Trajectory,
+    choose_record,
+    collect_trajectories,
+    noise_aware_sample,
+    noise_ratios,
+    pack_noise_aware,
+)
+from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+
+PAD, NOISE = 99, 5000
+token = st.integers(0, VOCABULARY - 1)
+
+
+def check_trajectory(
+    trajectory: Trajectory, prompt: list[int], text: list[int], block_size: int, script: Any, ends: list[int]
+) -> None:
+    """Record by record: the first is made of known tokens, every next one is Jacobi's equation, the last is its fixed point."""
+    assert trajectory.prompt.tolist() == prompt and trajectory.prompt.dtype == torch.int64
+    assert trajectory.fixed_points.flatten().tolist() == text + [PAD] * (-len(text) % block_size)
+    for number, records in enumerate(trajectory.blocks):
+        assert records.dtype == torch.int64 and records.shape[1] == block_size
+        before = prompt + text[: number * block_size]
+        fixed = text[number * block_size :][:block_size]
+
+        def update(state: list[int], before: list[int] = before, size: int = len(fixed)) -> list[int]:
+            """Equation 3; the first token is known. Behind the text stands padding."""
+            return [state[0], *(script(before + state[:j]) for j in range(1, size))] + [PAD] * (block_size - size)
+
+        states = records.tolist()
+        assert len({tuple(state) for state in states}) == len(states)
+        assert states[-1] == fixed + [PAD] * (block_size - len(fixed)) == update(states[-1])
+        for state, following in zip(states, states[1:]):
+            # An end token ends a block before it has settled.
+            assert following == update(state) or (following == states[-1] and fixed[-1] in ends)
+        if number:
+            assert set(states[0][1 : len(fixed)]) <= set(before) or len(states) == 1
+        noise = [(records[i] != records[-1]).any().item() for i in range(len(records))]
+        assert noise == [True] * (len(records) - 1) + [False]
+
+
+@settings(max_examples=120)
+@given(
+    script=st.sampled_from(sorted(SCRIPTS)),
+    batch=st.lists(st.lists(token, min_size=1, max_size=6), min_size=0, max_size=4),
+    block_size=st.integers(1, 7),
+    limit=st.integers(1, 24),
+    ends=st.lists(token, max_size=2),
+    seed=st.integers(0, 2**64 - 1),
+    batch_size=st.integers(1, 3),
+)
+def test_every_record_is_a_step_of_jacobi(
+    script: str, batch: list[list[int]], block_size: int, limit: int, ends: list[int], seed: int, batch_size: int
+) -> None:
+    model = FakeModel(SCRIPTS[script])
+    trajectories = collect_trajectories(model, batch, block_size=block_size, max_new_tokens=limit, end_tokens=ends,
+                                        pad_token=PAD, seed=seed, batch_size=batch_size)  # fmt: skip
+    assert len(trajectories) == len(batch)
+    length = -(-limit // block_size) * block_size
+    for trajectory, prompt in zip(trajectories, batch, strict=True):
+        text = autoregressive(model.plain, prompt, length, end_tokens=ends).tokens
+        check_trajectory(trajectory, prompt, text, block_size, SCRIPTS[script], ends)
+
+
+@pytest.mark.parametrize("place", range(9))
+def test_an_end_token_at_every_place(place: int) -> None:
+    """As the seed of a block, inside it, as its last token, and behind the text."""
+    written = [5 + i for i in range(12)]
+    written[place] = 3
+    script = from_list(written, 2)
+    (trajectory,) = collect_trajectories(FakeModel(script), [[1, 2]], block_size=4, max_new_tokens=8, end_tokens=[3],
+                                         pad_token=PAD)  # fmt: skip
+    check_trajectory(trajectory, [1, 2], written[: min(place + 1, 8)], 4, script, [3])
+    assert len(trajectory.blocks) == min(place // 4 + 1, 2)
+
+
+def test_the_random_start_is_kept() -> None:
+    """The released script loses it; a model that knows nothing of its draft needs one forward to be right."""
+    (trajectory,) = collect_trajectories(FakeModel(SCRIPTS["position"]), [[1, 2, 3]], block_size=6, max_new_tokens=18)
+    assert [len(records) for records in trajectory.blocks] == [1, 2, 2]
+    (trajectory,) = collect_trajectories(FakeModel(SCRIPTS["bigram"]), [[1, 2, 3]], block_size=6, max_new_tokens=18)
+    assert all(3 <= len(records) <= 6 for records in trajectory.blocks)
+
+
+def test_of_a_transformer_by_ids_and_by_text() -> None:
+    torch.manual_seed(1)
+    config = TransformerConfig(vocab_size=17, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24)
+    model = Transformer(config).double().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            parameter.normal_(std=0.4)
+    prompts = [torch.tensor([1, 2, 3], dtype=torch.int32), torch.arange(8)]
+    trajectories = collect_trajectories(model, prompts, block_size=5, max_new_tokens=20)
+    greedy = generate(model, prompts, max_new_tokens=20)
+    for trajectory, tokens, prompt in zip(trajectories, greedy.tokens, prompts, strict=True):
+        assert torch.equal(trajectory.fixed_points.flatten(), tokens)
+        assert trajectory.prompt.tolist() == prompt.tolist()
+        assert trajectory.prompt.data_ptr() != prompt.data_ptr()
+
+    trained = models.load("tiny-code")
+    by_text = collect_trajectories(trained, ["def "], block_size=4, max_new_tokens=8)
+    by_ids = collect_trajectories(trained, [trained.tokenizer.encode("def ")], block_size=4, max_new_tokens=8)
+    assert all(torch.equal(one, other) for one, other in zip(by_text[0].blocks, by_ids[0].blocks, strict=True))
+    assert torch.equal(by_text[0].fixed_points.flatten(), generate(trained, "def ", max_new_tokens=8).tokens)
+
+
+def test_ratios_are_those_of_code_and_paper() -> None:
+    for window in range(2, 40):
+        code, paper = noise_ratios(window), noise_ratios(window, "paper")
+        assert code == pytest.approx(torch.linspace(0, 1, window, dtype=torch.float64).tolist(), abs=1e-15)
+        assert paper == [float(Fraction(step, window)) for step in range(window)]
+        assert code[0] == paper[0] == 0 and code[-1] == 1 > paper[-1]
+    assert noise_ratios(1) == noise_ratios(1, "paper") == [0.0]
+
+
+@given(st.integers(1, 8), st.integers(1, 6), st.integers(0, 10**6), st.integers(0, 8))
+def test_the_nearest_record_is_chosen(block_size: int, count: int, seed: int, target: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    records = torch.randint(3, (count, block_size), generator=generator)
+    records = torch.where(torch.rand(count, block_size, generator=generator) < 0.7, records[-1], records)
+    noise = []
+    for record in records.tolist():
+        different = [i for i, (one, fixed) in enumerate(zip(record, records[-1].tolist())) if one != fixed]
+        noise.append(block_size - different[0] if different else 0)
+    distances = [abs(Fraction(n, block_size) - Fraction(target, 8)) for n in noise]
+    chosen = choose_record(records, target / 8)
+    # Sizes that are no powers of two are no exact floats: a tie may go either way there.
+    if block_size in (1, 2, 4, 8):
+        assert chosen == distances.index(min(distances))
+    assert distances[chosen] == min(distances)
+    assert noise[choose_record(records, 0.0)] == 0
+    assert noise[choose_record(records, 1.0)] == max(noise)
+
+
+def test_suffixes_count_and_not_tokens() -> None:
+    """[9, 2, 3, 4] has one wrong token and four noisy ones."""
+    records = torch.tensor([[9, 2, 3, 4], [1, 2, 9, 9], [1, 2, 3, 4]])
+    assert [choose_record(records, ratio) for ratio in (1.0, 0.75, 0.6, 0.25, 0.2)] == [0, 0, 1, 1, 2]
+
+
+def sample_of(blocks: int, size: int = 4) -> Trajectory:
+    """Block i converges by one token a step: record r has noise of ``size - r`` tokens."""
+    fixed = torch.arange(blocks * size).view(blocks, size)
+    settled = torch.arange(size + 1)[:, None] > torch.arange(size)
+    return Trajectory(torch.tensor([7]), [torch.where(settled, row, NOISE) for row in fixed])
+
+
+@pytest.mark.parametrize(("schedule", "noise"), [("code", [0, 2, 4, 0, 2, 4, 0]), ("paper", [0, 1, 3, 0, 1, 3, 0])])
+def test_noise_grows_and_starts_anew(schedule: Any, noise: list[int]) -> None:
+    sample = noise_aware_sample(sample_of(7), 3, schedule=schedule)
+    assert sample.clean.flatten().tolist() == list(range(28)) and sample.prompt.tolist() == [7]
+    assert (sample.noisy == NOISE).sum(1).tolist() == noise
+    assert torch.equal(torch.where(sample.noisy == NOISE, sample.clean, sample.noisy), sample.clean)
+
+
+def test_random_order_draws_from_the_same_ratios() -> None:
+    draws = [noise_aware_sample(sample_of(300), 3, order="random", generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
+    assert torch.equal(draws[0].noisy, draws[1].noisy) and not torch.equal(draws[0].noisy, draws[2].noisy)
+    noise = (draws[0].noisy == NOISE).sum(1)
+    assert set(noise.tolist()) == {0, 2, 4} and all(60 < int((noise == n).sum()) < 140 for n in (0, 2, 4))
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(sorted(SCRIPTS)), st.integers(1, 5), st.integers(1, 4), st.integers(0, 22))
+def test_samples_can_be_packed(script: str, block_size: int, window: int, end: int) -> None:
+    trajectories = collect_trajectories(FakeModel(SCRIPTS[script]), [[1, 2], [4]], block_size=block_size, max_new_tokens=12,
+                                        end_tokens=[end])  # fmt: skip
+    samples = [noise_aware_sample(trajectory, window) for trajectory in trajectories]
+    batch = pack_noise_aware(samples, end_token=end)
+    assert len(batch.tokens) == sum(len(s.prompt) + 2 * s.clean.numel() for s in samples)
+    # The first block of every window is clean, and clean blocks have no students.
+    first = sum(int((s.noisy[::window] != s.clean[::window]).sum()) for s in samples)
+    assert first == 0 and (window > 1 or len(batch.student_rows) == 0)
+
+
+@pytest.mark.parametrize(("call", "error", "text"), [
+    (lambda: noise_ratios(0), ValueError, "noise_ratios: window must be at least 1, got 0"),
+    (lambda: noise_ratios(2.0), TypeError, "window must be an int, got float"),
+    (lambda: noise_ratios(2, "linear"), ValueError, "schedule must be 'code' or 'paper', got 'linear'"),
+    (lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5), ValueError, "records must hold the fixed point"),
+    (lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5), ValueError, "records must have shape (any, any)"),
+    (lambda: choose_record(torch.zeros(2, 3), 0.5), TypeError, "records must be an int32 or int64 tensor"),
+    (lambda: noise_aware_sample(sample_of(1), 2, order="reverse"), ValueError, "order must be 'progressive' or 'random'"),
+    (lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1), ValueError, "block_size must be at least 1"),
+    (lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0), ValueError, "max_new_tokens must be at least 1"),
+    (lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1), TypeError, "block_size must be an int"),
+    (lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1), ValueError, "prompts must be a list of prompts"),
+])  # fmt: skip
+def test_errors(call: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value) and str(caught.value).startswith("pdkernels.training.")
