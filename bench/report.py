@@ -12,6 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pdkernels.evaluation import plot
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 Row = dict[str, Any]
@@ -75,6 +77,33 @@ def decoding(rows: list[Row]) -> str:
         speed = row["tokens"] / row["median_us"] * 1e6
         lines.append([row["contender"], f"{row['tokens_per_forward']:.2f}", f"{speed:,.0f}", f"{1 / row['ratio_to_baseline']:.2f}x"])
     return table(["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed of greedy beside it"], lines)
+
+
+def evaluation(rows: list[Row], task: str) -> str:
+    """Of `python -m pdkernels eval --json`."""
+    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task]
+    if not rows:
+        return "not measured"
+    forms = {
+        "tokens_per_forward": "{:.2f}",
+        "tokens_per_cycle": "{:.2f}",
+        "accepted_per_cycle": "{:.2f}",
+        "tokens_per_second": "{:,.0f}",
+        "speedup": "{:.2f}x",
+    }
+    lines = []
+    for row in rows:
+        cells = ["-" if row[name] is None else form.format(row[name]) for name, form in forms.items()]
+        right = [] if row["right"] is None else [f"{row['right'] / row['problems']:.0%}"]
+        lines.append([f"{row['model']}: {row['contender']}", *right, *cells, row["verdict"]])
+    header = [f"{rows[0]['problems']} prompts, batch size {rows[0]['batch_size']}", *(["exact match"] if rows[0]["right"] is not None else [])]
+    header += ["tokens per forward", "tokens per cycle", "accepted per cycle", "tokens/s", "speed", "identical to greedy"]
+    return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
+def evaluation_picture(rows: list[Row]) -> str:
+    measured = any(row["op"] == "evaluation" for row in rows)
+    return "![Tokens per forward and speed by method](images/bench_evaluation.png)" if measured else "not measured"
 
 
 def planner(rows: list[Row]) -> str:
@@ -164,6 +193,9 @@ TABLES = {
     "kv_commit batch 4": lambda rows: kv_commit(rows, 4),
     "verify_draft": verify_draft,
     "decoding": decoding,
+    "evaluation sums": lambda rows: evaluation(rows, "sums"),
+    "evaluation source": lambda rows: evaluation(rows, "source"),
+    "evaluation picture": evaluation_picture,
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
@@ -230,6 +262,13 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
+def plot_evaluation(rows: list[Row], path: Path) -> None:
+    """The picture that the command line draws too."""
+    rows = [row for row in rows if row["op"] == "evaluation"]
+    if rows:
+        plot(rows, path)
+
+
 def renew(path: Path, rows: list[Row]) -> None:
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -250,6 +289,7 @@ def main() -> None:
             renew(path, rows)
         plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
         plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
+        plot_evaluation(rows, ROOT / "docs/images/bench_evaluation.png")
     else:
         for name, make in TABLES.items():
             print(f"\n{name}\n{make(rows)}")

@@ -14,14 +14,12 @@ if they are more.
 from __future__ import annotations
 
 import copy
-import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -35,8 +33,14 @@ from pdkernels.training import (
     DualStreamSample,
     NoiseAwareBatch,
     NoiseAwareSample,
+    as_ids,
+    draw_masks,
+    dual_stream_terms,
+    noise_aware_terms,
+    noise_ratios,
     pack_dual_stream,
     pack_noise_aware,
+    standard_library,
 )
 
 Layout: TypeAlias = Literal["noise-aware", "dual-stream"]
@@ -51,8 +55,8 @@ TILE = 64
 CORPUS_BYTES = 400_000
 # Jacobi Forcing: noise grows from block to block and starts anew after this many of them.
 NOISE_WINDOW = 4
-# Nemotron-Labs-Diffusion: weight of the masked loss, and the least probability with which a token is masked.
-MASKED_WEIGHT, LEAST_MASKED = 0.3, 1e-3
+# Nemotron-Labs-Diffusion: weight of the masked loss.
+MASKED_WEIGHT = 0.3
 console = Console()
 
 
@@ -60,7 +64,7 @@ class Outcome(NamedTuple):
     """One way to take a step."""
 
     rows: Tensor
-    """(rows,) losses of all rows that are trained."""
+    """(rows,) what each row that is trained adds to the loss."""
     loss: float
     gradients: list[Tensor]
 
@@ -90,15 +94,9 @@ class Step(NamedTuple):
 # ---- batches
 
 
-def corpus(limit: int = CORPUS_BYTES) -> Tensor:
-    """Source bytes of the standard library's top-level modules, each file closed by the end token."""
-    root = Path(sysconfig.get_path("stdlib"))
-    ids: list[int] = []
-    for path in sorted(root.glob("*.py")):
-        ids += [*path.read_bytes(), ByteTokenizer.end_token]
-        if len(ids) >= limit:
-            return torch.tensor(ids[:limit])
-    raise SystemExit(f"Too little Python source in {root}: this interpreter ships no standard library as files.")
+def corpus() -> Tensor:
+    """Source bytes of the standard library, each file closed by the end token."""
+    return as_ids(standard_library()[0])[:CORPUS_BYTES].long()
 
 
 def shares(length: int, generator: torch.Generator) -> tuple[int, int]:
@@ -114,7 +112,7 @@ def window(data: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
 
 def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> NoiseAwareBatch:
     """Noisy blocks keep a prefix of the clean one, as drafts of Jacobi decoding do; the rest is drawn from the text before."""
-    samples = []
+    samples, ratios = [], noise_ratios(NOISE_WINDOW)
     for share in shares(length, generator):
         prompt_len = int(torch.randint(share // 16, share // 4, (), generator=generator))
         blocks = (share - prompt_len) // (2 * block)
@@ -122,7 +120,7 @@ def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Ge
         clean = text[prompt_len:].view(blocks, block)
         noisy = clean.clone()
         for number, row in enumerate(noisy):
-            wrong = round(number % NOISE_WINDOW / (NOISE_WINDOW - 1) * block)
+            wrong = round(ratios[number % NOISE_WINDOW] * block)
             before = text[: prompt_len + number * block]
             row[block - wrong :] = before[torch.randint(len(before), (wrong,), generator=generator)]
         samples.append(NoiseAwareSample(text[:prompt_len], clean, noisy))
@@ -134,58 +132,45 @@ def dual_stream_batch(data: Tensor, length: int, block: int, generator: torch.Ge
     samples = []
     for share in shares(length, generator):
         text = window(data, share // 2, generator)
-        p_mask = LEAST_MASKED + (1 - LEAST_MASKED) * float(torch.rand((), generator=generator))
-        samples.append(DualStreamSample(text, torch.rand(len(text), generator=generator) < p_mask, p_mask))
+        samples.append(DualStreamSample(text, *draw_masks(len(text), generator)))
     return pack_dual_stream(samples, block, MASK_TOKEN, length)
 
 
 # ---- losses
 
 
-def noise_aware_losses(model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...]) -> Tensor:
+def hidden(model: Transformer, mask: Tensor | TilePlan, batch: Batch) -> Tensor:
+    return model.hidden(batch.tokens[None], positions=batch.positions, mask=mask)[0]
+
+
+def noise_aware_losses(model: Transformer, mask: Tensor | TilePlan, batch: NoiseAwareBatch) -> Tensor:
     """Cross-entropy on prompts and clean blocks; noisy rows learn the (detached) distributions of their clean ones."""
-    tokens, positions, ar_rows, ar_labels, student_rows, teacher_rows = batch
-    logits = model(tokens[None], positions=positions, mask=mask)[0]
-    ar = F.cross_entropy(logits[ar_rows], ar_labels, reduction="none")
-    teacher = logits[teacher_rows].detach().softmax(-1)
-    return torch.cat([ar, F.cross_entropy(logits[student_rows], teacher, reduction="none")])
+    rows = hidden(model, mask, batch)
+    logits = [model.logits(rows[listed]) for listed in (batch.ar_rows, batch.student_rows, batch.teacher_rows)]
+    return torch.cat(noise_aware_terms(*logits, batch))
 
 
-def noise_aware_weights(batch: NoiseAwareBatch) -> Tensor:
-    """Each loss is a mean over its rows. (The released trainer divides the second once more, by the number of blocks.)"""
-    return torch.cat([torch.full((len(rows),), 1 / len(rows)) for rows in (batch.ar_rows, batch.student_rows)])
-
-
-def dual_stream_losses(model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...]) -> Tensor:
+def dual_stream_losses(model: Transformer, mask: Tensor | TilePlan, batch: DualStreamBatch) -> Tensor:
     """Cross-entropy on the clean copies, and on what is hidden in the noisy ones."""
-    tokens, positions, ar_rows, ar_labels, masked_rows, masked_labels, _ = batch
-    logits = model(tokens[None], positions=positions, mask=mask)[0]
-    ar = F.cross_entropy(logits[ar_rows], ar_labels, reduction="none")
-    return torch.cat([ar, F.cross_entropy(logits[masked_rows], masked_labels, reduction="none")])
-
-
-def dual_stream_weights(batch: DualStreamBatch) -> Tensor:
-    """Hidden tokens count by their probability to be hidden; one normaliser serves both losses."""
-    weights = torch.cat([torch.ones(len(batch.ar_rows)), MASKED_WEIGHT * batch.masked_weights])
-    return weights / len(weights)
+    rows = hidden(model, mask, batch)
+    ar, masked = dual_stream_terms(model.logits(rows[batch.ar_rows]), model.logits(rows[batch.masked_rows]), batch)
+    return torch.cat([ar, MASKED_WEIGHT * masked])
 
 
 LAYOUTS = {
-    "noise-aware": (noise_aware_batch, noise_aware_weights, noise_aware_losses),
-    "dual-stream": (dual_stream_batch, dual_stream_weights, dual_stream_losses),
+    "noise-aware": (noise_aware_batch, noise_aware_losses),
+    "dual-stream": (dual_stream_batch, dual_stream_losses),
 }
 
 
 # ---- training
 
 
-def outcome(
-    losses_of: Callable[..., Tensor], model: Transformer, mask: Tensor | TilePlan, batch: tuple[Tensor, ...], weights: Tensor
-) -> Outcome:
+def outcome(losses_of: Callable[..., Tensor], model: Transformer, mask: Tensor | TilePlan, batch: Batch) -> Outcome:
     rows = losses_of(model, mask, batch)
-    gradients = torch.autograd.grad(rows @ weights.to(rows.dtype), list(model.parameters()))
+    gradients = torch.autograd.grad(rows.sum(), list(model.parameters()))
     # The sum is taken in float64, so that losses differ by what their rows differ.
-    return Outcome(rows.detach(), float(rows.detach().double() @ weights.double()), list(gradients))
+    return Outcome(rows.detach(), float(rows.detach().double().sum()), list(gradients))
 
 
 def distance(ours: list[Tensor], exact: list[Tensor]) -> float:
@@ -194,14 +179,14 @@ def distance(ours: list[Tensor], exact: list[Tensor]) -> float:
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
-def judge(ours: Outcome, dense: Outcome, exact: Outcome, weights: Tensor) -> dict[str, float]:
+def judge(ours: Outcome, dense: Outcome, exact: Outcome) -> dict[str, float]:
     """The fields of a `Step` that say how far the step through the op is from the dense one, and how far it may be.
 
     If the op errs up to twice as much as the dense step, the two losses are at most three times the dense error apart. That
     error is summed without signs: rows whose errors cancel by luck must not shrink the budget.
     """
     unit = torch.finfo(torch.float32).eps / 2
-    dense_error = (dense.rows.double() - exact.rows).abs() @ weights.double()
+    dense_error = (dense.rows.double() - exact.rows).abs().sum()
     dense_gradient_error = distance(dense.gradients, exact.gradients)
     return {
         "dense_loss": dense.loss,
@@ -217,7 +202,7 @@ def train(
     device: str = "cpu", compile_backend: str | Callable = "inductor", config: TransformerConfig = CONFIG,
 ) -> Iterator[Step]:  # fmt: skip
     """Trains one model and says after each step how it went. A recompilation after the first step is an error."""
-    make_batch, weights_of, losses_of = LAYOUTS[layout]
+    make_batch, losses_of = LAYOUTS[layout]
     torch.manual_seed(seed)
     generator, data = torch.Generator().manual_seed(seed), corpus()
     model = Transformer(config).to(device)
@@ -229,17 +214,18 @@ def train(
     for number in range(steps):
         packed = make_batch(data, length, block, generator)
         plan = packed.mask.plan(TILE, TILE, device)
-        batch = tuple(part.to(device) for part in packed if isinstance(part, Tensor))
-        weights = weights_of(packed).to(device)
+        batch = packed._replace(
+            **{name: part.to(device) for name, part in packed._asdict().items() if isinstance(part, Tensor)}
+        )
         # Sizes of the first plan that happen to be equal must not be taken for always equal.
         distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
         with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number else "default"):
-            ours = outcome(compiled, model, plan, batch, weights)
+            ours = outcome(compiled, model, plan, batch)
         step = Step(ours.loss, packed.mask.density, plan.nbytes)
         if compare:
             exact.load_state_dict(model.state_dict())
-            beside = (packed.mask.dense().to(device), batch, weights)
-            step = step._replace(**judge(ours, outcome(losses_of, model, *beside), outcome(losses_of, exact, *beside), weights))
+            beside = (packed.mask.dense().to(device), batch)
+            step = step._replace(**judge(ours, outcome(losses_of, model, *beside), outcome(losses_of, exact, *beside)))
         for parameter, gradient in zip(model.parameters(), ours.gradients, strict=True):
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -37,11 +37,12 @@ HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_suppo
 console = Console()
 
 
-def corpus(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids to train on, source files first and sums behind them; and those of the held-out files."""
+def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+    """Ids to train on, source files and from the second value on sums; and those of the held-out files."""
     files, held_out = standard_library()
     sums = [(problem.prompt + problem.steps).encode() for problem in islice(arithmetic(seed), PROBLEMS)]
-    return as_ids([*files, *sums]), as_ids(held_out)
+    source = as_ids(files)
+    return torch.cat([source, as_ids(sums)]), len(source), as_ids(held_out)
 
 
 @torch.no_grad()
@@ -56,11 +57,18 @@ def solved_share(model: Transformer, problems: int = 100) -> float:
     return solved / problems
 
 
-def batches(data: torch.Tensor, batch: int, context: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
-    """Packed windows of context + 1 ids, every id once per epoch, from a new random offset in each epoch."""
+def batches(data: torch.Tensor, first_sum: int, batch: int, context: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+    """Packed windows of context + 1 ids: source from a new random offset in each epoch, sums from where one begins.
+
+    A model asked for a sum sees it at position 0, so it must have seen sums there.
+    """
+    begins = (data[:-1] == ByteTokenizer.end_token).nonzero()[:, 0] + 1
+    begins = begins[(begins >= first_sum) & (begins < len(data) - context - 1)]
+    windows_of_sums = (len(data) - first_sum) // context
     while True:
-        offset = int(torch.randint(context, (), generator=generator))
-        starts = torch.arange(offset, len(data) - context - 1, context)
+        source = torch.arange(int(torch.randint(context, (), generator=generator)), first_sum - context - 1, context)
+        sums = begins[torch.randperm(len(begins), generator=generator)[:windows_of_sums]]
+        starts = torch.cat([source, sums])
         starts = starts[torch.randperm(len(starts), generator=generator)]
         for chosen in starts[: len(starts) // batch * batch].view(-1, batch):
             yield data[chosen[:, None] + torch.arange(context + 1)].long()
@@ -100,7 +108,7 @@ def main(
         torch.set_num_threads(threads)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    train, held_out = corpus(seed)
+    train, first_sum, held_out = corpus(seed)
     if start is None:
         model = Transformer(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
     else:
@@ -113,7 +121,8 @@ def main(
     # Two shapes of batch, each with kernels of its own; the weights are shared with `model`.
     forward = torch.compile(model, dynamic=False) if fast else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    short, long = batches(train, batch, context, generator), batches(train, batch // 2, 2 * context, generator)
+    short = batches(train, first_sum, batch, context, generator)
+    long = batches(train, first_sum, batch // 2, 2 * context, generator)
     progress = Progress(
         TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
         TextColumn("loss {task.fields[loss]:.3f}  bits per byte {task.fields[bits]:.3f}"),
@@ -145,7 +154,7 @@ def main(
 
     model.to(torch.bfloat16).float()
     bits = bits_per_byte(model, held_out, context)
-    solved = solved_share(model, 400)
+    solved = solved_share(model, 200)
     save_tiny(model, output, description="byte-level, Python's standard library and arithmetic",
               held_out_bits_per_byte=round(bits, 4), held_out_sums_right=solved)
     console.print(

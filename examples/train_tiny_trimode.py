@@ -161,7 +161,7 @@ def drafter_step(model: Transformer, texts: list[tuple[Tensor, int]], width: int
 
 def optimise(
     name: str, parameters: list[Tensor], steps: int, lr: float, step_of: Callable[[], tuple[Tensor, dict[str, float]]],
-    look: Callable[[], str] | None = None, look_every: int = 400,
+    look: Callable[[], str] | None = None, look_every: int = 500,
 ) -> None:  # fmt: skip
     """AdamW with a linear warm-up and a cosine to 1 %."""
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -214,16 +214,16 @@ def report(model: Transformer, problems: int, width: int = 8) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-trimode.safetensors",
     start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
-    steps: Annotated[int, typer.Option(help="Steps of the joint stage.")] = 2000,
+    steps: Annotated[int, typer.Option(help="Steps of the joint stage.")] = 1500,
     drafter_steps: Annotated[int, typer.Option(help="Steps of the adapter's stage.")] = 300,
-    sums: Annotated[int, typer.Option(help="Problems per step.")] = 14,
-    windows: Annotated[int, typer.Option(help="Pieces of source per step.")] = 2,
+    sums: Annotated[int, typer.Option(help="Problems per step.")] = 8,
+    windows: Annotated[int, typer.Option(help="Pieces of source per step.")] = 1,
     masked_weight: Annotated[float, typer.Option(help="Weight of the masked loss.")] = 1.0,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of the joint stage.")] = 2e-3,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the joint stage.")] = 1.5e-3,
     drafter_lr: Annotated[float, typer.Option(help="Peak learning rate of the adapter.")] = 2e-3,
     seed: Annotated[int, typer.Option(help="Seed of masks, texts and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
-    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 400,
+    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 500,
 ) -> None:
     """Train tiny-trimode and save it, rounded to bf16."""
     if threads:

@@ -21,7 +21,7 @@ from pdkernels.decoding import (
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, DenoiseStep, LinearStep, OnTokens, TraceStep
 
-__all__ = ["DecodeResult", "DecodeStats", "DenoiseStep", "LinearStep", "TraceStep", "available", "generate", "method_options"]
+__all__ = ["DecodeResult", "DecodeStats", "DenoiseStep", "LinearStep", "TraceStep", "available", "generate", "is_lossless", "method_options"]
 
 # A method fills a session; its keyword-only parameters are its options. One that spends more than a forward on a draft
 # returns in how many its sequences took part, all together.
@@ -33,6 +33,9 @@ _METHODS: dict[str, Callable[..., int | None]] = {
     "quadratic_self_speculation": quadratic_self_speculation.decode,
     "block_diffusion": block_diffusion.decode,
 }
+
+# Methods that write tokens of their own; all others keep the tokens and change what they cost.
+_OWN_TOKENS = ("block_diffusion",)
 
 # Names of the other methods this library is about: asking for one is no typing error.
 _NAMED = (
@@ -71,6 +74,16 @@ def method_options(method: str) -> tuple[str, ...]:
     """
     parameters = inspect.signature(_method(method)).parameters.values()
     return tuple(item.name for item in parameters if item.kind is inspect.Parameter.KEYWORD_ONLY)
+
+
+def is_lossless(method: str) -> bool:
+    """Whether `method` promises the tokens of greedy decoding, with default options and at temperature 0.
+
+    >>> [name for name in available() if not is_lossless(name)]
+    ['block_diffusion']
+    """
+    _method(method)
+    return method not in _OWN_TOKENS
 
 
 def generate(
@@ -122,7 +135,7 @@ def generate(
         TypeError: an unknown option or an argument of the wrong type.
         NotImplementedError: a method this version does not have yet.
 
-    The forward over the prompt counts as a forward. All methods but ``block_diffusion`` change only what tokens cost: at
+    The forward over the prompt counts as a forward. Methods that are lossless (`is_lossless`) change only what tokens cost: at
     temperature 0 (and `ensemble_weight` 1) they give those of greedy autoregressive decoding, on logits that do not depend on
     how many rows a forward has. Above it they draw from the model's own law.
 

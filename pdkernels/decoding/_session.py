@@ -44,14 +44,14 @@ class Session:
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 
-    def new_cache(self, page_size: int | None) -> Any:
-        """A cache with room for every prompt and all its new tokens; paged if `page_size` is given."""
-        capacity = self.longest + self.max_new_tokens
+    def new_cache(self, page_size: int | None, room: int = 0) -> Any:
+        """A cache with room for every prompt, all its new tokens and `room` more; paged if `page_size` is given."""
+        behind = self.max_new_tokens + room
         if page_size is None:
-            return self.model.new_cache(self.batch, capacity)
-        cache = self.model.new_cache(self.batch, capacity, kind="paged", page_size=page_size)
+            return self.model.new_cache(self.batch, self.longest + behind)
+        cache = self.model.new_cache(self.batch, self.longest + behind, kind="paged", page_size=page_size)
         # All pages at once: the loop then never has to ask the host-side allocator.
-        cache.reserve_([len(prompt) + self.max_new_tokens for prompt in self.prompts])
+        cache.reserve_([len(prompt) + behind for prompt in self.prompts])
         return cache
 
     def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

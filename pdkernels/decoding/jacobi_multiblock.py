@@ -55,7 +55,7 @@ def decode(
     if limit == 0:
         return
     model = session.model
-    cache = _new_cache(session, page_size, limits)
+    cache = session.new_cache(page_size, _room(limits, limit))
     device = cache.lengths.device
     ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
     # On the host, where drafts are put together. Sequences of a batch share them: each takes the path it takes alone.
@@ -173,15 +173,10 @@ def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int)
     return drafts.tolist()
 
 
-def _new_cache(session: Session, page_size: int | None, limits: Limits) -> Any:
-    """A cache with room for every prompt, all its new tokens and the branches of a step behind them."""
-    most = min(limits.blocks * limits.block_size, session.max_new_tokens - 1) + BRANCH_STEP
-    room = session.max_new_tokens + min(limits.rows, 1 + limits.pool_size) * most
-    if page_size is None:
-        return session.model.new_cache(session.batch, session.longest + room)
-    cache = session.model.new_cache(session.batch, session.longest + room, kind="paged", page_size=page_size)
-    cache.reserve_([len(prompt) + room for prompt in session.prompts])
-    return cache
+def _room(limits: Limits, max_new_tokens: int) -> int:
+    """Rows of a cache for the branches of a step."""
+    longest = min(limits.blocks * limits.block_size, max_new_tokens - 1) + BRANCH_STEP
+    return min(limits.rows, 1 + limits.pool_size) * longest
 
 
 def _checked_limits(block_size: int, blocks: int, spawn_ratio: float, pool_size: int, verification_size: int) -> Limits:

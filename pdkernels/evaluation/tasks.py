@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from itertools import islice
 from typing import NamedTuple
 
 from pdkernels._validation import check
@@ -11,8 +10,8 @@ from pdkernels.training import Problem, arithmetic, standard_library
 
 TASKS = ("sums", "source")
 
-# The longest solution has 258 bytes.
-_SUMS_LIMIT = 320
+# The longest solutions have some 320 bytes, and the end token follows.
+_SUMS_LIMIT = 360
 _SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
 _WARM_UP = 5
 
@@ -53,9 +52,13 @@ def make_task(name: str, problems: int, seed: int = 0) -> Task:
     check(problems >= 1, op, "problems", "be at least 1", problems)
     count = _WARM_UP + problems
     if name == "sums":
-        sums = list(islice(arithmetic(seed, held_out=True), count))
-        prompts = [problem.prompt for problem in sums]
-        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SUMS_LIMIT, None, sums[_WARM_UP:])
+        sums: dict[str, Problem] = {}
+        for problem in arithmetic(seed, held_out=True):  # small ones come again
+            sums[problem.prompt] = problem
+            if len(sums) == count:
+                break
+        prompts = list(sums)
+        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:])
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
     chance, prompts = random.Random(seed), []
     for _ in range(count):

@@ -16,11 +16,11 @@ from torch import Tensor
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
+from pdkernels.ops._attention import KERNEL_DTYPES, check_plan, takes_head_dim
 from pdkernels.ops._library import LIBRARY, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
 OP = "block_sparse_attention"
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def block_sparse_attention(
@@ -112,39 +112,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> None:
         fail(OP, "v", f"have shape {tuple(k.shape)} like k", tuple(v.shape))
     if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
         fail(OP, "k", f"have a number of heads that divides the {q.shape[2]} of q", k.shape[2])
-    if q.shape[3] % 8 != 0 or q.shape[3] < 16 or q.shape[3] > 256:
+    if not takes_head_dim(q.shape[3]):
         fail(OP, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], "Pad q, k and v with zeros and pass the scale.")
-    _check_plan(q, k, *plan_and_scale)
-
-
-def _check_plan(
-    q: Tensor, k: Tensor,
-    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, q_offsets: Tensor, q_tiles: Tensor, q_bitmaps: Tensor,
-    q_order: Tensor, k_order: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
-) -> None:  # fmt: skip
-    parts = (kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps)
-    for part in parts:
-        if part.device != q.device:
-            fail(OP, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
-        if part.dtype != torch.int32 or not part.is_contiguous():
-            raise TypeError(message(OP, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}"))
-    for name, size in (("block_q", block_q), ("block_k", block_k)):
-        if size % 16 != 0 or size < 16 or size > 1024:
-            fail(OP, name, "be a multiple of 16 in [16, 1024]", size)
-    if kv_offsets.dim() == 2 and kv_offsets.shape[0] != q.shape[0]:
-        remedy = "Stack one plan for each sample, or pass a single plan that all samples share."
-        fail(OP, "plan", f"have {q.shape[0]} samples like q", kv_offsets.shape[0], remedy)
-    stacked = tuple(kv_offsets.shape[:-1])
-    rows, columns = -(-q.shape[1] // block_q), -(-k.shape[1] // block_k)
-    for part, size in ((kv_offsets, rows + 1), (q_offsets, columns + 1), (q_order, rows), (k_order, columns)):
-        if tuple(part.shape) != (*stacked, size) or len(stacked) > 1:
-            wanted = f"have {rows} x {columns} tiles of {block_q} x {block_k} in all its offsets and orders"
-            fail(OP, "plan", wanted, tuple(part.shape))
-    for part in (kv_tiles, kv_bitmaps, q_tiles, q_bitmaps):
-        if tuple(part.shape) != (kv_tiles.shape[0],):
-            fail(OP, "plan", "have as many entries in all its lists", tuple(part.shape))
-    if bitmaps.dim() != 3 or tuple(bitmaps.shape[1:]) != (block_q, -(-block_k // 32)):
-        fail(OP, "plan", f"have bitmaps of shape (any, {block_q}, {-(-block_k // 32)})", tuple(bitmaps.shape))
+    *tensors, block_q, block_k, _ = plan_and_scale
+    check_plan(OP, q, k.shape[1], tuple(tensors[:6]), tuple(tensors[6:8]), tensors[8], block_q, block_k)
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

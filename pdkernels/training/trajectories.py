@@ -79,7 +79,8 @@ def collect_trajectories(
     for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         check_type(type(value) is int, op, name, "be an int", type(value).__name__)
         check(value >= 1, op, name, "be at least 1", value)
-    check(not isinstance(prompts, (str, Tensor)), op, "prompts", "be a list of prompts", type(prompts).__name__)
+    single = isinstance(prompts, (str, Tensor)) or any(type(prompt) is int for prompt in prompts)
+    check(not single, op, "prompts", "be a list of prompts", "one", "Put it into a list.")
     length = -(-max_new_tokens // block_size) * block_size
     trajectories = []
     for start in range(0, len(prompts), batch_size):

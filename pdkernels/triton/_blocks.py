@@ -10,6 +10,7 @@ import math
 
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2))
@@ -24,6 +25,11 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     whole = triton.next_power_of_2(head_dim)
     rest = max(16, triton.next_power_of_2(head_dim - whole // 2))
     return (whole, 0) if head_dim == whole or rest >= whole // 2 else (whole // 2, rest)
+
+
+def addressable(x: Tensor) -> Tensor:
+    """A tensor the kernels can address: last dimension contiguous, a block's row offsets within 32 bits."""
+    return x if x.stride(-1) == 1 and abs(x.stride(1)) < 2**23 else x.contiguous()
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._blocking import Blocking, choose_blocking
-from pdkernels.triton._blocks import LN_2, LOG2_E, split_head_dim
+from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
 
 
 @triton.jit
@@ -324,7 +324,7 @@ def forward(
     The plan's tensors are those of a `TilePlan`, in its order; any of them may have a batch dimension in front.
     `q_offsets`, `q_tiles`, `q_bitmaps` and `k_order` serve the backward pass alone.
     """
-    q, k, v = (_addressable(x) for x in (q, k, v))
+    q, k, v = (addressable(x) for x in (q, k, v))
     batch, q_len, heads, _ = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
@@ -365,7 +365,7 @@ def backward(
 
     `out` and `lse` are as it returned them.
     """
-    grad_out, q, k, v = (_addressable(x) for x in (grad_out, q, k, v))
+    grad_out, q, k, v = (addressable(x) for x in (grad_out, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse_b, delta = torch.empty_like(lse), torch.empty_like(lse)
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -391,11 +391,6 @@ def backward(
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
     return dq, dk, dv
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """A tensor the kernels can address: last dimension contiguous, a block's row offsets within 32 bits."""
-    return x if x.stride(-1) == 1 and abs(x.stride(1)) < 2**23 else x.contiguous()
 
 
 def _plan_sizes(offsets: Tensor, tiles: Tensor, bitmaps: Tensor, order: Tensor) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from torch import Tensor
 from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
 from pdkernels.triton._blocking import Blocking
-from pdkernels.triton._blocks import LN_2, split_head_dim
+from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
 FEW_ROWS = 32
 # As the block-sparse kernels' table, for few and for many packed rows: {(rows, architecture): {largest head dimension:
@@ -289,7 +289,7 @@ def forward(
     ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
     not read.
     """
-    q, k_new, v_new, k_cache, v_cache = (_addressable(x) for x in (q, k_new, v_new, k_cache, v_cache))
+    q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
     cache_lengths = cache_lengths.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -351,8 +351,3 @@ def choose_splits(capacity: int, programs: int) -> int:
     waves = lambda splits: triton.cdiv(programs * splits, PROGRAMS_AT_ONCE)  # noqa: E731
     most = max(1, min(MOST_SPLITS, capacity // SHORTEST_SHARE.value))
     return min(range(1, most + 1), key=lambda splits: waves(splits) * (capacity / splits + SHARE_OVERHEAD))
-
-
-def _addressable(x: Tensor) -> Tensor:
-    """A tensor the kernels can address: last dimension contiguous, a block's row offsets within 32 bits."""
-    return x if x.stride(-1) == 1 and abs(x.stride(1)) < 2**23 else x.contiguous()

@@ -5,49 +5,39 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import DecodeResult, generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
+from tests.decoding import tri_mode
 from tests.decoding.fake_models import SCRIPTS, FakeModel
 from tests.decoding.tri_mode import (
     Cached,
     KeepsCache,
+    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
+    assert_end_tokens_of_the_model,
     lowest_confidence,
+    page_sizes,
     plain,
+    prompts,
     reads_of_the_device,
+    seeds,
     small_transformer,
 )
 from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "block_diffusion"
-seeds = st.integers(0, 2**64 - 1)
-page_sizes = st.sampled_from([None, None, 1, 3, 16])
 # threshold and steps_per_block
 kinds = st.sampled_from(
     [(0.9, None), (0.5, None), (0.24, None), (0.0, None), (2.0, None), (None, None), (None, 1), (None, 2), (None, 3), (None, 9)]
 )
 
 
-def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
-
-
 def assert_same(result: DecodeResult, expected: list[BlockDiffusionResult]) -> None:
-    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
-    stats = result.stats
-    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
-        [tuple(step) for step in one.trace] for one in expected
-    ]
-    assert stats.accepted == [[len(step.committed) for step in one.trace] for one in expected]
-    forwards = [one.forwards for one in expected]
-    assert max(forwards) <= stats.forwards <= sum(forwards)  # sequences wait for each other
-    if sum(forwards):
-        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+    tri_mode.assert_same(result, expected, lockstep=False, accepted=lambda step: len(step.committed))
 
 
 @settings(max_examples=120)
@@ -163,16 +153,8 @@ def test_a_random_table(
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, kind: tuple[float | None, int | None], ends: list[int], seed: int
 ) -> None:
-    model = small_transformer(1)
-    options: dict[str, Any] = {
-        "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "threshold": kind[0], "steps_per_block": kind[1],
-        "temperature": 0.7, "block_size": 4, "trace": True,
-    }  # fmt: skip
-    together = generate(model, batch, METHOD, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, METHOD, **options)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.trace[0] == together.stats.trace[index]
+    options = {"threshold": kind[0], "steps_per_block": kind[1], "block_size": 4}
+    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **options)
 
 
 END = 22
@@ -219,11 +201,7 @@ def test_streaming_gives_every_token_once() -> None:
 
 
 def test_end_tokens_default_to_those_of_the_model() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.end_tokens = (4,)
-    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
-    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
-    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+    assert_end_tokens_of_the_model(METHOD)
 
 
 def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from pdkernels import cli, decoding, models
+from pdkernels import cli, decoding, evaluation, models
 from pdkernels.decoding._session import Session
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 
@@ -130,6 +132,94 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     assert isinstance(result.exception, ValueError) and str(result.exception) == "something else"
 
 
+# ---- eval
+
+
+EVAL = ["eval", "--model", "tiny-code", "--task", "source", "--problems", "2"]
+
+
+def test_eval_shows_a_row_for_each_contender() -> None:
+    result = run(*EVAL, "--method", "jacobi", "--width", "4", "--width", "8", "--batch-size", "2")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^source: 2 prompts, batch size 2, threads 1 *$", result.stdout, re.M)
+    assert re.search(r"^ +autoregressive +1\.00 +- +\d+ +1\.00x +is greedy *$", result.stdout, re.M)
+    for width in (4, 8):
+        assert re.search(rf"^ +jacobi, {width} +\d\.\d\d +\d\.\d\d +\d+ +\d\.\d\dx +yes *$", result.stdout, re.M)
+    assert "exact" not in result.stdout and "skipped" not in result.stdout
+
+
+def test_eval_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
+    monkeypatch.setattr(evaluation.contest, "_WIDTH_OPTIONS", {"quadratic_self_speculation": "block_size"})
+    monkeypatch.setattr(evaluation.tasks, "_SUMS_LIMIT", 12)
+    arguments = ["--task", "sums", "--method", "quadratic_self_speculation", "--width", "16"]
+    result = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="80")
+    assert re.search(r"^ +quadratic_self_speculation, 16 +0% +.* yes *$", result.stdout, re.M), result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_eval_writes_figures_and_picture(tmp_path: Path) -> None:
+    paths = tmp_path / "new" / "figures.json", tmp_path / "new" / "picture.png"
+    arguments = ["--method", "jacobi", "--width", "4", "--json", str(paths[0]), "--plot", str(paths[1])]
+    assert run(*EVAL, *arguments).exit_code == 0
+    rows = [benchmark["extra_info"] for benchmark in json.loads(paths[0].read_text())["benchmarks"]]
+    assert [(row["contender"], row["identical"], row["tokens"]) for row in rows] == [
+        ("autoregressive", 2, 128), ("jacobi, 4", 2, 128)
+    ]  # fmt: skip
+    assert paths[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_eval_skips_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "available", lambda: ("tiny-code",))
+    result = run("eval", "--task", "source", "--problems", "1", "--method", "linear_self_speculation")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[:3] == [
+        "skipped tiny-jacobi: it is not in this package; python examples/train_tiny_jacobi.py makes it",
+        "skipped tiny-trimode: it is not in this package; python examples/train_tiny_trimode.py makes it",
+        "skipped tiny-code with linear_self_speculation: the model has no mask token; a tri-mode model such as tiny-trimode "
+        "has one",
+    ]
+    assert "autoregressive" in result.stdout
+    alone = run("eval", "--model", "tiny-trimode")
+    assert alone.exit_code == 2 and "--model must name at least one model that is there, got none." in alone.stderr
+
+
+def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(session: Session) -> None:
+        session.forwards += 1
+        session.record_first(0, 65)
+
+    monkeypatch.setitem(decoding._METHODS, "wrong", wrong)
+    result = run(*EVAL, "--method", "wrong", "--method", "jacobi", "--width", "4")
+    assert result.exit_code == 1
+    assert re.search(r"^ +wrong +- +- +- +- +no, 0 of 2 *$", result.stdout, re.M)
+    assert re.search(r"^ +jacobi, 4 .* yes *$", result.stdout, re.M)
+    assert "it has no figures of speed" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--model", "tiny-cod"], "name_or_path must name a model or a local folder, got 'tiny-cod'. Models: tiny-code"),
+        (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
+        (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
+        (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
+    ],
+)
+def test_errors_of_eval_are_one_sentence(arguments: list[str], text: str) -> None:
+    result = run("eval", *arguments)
+    assert result.exit_code == 2
+    assert text in result.stderr and result.stderr.startswith("error: pdkernels.") and result.stderr.count("\n") == 1
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(evaluation, "evaluate", None)
+    result = run(*EVAL, "--plot", str(tmp_path / "picture.png"))
+    assert result.exit_code == 2
+    assert "pip install 'pdkernels[bench]'" in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_models_and_doctor() -> None:
     assert run("models").stdout.split() == list(models.available())
     assert run("doctor").stdout.startswith("pdkernels ")
@@ -145,4 +235,9 @@ def test_a_missing_extra_is_one_sentence(missing: str) -> None:
 
 def test_the_library_itself_needs_neither() -> None:
     code = "import sys, pdkernels; sys.exit(any(name in sys.modules for name in ('typer', 'rich')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_only_a_picture_needs_matplotlib() -> None:
+    code = "import sys, pdkernels.cli; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

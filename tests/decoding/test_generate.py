@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.decoding import available, generate, method_options
+from pdkernels.decoding import available, generate, is_lossless, method_options
 from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
+from tests.decoding.tri_mode import small_transformer
 
 
 class Letters:
@@ -166,6 +167,27 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], text: str) ->
 def test_options_are_checked_even_when_no_token_is_asked_for() -> None:
     with pytest.raises(ValueError, match="block_size must be at least 1"):
         generate(model(), [1], "jacobi", max_new_tokens=0, block_size=0)
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("method", available())
+def test_kernels_and_dense_masks_give_the_same_tokens(method: str, page_size: int | None) -> None:
+    """Caches in float32 are read by kernels, in fp64 by PyTorch; a sequence gets its tokens alone and in a batch."""
+    prompts, options = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]], {"max_new_tokens": 24, "page_size": page_size}
+    exact, model = small_transformer(4, head_dim=16), small_transformer(4, head_dim=16).float()
+    together = generate(model, prompts, method, **options).tokens
+    for prompt, tokens in zip(prompts, together, strict=True):
+        assert torch.equal(tokens, generate(exact, prompt, method, **options).tokens)
+        assert torch.equal(tokens, generate(model, prompt, method, **options).tokens)
+        if is_lossless(method):
+            assert torch.equal(tokens, generate(exact, prompt, max_new_tokens=24).tokens)
+
+
+def test_lossless_methods() -> None:
+    assert is_lossless("autoregressive") and is_lossless("quadratic_self_speculation")
+    assert not is_lossless("block_diffusion")
+    with pytest.raises(ValueError, match="method must name a decoding method, got 'greedy'"):
+        is_lossless("greedy")
 
 
 def test_method_options() -> None:

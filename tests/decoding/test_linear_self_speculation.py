@@ -9,49 +9,37 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import DecodeResult, generate
+from pdkernels.decoding import generate
 from pdkernels.decoding._sampling import draw, random_words
 from pdkernels.reference import sampling
 from pdkernels.reference.autoregressive import autoregressive
-from pdkernels.reference.linear_self_speculation import LinearSelfSpeculationResult, linear_self_speculation
+from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
 from tests.decoding.tri_mode import (
     Cached,
     KeepsCache,
+    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
+    assert_end_tokens_of_the_model,
+    assert_same,
+    assert_shorter_is_the_beginning,
+    assert_streaming_tells_drafts_apart,
     drafter,
     lowest_confidence,
+    page_sizes,
     plain,
+    prompts,
     reads_of_the_device,
+    seeds,
     small_transformer,
 )
 from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "linear_self_speculation"
-seeds = st.integers(0, 2**64 - 1)
-page_sizes = st.sampled_from([None, None, 1, 3, 16])
 # verification and threshold
 kinds = st.sampled_from([("compare", 0.0), ("compare", 0.3), ("compare", 0.7), ("compare", 1.5), ("rejection", 0.0)])
-
-
-def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
-
-
-def assert_same(result: DecodeResult, expected: list[LinearSelfSpeculationResult], lockstep: bool) -> None:
-    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
-    stats = result.stats
-    assert stats.accepted == [[step.accepted for step in one.trace] for one in expected]
-    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
-        [tuple(step) for step in one.trace] for one in expected
-    ]
-    forwards = [one.forwards for one in expected]
-    # Where the number of draft passes depends on the model, sequences wait for each other.
-    assert stats.forwards == max(forwards) if lockstep else max(forwards) <= stats.forwards <= sum(forwards)
-    if sum(forwards):
-        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
 
 
 @settings(max_examples=150)
@@ -166,17 +154,8 @@ def test_a_random_table(
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, kind: tuple[str, float], ends: list[int], seed: int
 ) -> None:
-    model = small_transformer(1)
-    options: dict[str, Any] = {
-        "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "verification": kind[0], "threshold": kind[1],
-        "temperature": 0.7, "block_size": 4, "trace": True,
-    }  # fmt: skip
-    together = generate(model, batch, METHOD, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, METHOD, **options)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.accepted[0] == together.stats.accepted[index]
-        assert alone.stats.trace[0] == together.stats.trace[index]
+    options = {"verification": kind[0], "threshold": kind[1], "block_size": 4}
+    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **options)
 
 
 END = 22
@@ -206,12 +185,8 @@ def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
     limit: int, more: int, temperature: float, kind: tuple[str, float]
 ) -> None:
-    model = small_transformer(2)
-    options: dict[str, Any] = {
-        "verification": kind[0], "threshold": kind[1], "temperature": temperature, "block_size": 5, "seed": 3,
-    }  # fmt: skip
-    short, long = (generate(model, [1, 2], METHOD, max_new_tokens=n, **options).tokens for n in (limit, limit + more))
-    assert len(short) == limit and torch.equal(short, long[:limit])
+    options = {"verification": kind[0], "threshold": kind[1], "block_size": 5}
+    assert_shorter_is_the_beginning(limit, more, METHOD, temperature=temperature, **options)
 
 
 def test_accepts_what_is_drafted_well() -> None:
@@ -238,26 +213,11 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
 
 
 def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
-    heard: list[list[int]] = [[], []]
-    drafts = [0, 0]
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
-        heard[sequence] += ids
-        drafts[sequence] += accepted
-
-    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=30, on_tokens=listen)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
+    assert_streaming_tells_drafts_apart(METHOD)
 
 
 def test_end_tokens_default_to_those_of_the_model() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.end_tokens = (4,)
-    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
-    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
-    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+    assert_end_tokens_of_the_model(METHOD)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])

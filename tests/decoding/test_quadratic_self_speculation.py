@@ -9,29 +9,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import DecodeResult, generate
+from pdkernels.decoding import generate
 from pdkernels.reference.autoregressive import autoregressive
-from pdkernels.reference.quadratic_self_speculation import QuadraticSelfSpeculationResult, quadratic_self_speculation
+from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.decoding.fake_models import SCRIPTS, FakeModel
 from tests.decoding.tri_mode import (
     Cached,
     KeepsCache,
+    assert_alone_as_in_a_batch,
     assert_cache_is_causal,
+    assert_end_tokens_of_the_model,
+    assert_same,
+    assert_shorter_is_the_beginning,
+    assert_streaming_tells_drafts_apart,
     drafter,
+    page_sizes,
     plain,
+    prompts,
     reads_of_the_device,
+    seeds,
     small_transformer,
 )
 from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "quadratic_self_speculation"
-seeds = st.integers(0, 2**64 - 1)
-page_sizes = st.sampled_from([None, None, 1, 3, 16])
-
-
-def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
-    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
 @st.composite
@@ -49,19 +51,6 @@ def shapes(draw: st.DrawFn, ensembles: bool = True) -> dict[str, Any]:
         "ensemble_weight": weight,
         "ensemble": draw(st.sampled_from(["probability", "logit"])),
     }
-
-
-def assert_same(result: DecodeResult, expected: list[QuadraticSelfSpeculationResult]) -> None:
-    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
-    stats = result.stats
-    assert stats.accepted == [[step.accepted for step in one.trace] for one in expected]
-    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
-        [tuple(step) for step in one.trace] for one in expected
-    ]
-    forwards = [one.forwards for one in expected]
-    assert stats.forwards == max(forwards)
-    if sum(forwards):
-        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
 
 
 @settings(max_examples=120)
@@ -94,7 +83,7 @@ def test_equals_the_reference_on_scripts(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
     expected = [quadratic_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
-    assert_same(result, expected)
+    assert_same(result, expected, lockstep=True)
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
             assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
@@ -139,7 +128,7 @@ def test_a_random_transformer(
         )
         for p in batch
     ]
-    assert_same(result, expected)
+    assert_same(result, expected, lockstep=True)
     sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
     assert_cache_is_causal(model, keeper.cache, sequences)
     if shape["ensemble_weight"] == 1:
@@ -156,7 +145,8 @@ def test_a_random_table(seed: int, batch: list[list[int]], limit: int, shape: di
     fake = Table(5, seed=seed % 97)
     options = {**shape, "temperature": temperature, "seed": seed}
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
-    assert_same(result, [quadratic_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch])
+    expected = [quadratic_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch]
+    assert_same(result, expected, lockstep=True)
 
 
 @settings(max_examples=20)
@@ -164,14 +154,7 @@ def test_a_random_table(seed: int, batch: list[list[int]], limit: int, shape: di
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, shape: dict[str, Any], ends: list[int], seed: int
 ) -> None:
-    model = small_transformer(1)
-    options = {**shape, "max_new_tokens": limit, "end_tokens": ends, "seed": seed, "temperature": 0.7, "trace": True}
-    together = generate(model, batch, METHOD, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, METHOD, **options)
-        assert torch.equal(alone.tokens, together.tokens[index])
-        assert alone.stats.accepted[0] == together.stats.accepted[index]
-        assert alone.stats.trace[0] == together.stats.trace[index]
+    assert_alone_as_in_a_batch(batch, METHOD, max_new_tokens=limit, end_tokens=ends, seed=seed, **shape)
 
 
 @settings(max_examples=20)
@@ -203,7 +186,7 @@ def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
             expected = quadratic_self_speculation(
                 fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), draft_len=draft_len
             )
-            assert_same(result, [expected])
+            assert_same(result, [expected], lockstep=True)
 
 
 @settings(max_examples=20)
@@ -211,10 +194,7 @@ def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
     limit: int, more: int, temperature: float, shape: dict[str, Any]
 ) -> None:
-    model = small_transformer(2)
-    options = {**shape, "temperature": temperature, "seed": 3}
-    short, long = (generate(model, [1, 2], METHOD, max_new_tokens=n, **options).tokens for n in (limit, limit + more))
-    assert len(short) == limit and torch.equal(short, long[:limit])
+    assert_shorter_is_the_beginning(limit, more, METHOD, temperature=temperature, **shape)
 
 
 def test_accepts_what_is_drafted_well() -> None:
@@ -232,26 +212,11 @@ def test_adapters_act_on_masks_alone() -> None:
 
 
 def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
-    heard: list[list[int]] = [[], []]
-    drafts = [0, 0]
-
-    def listen(sequence: int, ids: list[int], accepted: int) -> None:
-        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
-        heard[sequence] += ids
-        drafts[sequence] += accepted
-
-    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    result = generate(model, [[1, 2], [5]], METHOD, max_new_tokens=30, on_tokens=listen)
-    assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
+    assert_streaming_tells_drafts_apart(METHOD)
 
 
 def test_end_tokens_default_to_those_of_the_model() -> None:
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.end_tokens = (4,)
-    stopped = generate(model, [3], METHOD, max_new_tokens=40).tokens.tolist()
-    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
-    assert len(generate(model, [3], METHOD, max_new_tokens=40, end_tokens=()).tokens) == 40
+    assert_end_tokens_of_the_model(METHOD)
 
 
 def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:

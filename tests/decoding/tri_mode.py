@@ -7,19 +7,30 @@ whole input of the uncached model again out of what the cache holds.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.decoding import generate
+from pdkernels.decoding import DecodeResult, generate
 from pdkernels.masks import TilePlan
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.sampling import law, without
-from tests.reference.tri_mode import MASK, Call, Recorded
+from tests.decoding.fake_models import SCRIPTS
+from tests.reference.tri_mode import MASK, SKILLS, Call, Recorded, ScriptedTriMode
+
+seeds = st.integers(0, 2**64 - 1)
+page_sizes = st.sampled_from([None, None, 1, 3, 16])
+
+
+def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
+    """A batch, without the mask token."""
+    return st.lists(st.lists(st.integers(0, size - 2), min_size=1, max_size=6), min_size=1, max_size=3)
 
 
 class Cached:
@@ -94,11 +105,11 @@ def lowest_confidence() -> float:
     return float(law(without(row, MASK), 1.0)[0, 0])
 
 
-def small_transformer(seed: int, size: int = 13, adapter: bool = False) -> Transformer:
+def small_transformer(seed: int, size: int = 13, adapter: bool = False, head_dim: int = 8) -> Transformer:
     """Random fp64 weights, large enough that tokens depend on the whole context; the last id is the mask."""
     torch.manual_seed(seed)
     config = TransformerConfig(
-        vocab_size=size, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24
+        vocab_size=size, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24
     )
     model = Transformer(config, mask_token=size - 1).double()
     with torch.no_grad():
@@ -106,7 +117,7 @@ def small_transformer(seed: int, size: int = 13, adapter: bool = False) -> Trans
             if parameter.dim() == 2:
                 parameter.normal_(std=0.4)
     if adapter:
-        model.attach_adapter_([(torch.randn(3, 32), torch.randn(16, 3)) for _ in range(2)], scale=0.5)
+        model.attach_adapter_([(torch.randn(3, 4 * head_dim), torch.randn(16, 3)) for _ in range(2)], scale=0.5)
     return model.requires_grad_(False)
 
 
@@ -165,3 +176,70 @@ def reads_of_the_device(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **opti
         monkeypatch.setattr(torch.Tensor, name, counted)
     generate(*arguments, **options)
     return reads
+
+
+# ---- what all methods promise
+
+
+def assert_same(
+    result: DecodeResult, expected: list[Any], lockstep: bool, accepted: Callable[[Any], int] = lambda step: step.accepted
+) -> None:
+    """A batch is what the reference gives for each of its sequences.
+
+    With `lockstep` all take part in the same forwards; else the number of passes depends on the model, and they wait for each
+    other. `accepted` is the count that a step of the reference's trace stands for.
+    """
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert stats.accepted == [[accepted(step) for step in one.trace] for one in expected]
+    assert [[tuple(step) for step in steps] for steps in stats.trace] == [
+        [tuple(step) for step in one.trace] for one in expected
+    ]
+    forwards = [one.forwards for one in expected]
+    assert stats.forwards == max(forwards) if lockstep else max(forwards) <= stats.forwards <= sum(forwards)
+    if sum(forwards):
+        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+def assert_alone_as_in_a_batch(batch: list[list[int]], method: str, **options: Any) -> None:
+    model = small_transformer(1)
+    options |= {"temperature": 0.7, "trace": True}
+    together = generate(model, batch, method, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model, prompt, method, **options)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.accepted[0] == together.stats.accepted[index]
+        assert alone.stats.trace[0] == together.stats.trace[index]
+
+
+def assert_shorter_is_the_beginning(limit: int, more: int, method: str, **options: Any) -> None:
+    model = small_transformer(2)
+    short, long = (
+        generate(model, [1, 2], method, max_new_tokens=n, seed=3, **options).tokens for n in (limit, limit + more)
+    )
+    assert len(short) == limit and torch.equal(short, long[:limit])
+
+
+def assert_streaming_tells_drafts_apart(method: str) -> None:
+    """Every token is heard once."""
+    heard: list[list[int]] = [[], []]
+    drafts = [0, 0]
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the verifier's own
+        heard[sequence] += ids
+        drafts[sequence] += accepted
+
+    model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
+    result = generate(model, [[1, 2], [5]], method, max_new_tokens=30, on_tokens=listen)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    assert drafts == [sum(accepted) - len(accepted) for accepted in result.stats.accepted] and min(drafts) > 0
+
+
+def assert_end_tokens_of_the_model(method: str) -> None:
+    """They are the default."""
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.end_tokens = (4,)
+    stopped = generate(model, [3], method, max_new_tokens=40).tokens.tolist()
+    assert stopped[-1] == 4 and 4 not in stopped[:-1] and len(stopped) < 40
+    assert len(generate(model, [3], method, max_new_tokens=40, end_tokens=()).tokens) == 40

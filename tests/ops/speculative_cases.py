@@ -14,6 +14,7 @@ from pdkernels import masks
 from pdkernels.masks import Segment, SegmentMask, Stage, TilePlan
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
+from tests.harness.triton_interpreter import triton_device
 from tests.ops.attention_cases import on_device
 
 OP = torch.ops.pdkernels.speculative_attention.default
@@ -86,6 +87,14 @@ def in_pages(inputs: Inputs, page_size: int) -> Inputs:
 
 
 def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None) -> Results:
+    """`backend` as for `on_device`, or ``triton``: the kernels alone, interpreted where there is no GPU."""
+    if backend == "triton":
+        from pdkernels.triton.speculative_attention import forward
+
+        *tensors, table = inputs.map(lambda x: x.to(triton_device()))
+        plan, scale = plan.to(triton_device()), inputs.q.shape[-1] ** -0.5 if scale is None else scale
+        lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps)
+        return Results(*(x.cpu() for x in forward(*tensors, *lists, plan.block_q, plan.block_k, scale, table)))
     device, name = on_device(backend)
     *tensors, table = inputs.map(lambda x: x.to(device))
     options = {"block_table": table, "scale": scale, "return_lse": True, "backend": name}
@@ -93,14 +102,16 @@ def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None
 
 
 def check(
-    backend: str, inputs: Inputs, mask: SegmentMask | Sequence[SegmentMask], tiles: tuple[int, int] = (32, 32), scale: float | None = None
+    backend: str, inputs: Inputs, mask: SegmentMask | Sequence[SegmentMask], tiles: tuple[int, int] = (32, 32),
+    scale: float | None = None, plan: TilePlan | None = None,
 ) -> Results:  # fmt: skip
-    """`mask` is one for all sequences, or one for each."""
+    """`mask` is one for all sequences, or one for each; `plan` another plan of it than that of `tiles`."""
     if isinstance(mask, SegmentMask):
-        plan, dense = mask.plan(*tiles), mask.dense()
+        made, dense = mask.plan(*tiles), mask.dense()
     else:
-        plan, dense = TilePlan.stack([each.plan(*tiles) for each in mask]), torch.stack([each.dense() for each in mask])
-    actual = run(backend, inputs, plan, scale)
+        made, dense = TilePlan.stack([each.plan(*tiles) for each in mask]), torch.stack([each.dense() for each in mask])
+    actual = run(backend, inputs, made if plan is None else plan, scale)
+    inputs = inputs.map(lambda x: x.cpu())
     exact, same = (
         reference(*typed[:6], dense, block_table=typed.block_table, scale=scale)
         for typed in (inputs.to(torch.float64), inputs)

@@ -55,7 +55,7 @@ def check_trajectory(
         assert noise == [True] * (len(records) - 1) + [False]
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(
     script=st.sampled_from(sorted(SCRIPTS)),
     batch=st.lists(st.lists(token, min_size=1, max_size=6), min_size=0, max_size=4),
@@ -201,6 +201,7 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
     (lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0), ValueError, "max_new_tokens must be at least 1"),
     (lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1), TypeError, "block_size must be an int"),
     (lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1), ValueError, "prompts must be a list of prompts"),
+    (lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1), ValueError, "list of prompts, got one. Put it"),
 ])  # fmt: skip
 def test_errors(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
