@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
+import torch.nn.functional as F
 import typer
 from rich.console import Console
 from torch import Tensor
@@ -29,6 +30,7 @@ from pdkernels.models import ByteTokenizer, Transformer, load
 from pdkernels.models.zoo import WEIGHTS, save_tiny
 from pdkernels.training import (
     NoiseAwareBatch,
+    NoiseAwareSample,
     Trajectory,
     arithmetic,
     as_ids,
@@ -50,7 +52,7 @@ def collect(model: Transformer, sums: int, windows: int, block_size: int, seed: 
     source, generator = as_ids(standard_library()[0]), torch.Generator().manual_seed(seed)
     starts = torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist()
     model.requires_grad_(False)
-    options = {"block_size": block_size, "seed": seed, "batch_size": 32}
+    options = {"block_size": block_size, "seed": seed, "batch_size": 64}
     answers = collect_trajectories(model, [problem.prompt for problem in problems], max_new_tokens=400, **options)
     pieces = [source[start : start + WINDOW // 2].long() for start in starts]
     texts = collect_trajectories(model, pieces, max_new_tokens=WINDOW // 2, **options)
@@ -64,14 +66,22 @@ def written(trajectory: Trajectory) -> str:
     return ByteTokenizer().decode(ids[: ids.index(ByteTokenizer.end_token)])
 
 
-def batches(trajectories: list[Trajectory], count: int, seed: int) -> Iterator[NoiseAwareBatch]:
-    """Endless batches of `count` trajectories each, every one of them once per pass."""
-    generator = torch.Generator().manual_seed(seed)
+def replay(block_size: int, seed: int) -> Iterator[NoiseAwareSample]:
+    """Endless sums without noise: they keep the model from forgetting how to add while it learns to guess."""
+    for problem in arithmetic(seed):
+        ids = as_ids([problem.steps.encode()]).long()
+        blocks = F.pad(ids, (0, -len(ids) % block_size)).view(-1, block_size)
+        yield NoiseAwareSample(as_ids([problem.prompt.encode()])[:-1].long(), blocks, blocks)
+
+
+def batches(trajectories: list[Trajectory], count: int, replayed: int, block_size: int, seed: int) -> Iterator[NoiseAwareBatch]:
+    """Endless batches of `count` trajectories, every one of them once per pass, and `replayed` fresh sums."""
+    generator, sums = torch.Generator().manual_seed(seed), replay(block_size, seed)
     while True:
         order = torch.randperm(len(trajectories), generator=generator).tolist()
         for first in range(0, len(order) - count + 1, count):
             samples = [noise_aware_sample(trajectories[index], NOISE_WINDOW) for index in order[first : first + count]]
-            yield pack_noise_aware(samples, end_token=ByteTokenizer.end_token)
+            yield pack_noise_aware([*samples, *islice(sums, replayed)], end_token=ByteTokenizer.end_token)
 
 
 def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[Tensor, dict[str, float]]:
@@ -92,14 +102,15 @@ def report(model: Transformer, problems: int, block_size: int) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-jacobi.safetensors",
     start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
-    rounds: Annotated[int, typer.Option(help="How often trajectories are collected.")] = 2,
-    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 500,
+    rounds: Annotated[int, typer.Option(help="How often trajectories are collected.")] = 1,
+    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 900,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
-    sums: Annotated[int, typer.Option(help="Problems decoded for a round.")] = 800,
-    windows: Annotated[int, typer.Option(help="Pieces of source decoded for a round.")] = 160,
-    count: Annotated[int, typer.Option(help="Trajectories per step.")] = 10,
-    ar_weight: Annotated[float, typer.Option(help="Weight of the autoregressive loss.")] = 1.0,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of the first round; a third less in each later one.")] = 1.5e-3,
+    sums: Annotated[int, typer.Option(help="Problems decoded for a round.")] = 1600,
+    windows: Annotated[int, typer.Option(help="Pieces of source decoded for a round.")] = 200,
+    count: Annotated[int, typer.Option(help="Trajectories per step.")] = 6,
+    replayed: Annotated[int, typer.Option(help="Sums without noise per step.")] = 4,
+    ar_weight: Annotated[float, typer.Option(help="Weight of the autoregressive loss.")] = 2.0,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of the first round; a third less in each later one.")] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of drafts, problems and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
 ) -> None:
@@ -114,7 +125,7 @@ def main(
         with console.status("collecting trajectories"):
             trajectories = collect(model, sums, windows, block_size, seed + 1 + number)
         console.print(f"round {number + 1}: {len(trajectories)} trajectories after {time.perf_counter() - started:.0f} s")
-        stream = batches(trajectories, count, seed + number)
+        stream = batches(trajectories, count, replayed, block_size, seed + 1 + rounds + number)
         optimise(f"round {number + 1}", list(model.parameters()), steps, lr * (2 / 3) ** number,
                  lambda stream=stream: step(model, next(stream), ar_weight), lambda: report(model, 50, block_size), 300)  # fmt: skip
     model.to(torch.bfloat16).float().requires_grad_(False)

@@ -80,7 +80,8 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_o
                    block_q, block_k, scale, args);
   const Place place(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
-  Tensor delta = torch::stable::new_empty(lse, {args.batch * args.q_heads * args.q_len}, ScalarType::Float);
+  // Two numbers a row that the first pass leaves for the second.
+  Tensor delta = torch::stable::new_empty(lse, {2, args.batch * args.q_heads * args.q_len}, ScalarType::Float);
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(place, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
@@ -89,7 +90,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_o
   args.dk = view(dk, args.kv_len, args.kv_heads);
   args.dv = view(dv, args.kv_len, args.kv_heads);
   args.grad_lse = grad_lse.has_value() ? row_numbers(place, *grad_lse, args) : nullptr;
-  args.delta = row_numbers(place, delta, args);
+  args.delta = static_cast<float*>(delta.data_ptr());
   pdkernels::cpu::block_sparse_attention_backward(args);
   return {dq, dk, dv};
 }

@@ -2,6 +2,15 @@
 //
 // dQ: a work item is a query tile of a KV head; queries stand in the panels and keys run down, as in the forward pass.
 // dK, dV: a work item is a key tile; keys stand in the panels and the queries of all heads that share them run down.
+//
+// Float32 needs more than the saved results: the log-sum-exp is one rounding of a number around 5, so weights computed anew sum up
+// to w, 1 within some 1e-7; and delta = rowsum(grad_out * out), from rounded products, does not cancel against the products of
+// the scores' gradients as autograd's sum of weights * products does. So the dQ pass sums up for each row w, the missing part
+// g = sum of weights * (products - delta), and weights * keys, one product more. With these its result is put right at the end:
+//
+//   dQ = scale / w * (sum of weights * (products - delta) * keys - g / w * sum of weights * keys)
+//
+// and the other pass starts from delta + g / w and weights / w.
 #include "passes.h"
 #include "tiles_amx.h"
 
@@ -11,22 +20,40 @@ namespace {
 // What turns a score into a weight and a product into a gradient: of each lane where queries stand in lanes, else of each token.
 struct LaneStatistics {
   Vec lse[2], delta[2];
+  Vec weights[2], gradients[2];  // of each lane, summed over all tokens: w and g
   PDK_INLINE Vec lse_of(int, int v) const { return lse[v]; }
   PDK_INLINE Vec delta_of(int, int v) const { return delta[v]; }
+  PDK_INLINE Vec normalized(Vec weights, int) const { return weights; }  // w is not known yet
+  PDK_INLINE void add(int v, Vec weight_sum, Vec gradient_sum) {
+    weights[v] += weight_sum;
+    gradients[v] += gradient_sum;
+  }
 };
 struct TokenStatistics {
-  const float *lse, *delta;
+  const float *lse, *delta, *inverse;
   PDK_INLINE Vec lse_of(int token, int) const { return splat(lse[token]); }
   PDK_INLINE Vec delta_of(int token, int) const { return splat(delta[token]); }
+  PDK_INLINE Vec normalized(Vec weights, int token) const { return weights * inverse[token]; }
+  PDK_INLINE void add(int, Vec, Vec) const {}
 };
+
+// Behind all rows' delta: 1 / w, for float32.
+PDK_INLINE float* inverses(const AttentionGradArgs& args) { return args.delta + args.batch * args.q_heads * args.q_len; }
+
+PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, const Lanes& lanes, int lane) {
+  int32_t in_group, in_tile;
+  lanes.locate(lane, in_group, in_tile);
+  return (batch * args.q_heads + head + in_group) * args.q_len + token + in_tile;
+}
 
 // A query that saw nothing has a log-sum-exp of -inf; from +inf on down its weights come out as 0.
 PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
 // scores -> weights (if wanted), products -> gradients of the scores, both in place
 template <class Tiles, bool kExact, bool kKeepWeights, class Statistics>
-void gradient_step(const Block* blocks, int num_blocks, float scale, const Statistics& statistics, float* scores, float* products) {
+void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores, float* products) {
   constexpr int kVectors = Tiles::kVectors;
+  Vec weight_sums[kVectors] = {}, gradient_sums[kVectors] = {};
   for (int b = 0; b < num_blocks; ++b) {
     float* score_block = scores + b * kBlock * Tiles::kPanel;
     float* product_block = products + b * kBlock * Tiles::kPanel;
@@ -39,12 +66,15 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, const Stati
           const Vec score = rounded(reinterpret_cast<const Vec*>(score_block)[(j + k) * kVectors + v] * scale);
           const Vec product = reinterpret_cast<const Vec*>(product_block)[(j + k) * kVectors + v];
           weights[k] = exponential<kExact>(score - statistics.lse_of(token, v));
+          if constexpr (kExact) weights[k] = statistics.normalized(weights[k], token);
           gradients[k] = weights[k] * (product - statistics.delta_of(token, v));
           if (block.visible == nullptr) continue;
           const Ints visible = block.visible[(j + k) * kVectors + v];
           weights[k] = choose(visible, weights[k], Vec{});
           gradients[k] = choose(visible, gradients[k], Vec{});
         }
+        weight_sums[v] += weights[0] + weights[1];
+        gradient_sums[v] += gradients[0] + gradients[1];
         if constexpr (kKeepWeights) Tiles::put_weights(score_block, j, v, weights[0], weights[1]);
         Tiles::put_weights(product_block, j, v, gradients[0], gradients[1]);
       }
@@ -52,9 +82,11 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, const Stati
     if constexpr (kKeepWeights) Tiles::pad_weights(score_block, block.count);
     Tiles::pad_weights(product_block, block.count);
   }
+  for (int v = 0; kExact && v < kVectors; ++v) statistics.add(v, weight_sums[v], gradient_sums[v]);
 }
 
-// Two operands and two sums a panel: queries and their gradients for dQ (one sum), keys and values for dK and dV.
+// Two operands a panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two: gradients of the
+// scores times the chunk's first operand, and weights times values for dV, or times keys for dQ in float32.
 template <class Tiles>
 struct Panel {
   Lanes lanes;
@@ -113,16 +145,18 @@ void start_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, i
   const LanePointers<const T, Tiles::kPanel> results(args.out, batch, token, head, panel.lanes);
   Tiles::pack_panel(queries.at, args.head_dim, panel.operands[0]);
   Tiles::pack_panel(grads.at, args.head_dim, panel.operands[1]);
-  __builtin_memset(panel.sums[0], 0, Tiles::sums_size(args.head_dim) * sizeof(float));
+  const int sums = sizeof(T) == 4 ? 2 : 1;
+  for (int i = 0; i < sums; ++i) __builtin_memset(panel.sums[i], 0, Tiles::sums_size(args.head_dim) * sizeof(float));
+  panel.statistics = {};
   for (int lane = 0; lane < Tiles::kPanel; ++lane) {
     float lse = kInfinity, delta = 0;
     if (lane < panel.lanes.count) {
-      int32_t in_group, in_tile;
-      panel.lanes.locate(lane, in_group, in_tile);
-      const int64_t row = (batch * args.q_heads + head + in_group) * args.q_len + token + in_tile;
+      const int64_t row = row_of(args, batch, head, token, panel.lanes, lane);
       delta = dot(grads.at[lane], results.at[lane], args.head_dim);
-      if (args.grad_lse != nullptr) delta -= args.grad_lse[row];
-      args.delta[row] = delta;
+      if (sizeof(T) < 4) {
+        if (args.grad_lse != nullptr) delta -= args.grad_lse[row];
+        args.delta[row] = delta;
+      }
       lse = usable(args.lse[row]);
     }
     panel.statistics.lse[lane / kLanes][lane % kLanes] = lse;
@@ -135,8 +169,35 @@ void scale_sums(float* sums, int64_t head_dim, float scale) {
   for (int64_t i = 0; i < head_dim * Tiles::kPanel; ++i) sums[i] *= scale;
 }
 
+// Float32: puts a panel's dQ right, and what the other pass reads. The gradient of the log-sum-exp joins only here: inside g, which is
+// nearly 0, it would be rounded off again.
+template <class Tiles>
+void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
+  Vec factor[Tiles::kVectors], missing[Tiles::kVectors];
+  for (int lane = 0; lane < Tiles::kPanel; ++lane) {
+    const int v = lane / kLanes, i = lane % kLanes;
+    const float w = panel.statistics.weights[v][i], inverse = w == 0 ? 0 : 1 / w;
+    float correction = -panel.statistics.gradients[v][i] * inverse;
+    if (lane < panel.lanes.count) {
+      const int64_t row = row_of(args, batch, head, token, panel.lanes, lane);
+      // What comes from outside may be NaN where a row saw nothing, and must not meet its sums of 0.
+      if (args.grad_lse != nullptr && w != 0) correction += args.grad_lse[row];
+      args.delta[row] = panel.statistics.delta[v][i] - correction;
+      inverses(args)[row] = inverse;
+    }
+    factor[v][i] = args.scale * inverse;
+    missing[v][i] = correction;
+  }
+  for (int64_t d = 0; d < args.head_dim; ++d) {
+    for (int v = 0; v < Tiles::kVectors; ++v) {
+      Vec& sum = reinterpret_cast<Vec*>(panel.sums[0] + d * Tiles::kPanel)[v];
+      sum = (sum + missing[v] * reinterpret_cast<const Vec*>(panel.sums[1] + d * Tiles::kPanel)[v]) * factor[v];
+    }
+  }
+}
+
 template <class T, class Tiles>
-void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles, 1>& memory) {
+void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles, sizeof(T) == 4 ? 2 : 1>& memory) {
   constexpr bool kExact = sizeof(T) == 4;
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
@@ -161,14 +222,20 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
         if (n == 0) continue;
         Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
         Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-        gradient_step<Tiles, kExact, false>(blocks, n, args.scale, panel.statistics, memory.scores, memory.products);
+        gradient_step<Tiles, kExact, kExact>(blocks, n, args.scale, panel.statistics, memory.scores, memory.products);
         Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+        if constexpr (kExact) Tiles::accumulate(memory.first.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
       }
     });
     for (int64_t i = 0; i < panels; ++i) {
-      scale_sums<Tiles>(memory.panels[i].sums[0], args.head_dim, args.scale);
-      const LanePointers<T, Tiles::kPanel> rows(args.dq, batch, token, head, memory.panels[i].lanes);
-      store_lanes<T, Tiles::kPanel>(memory.panels[i].sums[0], args.head_dim, rows.at);
+      Panel<Tiles>& panel = memory.panels[i];
+      if constexpr (kExact) {
+        complete_queries(args, batch, head, token, panel);
+      } else {
+        scale_sums<Tiles>(panel.sums[0], args.head_dim, args.scale);
+      }
+      const LanePointers<T, Tiles::kPanel> rows(args.dq, batch, token, head, panel.lanes);
+      store_lanes<T, Tiles::kPanel>(panel.sums[0], args.head_dim, rows.at);
     }
   }
 }
@@ -198,7 +265,7 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
       for (int64_t in_group = 0; in_group < group; ++in_group) {
         const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
         for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
-        const TokenStatistics statistics{memory.lse, args.delta + first_row};
+        TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
         const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
         const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
         Tiles::pack(queries.at, count, args.head_dim, memory.first);
@@ -230,9 +297,10 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
 
 template <class T, class Tiles>
 void backward(const AttentionGradArgs& args) {
-  for_tiles<Tiles>(args, args.of_q, Memory<Tiles, 1>(nullptr, args.head_dim).bytes,
+  constexpr int kSums = sizeof(T) == 4 ? 2 : 1;
+  for_tiles<Tiles>(args, args.of_q, Memory<Tiles, kSums>(nullptr, args.head_dim).bytes,
                    [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
-    Memory<Tiles, 1> memory(base, args.head_dim);
+    Memory<Tiles, kSums> memory(base, args.head_dim);
     queries_tile<T>(args, batch, kv_head, tile, memory);
   });
   for_tiles<Tiles>(args, args.of_k, Memory<Tiles, 2>(nullptr, args.head_dim).bytes,
