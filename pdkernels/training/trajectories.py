@@ -190,9 +190,6 @@ def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_to
     records: list[list[list[int]]] = [[] for _ in range(-(-len(text) // block_size))]
     committed = 0
     for step in steps:
-        # The token behind the text may open one more block.
-        if committed >= len(text):
-            break
         first = committed - committed % block_size
         records[committed // block_size].append(text[first:committed] + list(step.draft))
         committed += step.accepted
