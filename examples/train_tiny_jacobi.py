@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -75,13 +75,18 @@ def replay(block_size: int, seed: int) -> Iterator[NoiseAwareSample]:
 
 
 def batches(trajectories: list[Trajectory], count: int, replayed: int, block_size: int, seed: int) -> Iterator[NoiseAwareBatch]:
-    """Endless batches of `count` trajectories, every one of them once per pass, and `replayed` fresh sums."""
-    generator, sums = torch.Generator().manual_seed(seed), replay(block_size, seed)
+    """Endless batches of `count` trajectories, every one of them once per pass, and `replayed` fresh sums.
+
+    In every other batch noisy blocks follow noisy ones, as when several blocks are under way, and clean ones in the rest.
+    """
+    generator, sums, conditionings = torch.Generator().manual_seed(seed), replay(block_size, seed), cycle(("noisy", "clean"))
     while True:
         order = torch.randperm(len(trajectories), generator=generator).tolist()
         for first in range(0, len(order) - count + 1, count):
             samples = [noise_aware_sample(trajectories[index], NOISE_WINDOW) for index in order[first : first + count]]
-            yield pack_noise_aware([*samples, *islice(sums, replayed)], end_token=ByteTokenizer.end_token)
+            yield pack_noise_aware(
+                [*samples, *islice(sums, replayed)], end_token=ByteTokenizer.end_token, conditioning=next(conditionings)
+            )
 
 
 def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[Tensor, dict[str, float]]:

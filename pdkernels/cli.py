@@ -116,7 +116,7 @@ def generate(
     console.print(_table(results, same if check else None))
     if console.color_system is not None:
         console.print(Text.assemble(("accepted drafts", _ACCEPTED), ", ", ("given by the model itself", _GIVEN)))
-    if not all(same.values()):
+    if not all(same[name] for name in same if decoding.is_lossless(name)):
         raise typer.Exit(1)
 
 
@@ -186,7 +186,8 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
             f"{stats.tokens_per_second:.0f}",
         ]
         if same is not None:
-            row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else "[bold red]no[/]")
+            differs = "[bold red]no[/]" if decoding.is_lossless(name) else "promises nothing"
+            row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else differs)
         table.add_row(*row)
     return table
 

@@ -42,8 +42,6 @@ _WIDTHS: dict[str, tuple[int | None, ...]] = {
     "block_diffusion": (16,),
 }
 _TRIED = (4, 8, 16, 32)
-# They do not promise greedy decoding's tokens.
-_OWN_TOKENS = ("block_diffusion",)
 # Two logits closer than this many rounding steps of the largest one may change places when a forward has more rows.
 _TIE = 64
 
@@ -277,7 +275,7 @@ def _row(
     texts = [text for result in results for text in result.text]
     answers = [[ids for result in side for ids in result.tokens] for side in (results, greedy)]
     differing = [triple for triple in zip(task.prompts, *answers, strict=True) if not torch.equal(*triple[1:])]
-    lossless = contender.method not in _OWN_TOKENS
+    lossless = decoding.is_lossless(contender.method)
     ties = sum(_is_tie(model, *triple) for triple in differing) if lossless else 0
     right = None
     if task.problems is not None:

@@ -95,7 +95,8 @@ def pack_noise_aware(
         samples: all blocks of a sample have one size; samples may differ in it.
         length: tokens in all, filled up with `pad_token`; None: as many as the samples have.
         pad_token: the id of the padding, which sees nothing and is seen by none.
-        end_token: autoregressive targets behind the first of them in an answer are left out; None: all are kept.
+        end_token: what stands behind the first of them in an answer is neither a target nor a student, and neither is its own
+            noisy row, which would learn what follows; None: all rows count.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
 
     Returns:
@@ -131,16 +132,15 @@ def pack_noise_aware(
         part = torch.empty(mask.q_len, dtype=torch.int64)
         for place, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
             part[place] = values.long()
-        # Of the prompt and the answer, what stands behind the answer's first end token.
-        ended = torch.zeros(len(sample.prompt) + sample.clean.numel(), dtype=torch.bool)
-        if end_token is not None:
-            ends = sample.clean.flatten() == end_token
-            ended[len(sample.prompt) :] = ends.cumsum(0) > ends
-        kept = ~ended[1:]
-        unconverged = (sample.noisy != sample.clean).cumsum(1)[:, : mask.student_rows.shape[1]] > 0
+        answer = sample.clean.flatten()
+        # From the first end token on: what these rows would predict stands behind it.
+        over = (answer == (-1 if end_token is None else end_token)).cumsum(0) > 0
+        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool), ~over])[:-1]
+        students = ((sample.noisy != sample.clean).cumsum(1) > 0) & ~over.view(num_blocks, block_size)
+        students = students[:, : mask.student_rows.shape[1]]
         masks.append(mask)
         tokens.append(part)
-        rows.append((mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[unconverged], mask.teacher_rows[unconverged]))
+        rows.append((mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[students], mask.teacher_rows[students]))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, student_rows, teacher_rows = _shifted(rows, masks)
     return NoiseAwareBatch(packed, mask.positions, mask, ar_rows, packed[targets], student_rows, teacher_rows)

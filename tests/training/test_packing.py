@@ -119,8 +119,8 @@ def test_noise_aware_batches(
         for j, (clean, noisy) in enumerate(zip(sample.clean.tolist(), sample.noisy.tolist())):
             size = len(clean)
             for t in range(size - 1 if conditioning == "clean" else size):
-                if clean[: t + 1] != noisy[: t + 1]:
-                    position = start + j * size + t
+                position = start + j * size + t
+                if clean[: t + 1] != noisy[: t + 1] and position < last:
                     students.append((at[number, "noisy", position], at[number, "clean", position]))
     assert list(zip(batch.ar_rows.tolist(), batch.ar_labels.tolist(), strict=True)) == ar
     assert list(zip(batch.student_rows.tolist(), batch.teacher_rows.tolist(), strict=True)) == students

@@ -115,8 +115,8 @@ def test_both_scripts_write_models_that_load(small: Transformer, tmp_path: Path,
     monkeypatch.setattr(train_tiny_trimode, "own_texts", lambda *_: [(torch.arange(40), 5)] * 20)
     train_tiny_trimode.main(output=trimode, start="", steps=2, drafter_steps=2, sums=2, windows=1, masked_weight=1.0, lr=1e-3,
                             drafter_lr=1e-3, seed=0, threads=0, look_every=1)  # fmt: skip
-    train_tiny_jacobi.main(output=jacobi, start="", rounds=1, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1, ar_weight=1.0,
-                           lr=1e-3, seed=0, threads=0)  # fmt: skip
+    train_tiny_jacobi.main(output=jacobi, start="", rounds=1, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1,
+                           ar_weight=1.0, lr=1e-3, seed=0, threads=0)  # fmt: skip
     prompt = next(islice(arithmetic(0), 1)).prompt
     drafter = pd.models.zoo._load_tiny(trimode, None, "cpu")
     assert drafter.has_adapter and drafter.mask_token == 257
