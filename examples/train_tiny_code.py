@@ -2,8 +2,9 @@
 
     python examples/train_tiny_code.py
 
-takes a quarter of an hour on two CPU cores and writes pdkernels/models/weights/tiny-code.safetensors. It predicts one token at a
-time; `train_tiny_trimode.py` and `train_tiny_jacobi.py` teach it to predict several.
+takes about an hour on two CPU cores, a quarter of that where the CPU multiplies bfloat16 itself, and writes
+pdkernels/models/weights/tiny-code.safetensors. It predicts one token at a time; `train_tiny_trimode.py` and `train_tiny_jacobi.py`
+teach it to predict several.
 """
 
 from __future__ import annotations

@@ -107,8 +107,8 @@ def report(model: Transformer, problems: int, block_size: int) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-jacobi.safetensors",
     start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
-    rounds: Annotated[int, typer.Option(help="How often trajectories are collected.")] = 1,
-    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 900,
+    rounds: Annotated[int, typer.Option(help="How often trajectories are collected.")] = 2,
+    steps: Annotated[int, typer.Option(help="Steps of a round.")] = 800,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     sums: Annotated[int, typer.Option(help="Problems decoded for a round.")] = 1600,
     windows: Annotated[int, typer.Option(help="Pieces of source decoded for a round.")] = 200,
