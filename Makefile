@@ -15,8 +15,8 @@ PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(shell echo $$(($(CORES) > $(WORK
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
-demo: ## a tiny trained model writes code, token by token and by parallel decoding
-	@$(PREPARED) -m pdkernels generate --model tiny-code --method autoregressive --method jacobi --check --prompt "def read_csv("
+demo: ## a tiny trained model works out a sum, token by token and by speculating on itself
+	@$(PREPARED) -m pdkernels generate --model tiny-trimode --method autoregressive --method linear_self_speculation --block-size 16 --check --prompt "482 + 967 = ?"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"
