@@ -7,7 +7,6 @@ the same moment: machines are shared and their speed drifts. The ratio of the tw
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 import pdkernels as pd
+from pdkernels.evaluation.contest import processor
 
 Call = Callable[[], object]
 
@@ -86,10 +86,3 @@ def compare(
     )
     if bytes_moved:
         benchmark.extra_info.update(bytes_moved=bytes_moved, gb_per_s=round(2 * bytes_moved / ours / 1e9, 2))
-
-
-def processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor()

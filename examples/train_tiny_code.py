@@ -26,7 +26,7 @@ from pdkernels.decoding import generate
 from pdkernels.models.tokenizers import ByteTokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.models.zoo import WEIGHTS, load, save_tiny
-from pdkernels.training import arithmetic, as_ids, standard_library
+from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 PROBLEMS = 120_000
 CONFIG = TransformerConfig(
@@ -46,16 +46,22 @@ def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:
     return torch.cat([source, as_ids(sums)]), len(source), as_ids(held_out)
 
 
-@torch.no_grad()
+def score(model: Transformer, method: str, problems: list[Problem], **options: object) -> tuple[float, float]:
+    """Share of sums solved, and tokens per forward."""
+    solved = tokens = 0
+    forwards = 0.0
+    for first in range(0, len(problems), 25):
+        batch = problems[first : first + 25]
+        result = generate(model, [problem.prompt for problem in batch], method, max_new_tokens=400, **options)
+        solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
+        tokens += result.stats.tokens
+        forwards += result.stats.tokens / result.stats.tokens_per_forward
+    return solved / len(problems), tokens / forwards
+
+
 def solved_share(model: Transformer, problems: int = 100) -> float:
     """Share of held-out sums that greedy decoding gets right."""
-    chosen = list(islice(arithmetic(0, held_out=True), problems))
-    solved = 0
-    for start in range(0, problems, 25):
-        batch = chosen[start : start + 25]
-        result = generate(model, [problem.prompt for problem in batch], "autoregressive", max_new_tokens=400)
-        solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
-    return solved / problems
+    return score(model, "autoregressive", list(islice(arithmetic(0, held_out=True), problems)))[0]
 
 
 def batches(data: torch.Tensor, first_sum: int, batch: int, context: int, generator: torch.Generator) -> Iterator[torch.Tensor]:

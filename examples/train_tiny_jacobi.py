@@ -24,7 +24,8 @@ import torch.nn.functional as F
 import typer
 from rich.console import Console
 from torch import Tensor
-from train_tiny_trimode import TILE, WINDOW, optimise, score
+from train_tiny_code import score
+from train_tiny_trimode import TILE, WINDOW, optimise
 
 from pdkernels.models import ByteTokenizer, Transformer, load
 from pdkernels.models.zoo import WEIGHTS, save_tiny

@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
+from train_tiny_code import score
 
 from pdkernels.decoding import generate
 from pdkernels.models import ByteTokenizer, Transformer, load
@@ -34,11 +35,11 @@ from pdkernels.models.zoo import WEIGHTS, save_tiny
 from pdkernels.training import (
     DualStreamBatch,
     DualStreamSample,
-    Problem,
     arithmetic,
     as_ids,
     attach_drafter_,
     drafter_loss,
+    draw_masks,
     dual_stream_loss,
     pack_dual_stream,
     standard_library,
@@ -82,8 +83,7 @@ def hidden_places(tokens: int, prompt_len: int, width: int, generator: torch.Gen
     elif kind == 1:
         masked, share = places % width != 0, 1 - 1 / width
     else:
-        share = LEAST_MASKED + (1 - LEAST_MASKED) * float(torch.rand((), generator=generator))
-        masked = torch.rand(tokens, generator=generator) < share
+        masked, share = draw_masks(tokens, generator, least=LEAST_MASKED)
     return masked & (places >= prompt_len), share
 
 
@@ -187,19 +187,6 @@ def optimise(
 
 
 # ---- what came of it
-
-
-def score(model: Transformer, method: str, problems: list[Problem], **options: object) -> tuple[float, float]:
-    """Share of sums solved, and tokens per forward."""
-    solved = tokens = 0
-    forwards = 0.0
-    for first in range(0, len(problems), 25):
-        batch = problems[first : first + 25]
-        result = generate(model, [problem.prompt for problem in batch], method, max_new_tokens=400, **options)
-        solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
-        tokens += result.stats.tokens
-        forwards += result.stats.tokens / result.stats.tokens_per_forward
-    return solved / len(problems), tokens / forwards
 
 
 def report(model: Transformer, problems: int, width: int = 8) -> str:

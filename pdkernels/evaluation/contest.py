@@ -233,7 +233,7 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
     """The rows in the form of the other benchmarks, which `bench/report.py` reads, with the machine and the versions."""
     facts = {
         "op": "evaluation",
-        "device": _processor(),
+        "device": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -321,7 +321,8 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return first, third
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Name of this machine's CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -13,7 +13,7 @@ import torch
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.zoo import save_tiny
-from pdkernels.training import arithmetic
+from pdkernels.training import arithmetic, as_ids
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -123,3 +123,19 @@ def test_both_scripts_write_models_that_load(small: Transformer, tmp_path: Path,
     for model, method in ((drafter, "linear_self_speculation"), (pd.models.zoo._load_tiny(jacobi, None, "cpu"), "jacobi")):
         greedy = pd.decoding.generate(model, prompt, max_new_tokens=20)
         assert pd.decoding.generate(model, prompt, method, max_new_tokens=20).tokens.equal(greedy.tokens)
+
+
+def test_windows_of_sums_begin_where_a_sum_does() -> None:
+    import train_tiny_code as script
+
+    sums = [problem.prompt + problem.steps for problem in islice(arithmetic(0), 60)]
+    source = as_ids([b"x = 1\n" * 200])
+    data = torch.cat([source, as_ids([text.encode() for text in sums])])
+    beginnings = {tuple(text.encode()[:12]) for text in sums}
+    stream = script.batches(data, len(source), 4, 64, torch.Generator().manual_seed(0))
+    seen = [tuple(row[:12].tolist()) for batch in islice(stream, 30) for row in batch]
+    assert set(batch.shape for batch in islice(stream, 3)) == {(4, 65)}
+    of_sums = [row for row in seen if row in beginnings]
+    assert len(of_sums) > 40
+    # All others are source: nothing begins inside a sum.
+    assert all(set(row) <= set(b"x = 1\n") for row in seen if row not in beginnings)

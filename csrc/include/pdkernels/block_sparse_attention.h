@@ -59,7 +59,9 @@ struct AttentionArgs {
 struct AttentionGradArgs : AttentionArgs {
   HeadsView grad_out, dq, dk, dv;
   const float* grad_lse;  // like lse, or nullptr
-  float* delta;           // like lse: rowsum(grad_out * out) - grad_lse, written by the first pass, read by the second
+  // (2, batch, q_heads, q_len), written by the first pass and read by the second: rowsum(grad_out * out) - grad_lse; and, for
+  // float32, what makes weights computed from `lse` sum up to 1.
+  float* delta;
 };
 
 }  // namespace pdkernels
