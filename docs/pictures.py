@@ -70,6 +70,34 @@ def verify_draft() -> None:
     save(figure, "verify_draft.png")
 
 
+def recurrence() -> None:
+    """A step of a wave: two rows freeze, nothing moves, and the next step reads two rows further on."""
+    figure, axis = canvas(9.8, 4.4, (-3.9, 9.4), (-1.4, 6.0))
+    settled = [True, True, False, True]
+    cells(axis, 4.6, [("a", COMMITTED), ("b", MODEL), ("c", MODEL), ("d", MODEL), ("", FREE)], "tokens")
+    cells(axis, 3.5, [("b", ACCEPTED), ("c", ACCEPTED), ("d", MODEL), ("e", MODEL), ("", FREE)], "predictions")
+    states = [("z₀", ACCEPTED), ("z₁", ACCEPTED), ("z₂", MODEL), ("z₃", MODEL), ("", FREE)]
+    cells(axis, 2.4, states, "states")
+    for x, (done, distance) in enumerate(zip(settled, (".01", ".02", ".30", ".02"))):
+        mark, colour = ("<", ACCEPTED) if done else ("≥", "#c44e52")
+        axis.text(x + 0.47, 2.05, f"{distance} {mark} ε", ha="center", va="center", fontsize=8, color=colour)
+    axis.text(5.3, 5.0, "a is text already", fontsize=9, va="center", color=COMMITTED)
+    axis.text(5.3, 3.9, "recurrence_advance_: b, c become text,\nand the wave moves on by advance = 2", fontsize=9, va="center", color=ACCEPTED)
+    axis.text(5.3, 2.8, "recurrence_exit: row 2 has not settled,\nso row 3 waits (rule prefix)", fontsize=9, va="center", color="#444444")
+    after = 0.0
+    cells(axis, after, [("c", COMMITTED), ("d", MODEL), ("e", MODEL), ("", FREE), ("", FREE)], "tokens")
+    cells(axis, after - 1.1, [("z₂ + noise", MODEL), ("z₃ + noise", MODEL), ("init", FREE), ("", FREE), ("", FREE)], "what enters the core")
+    for x in range(2):
+        style = {"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
+        axis.annotate("", xy=(x + 0.6, after + 0.84), xytext=(x + 2.47, 1.82), arrowprops=style)
+    axis.text(3.35, 1.2, "row i is read at row i + advance", fontsize=9, color="#b8860b", va="center")
+    axis.text(5.3, after + 0.4, "cursor + 2, one new row (headway)", fontsize=9, va="center", color="#444444")
+    axis.text(5.3, after - 0.7, "recurrence_inject: noise, and\ne = (1 - η) prelude + η e of before", fontsize=9, va="center", color="#444444")
+    axis.text(-3.8, 5.75, "step t", fontsize=11, weight="bold")
+    axis.text(-3.8, 1.2, "step t + 1", fontsize=11, weight="bold")
+    save(figure, "recurrence.png")
+
+
 def block_sparse_attention() -> None:
     """Left the tiles of a mask, right how the program of one query tile walks its list."""
     plan, chosen = pdm.noise_aware_causal(72, 16, 6).plan(32, 32), 7
@@ -168,6 +196,44 @@ out = sum_s exp(lse_s - lse) * out_s"""
     save(figure, "speculative_attention.png")
 
 
+def sandwich() -> None:
+    """A block from left to right: matrix products in white, the ops of the family in colour."""
+    figure, axis = canvas(12.5, 2.7, (-0.3, 17.3), (-1.3, 2.3))
+    boxes = [("qkv\nproduct", FREE, 1.5), ("rotate_append_\n+ bias, RoPE, K V \u2192 cache", COMMITTED, 3.0), ("attention", FREE, 1.5),
+             ("output\nproduct", FREE, 1.5), ("add_rms_norm\nnorm_2, norm_3", ACCEPTED, 2.1), ("gate, up\nproduct", FREE, 1.5),
+             ("silu_gate", MODEL, 1.4), ("down\nproduct", FREE, 1.5), ("add_rms_norm\nnorm_4, next norm_1", ACCEPTED, 2.4)]  # fmt: skip
+    x, ends = 0.0, []
+    for text, colour, width in boxes:
+        axis.add_patch(plt.Rectangle((x, 0), width - 0.12, 1.2, facecolor=colour, edgecolor="#444444", linewidth=0.8))
+        dark = colour in (COMMITTED, ACCEPTED)
+        axis.text(x + width / 2 - 0.06, 0.6, text, ha="center", va="center", fontsize=8.5, color="white" if dark else "#222222")
+        x += width
+        ends.append(x - width / 2 - 0.06)
+    arrow = {"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.2}
+    for start, end, text in ((-0.2, ends[4], "residual x"), (ends[4] + 0.3, ends[8], "residual h")):
+        axis.annotate("", xy=(end, 1.22), xytext=(start, 1.75), arrowprops={**arrow, "connectionstyle": "angle,angleA=0,angleB=90,rad=4"})
+        axis.text((start + end) / 2, 1.85, text, ha="center", fontsize=9)
+    axis.text(8.5, -0.75, "white: products and attention    in colour: one op each, every row read once", ha="center", fontsize=9)
+    save(figure, "sandwich.png")
+
+
+def logit_drift() -> None:
+    """Left two laws of the next token, right what min-p leaves of them."""
+    figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.0), sharey=True, layout="constrained")
+    laws = {"then": [0.46, 0.30, 0.12, 0.04, 0.03, 0.02, 0.015, 0.015], "now": [0.62, 0.22, 0.07, 0.03, 0.025, 0.015, 0.01, 0.01]}
+    for axis, levelled in zip(axes, (False, True)):
+        for shift, (name, law) in zip((-0.2, 0.2), laws.items()):
+            low = [p < 0.1 * max(law) for p in law]
+            bars = [1 / len(law) if levelled and under else p for p, under in zip(law, low)]
+            total = sum(bars)
+            colours = [REJECTED if levelled and under else (COMMITTED if name == "then" else ACCEPTED) for under in low]
+            axis.bar([i + shift for i in range(len(law))], [p / total for p in bars], 0.38, color=colours, edgecolor="#444444", linewidth=0.6, label=name)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set(xticks=range(8), xticklabels=list("abcdefgh"), title="below 0.1 of the largest: 1 / V, then normed" if levelled else "the laws: kl, entropy, argmax")
+    axes[0].legend(["then", "now"], frameon=False)
+    save(figure, "logit_drift.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -202,3 +268,6 @@ if __name__ == "__main__":
     speculative_attention()
     kv_commit()
     verify_draft()
+    sandwich()
+    logit_drift()
+    recurrence()

@@ -10,6 +10,9 @@
 #include "parallel.h"
 #include "simd/kernels.h"
 #include "unpack_attention.h"
+#include "unpack_recurrence.h"
+#include "unpack_logit_drift.h"
+#include "unpack_sandwich.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -55,6 +58,33 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   VerdictTensors out(draft);
   pdkernels::cpu::verify_draft(verify_args(draft, predictions, draft_lengths, end_tokens, refill, out));
   return out.tuple();
+}
+
+Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
+                         Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise, std::string schedule, int64_t horizon,
+                         std::string mixer, double momentum, double init_std, std::string new_state, bool damp_new) {
+  Tensor out = inject_result(embedding);
+  pdkernels::cpu::recurrence_inject(inject_args(state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, seed,
+                                                   noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new, out));
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous, Tensor recurrences,
+                                                   Tensor width, Tensor advance, double threshold, OptionalTensor older,
+                                                   OptionalTensor older_advance, int64_t min_recurrences, double eps) {
+  ExitTensors out(x);
+  pdkernels::cpu::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance, threshold, older,
+                                               older_advance, min_recurrences, eps, out));
+  return out.tuple();
+}
+
+void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width, Tensor cursor, Tensor advance,
+                        Tensor steps, Tensor remaining, OptionalTensor settled, int64_t inner_recurrence, int64_t max_wavefront,
+                        int64_t max_recurrences, int64_t stability, std::string rule, int64_t headway, OptionalTensor filler,
+                        OptionalTensor end_tokens, bool guard, bool keep_last) {
+  pdkernels::cpu::recurrence_advance(advance_args(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
+                                                     settled, inner_recurrence, max_wavefront, max_recurrences, stability, rule,
+                                                     headway, filler, end_tokens, guard, keep_last));
 }
 
 std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
@@ -115,6 +145,22 @@ std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor 
   return {out, lse};
 }
 
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, OptionalTensor next_weight, double eps) {
+  return run_add_rms_norm(x, residual, weight, next_weight, eps, pdkernels::cpu::add_rms_norm);
+}
+
+Tensor silu_gate(Tensor x) { return run_silu_gate(x, pdkernels::cpu::silu_gate); }
+
+void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
+                   OptionalTensor counts, OptionalTensor block_table, bool interleaved) {
+  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved,
+                    pdkernels::cpu::rotate_append);
+}
+
+Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
+  return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -122,7 +168,14 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
+  m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
+  m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
+  m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));
   m.impl("block_sparse_attention", TORCH_BOX(&block_sparse_attention));
   m.impl("block_sparse_attention_backward", TORCH_BOX(&block_sparse_attention_backward));
   m.impl("speculative_attention", TORCH_BOX(&speculative_attention));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  m.impl("silu_gate", TORCH_BOX(&silu_gate));
+  m.impl("rotate_append_", TORCH_BOX(&rotate_append));
+  m.impl("logit_drift", TORCH_BOX(&logit_drift));
 }

@@ -7,6 +7,9 @@
 
 #include "kernels.h"
 #include "unpack.h"
+#include "unpack_recurrence.h"
+#include "unpack_logit_drift.h"
+#include "unpack_sandwich.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -75,6 +78,62 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   return out.tuple();
 }
 
+Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
+                         Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise, std::string schedule, int64_t horizon,
+                         std::string mixer, double momentum, double init_std, std::string new_state, bool damp_new) {
+  const Launch launch(embedding);
+  Tensor out = inject_result(embedding);
+  check(pdkernels::cuda::recurrence_inject(inject_args(state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, seed,
+                                                   noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new, out), launch.stream));
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous, Tensor recurrences,
+                                                   Tensor width, Tensor advance, double threshold, OptionalTensor older,
+                                                   OptionalTensor older_advance, int64_t min_recurrences, double eps) {
+  const Launch launch(x);
+  ExitTensors out(x);
+  check(pdkernels::cuda::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance, threshold, older,
+                                               older_advance, min_recurrences, eps, out), launch.stream));
+  return out.tuple();
+}
+
+void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width, Tensor cursor, Tensor advance,
+                        Tensor steps, Tensor remaining, OptionalTensor settled, int64_t inner_recurrence, int64_t max_wavefront,
+                        int64_t max_recurrences, int64_t stability, std::string rule, int64_t headway, OptionalTensor filler,
+                        OptionalTensor end_tokens, bool guard, bool keep_last) {
+  const Launch launch(tokens);
+  check(pdkernels::cuda::recurrence_advance(advance_args(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
+                                                     settled, inner_recurrence, max_wavefront, max_recurrences, stability, rule,
+                                                     headway, filler, end_tokens, guard, keep_last), launch.stream));
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, OptionalTensor next_weight, double eps) {
+  const Launch launch(x);
+  return run_add_rms_norm(x, residual, weight, next_weight, eps, [&](const pdkernels::AddRmsNormArgs& args) {
+    check(pdkernels::cuda::add_rms_norm(args, launch.stream));
+  });
+}
+
+Tensor silu_gate(Tensor x) {
+  const Launch launch(x);
+  return run_silu_gate(x, [&](const pdkernels::SiluGateArgs& args) { check(pdkernels::cuda::silu_gate(args, launch.stream)); });
+}
+
+void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
+                   OptionalTensor counts, OptionalTensor block_table, bool interleaved) {
+  const Launch launch(qkv);
+  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved,
+                    [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
+}
+
+Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
+  const Launch launch(logits);
+  return run_logit_drift(logits, previous, min_p, false, [&](const pdkernels::LogitDriftArgs& args) {
+    check(pdkernels::cuda::logit_drift(args, launch.stream));
+  });
+}
+
 }  // namespace
 
 // One more expansion, so that the namespace and key given as macros are replaced by their values first.
@@ -85,4 +144,11 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
+  m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
+  m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
+  m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));
+  m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
+  m.impl("silu_gate", TORCH_BOX(&silu_gate));
+  m.impl("rotate_append_", TORCH_BOX(&rotate_append));
+  m.impl("logit_drift", TORCH_BOX(&logit_drift));
 }

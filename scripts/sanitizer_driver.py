@@ -24,8 +24,8 @@ import torch
 import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import SCHEMAS
-from pdkernels.reference import block_sparse_attention, kv_cache, speculative_attention, verify_draft  # noqa: F401  (submodules of `reference`)
-from tests.ops import kv_cases, speculative_cases
+from pdkernels.reference import block_sparse_attention, kv_cache, recurrence, speculative_attention, verify_draft  # noqa: F401  (submodules of `reference`)
+from tests.ops import kv_cases, recurrence_cases, speculative_cases
 
 WILD = [-1, -(2**31), 2**31 - 1, 100]
 Run = Callable[[object, kv_cases.Case], None]
@@ -154,12 +154,70 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool) -> None
         assert out.numel() == 0 or (out.double().cpu() - exact).abs().max() < 0.2, "not what the reference does"
 
 
+def random_rows(rng: random.Random, bad: bool) -> recurrence_cases.Rows:
+    rows = recurrence_cases.make_rows(
+        rng.randrange(2**20), batch=rng.randint(1, 3), rows=rng.randint(1, 5), size=rng.choice([1, 7, 33, 64, 1100]),
+        dtype=rng.choice(recurrence_cases.DTYPES), index_dtype=rng.choice([torch.int32, torch.int64]),
+        style=rng.choice(recurrence_cases.STYLES), first_step=rng.random() < 0.2,
+    )  # fmt: skip
+    if bad:
+        rows = rows._replace(recurrences=rows.recurrences.contiguous())
+        spoil(rng, [rows.width, rows.advance, rows.cursor, rows.recurrences, rows.older_advance])
+    return rows
+
+
+def run_inject(rng: random.Random, device: torch.device, bad: bool) -> None:
+    rows, options = random_rows(rng, bad), recurrence_cases.inject_options(rng.randrange(2**20))
+    try:
+        actual = pd.recurrence_inject(*rows.to(device).inject_arguments(), **options).cpu()
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        expected = recurrence.recurrence_inject(*rows.inject_arguments(), **options)
+        assert torch.equal(recurrence_cases.bits(actual), recurrence_cases.bits(expected)), "not what the reference does"
+
+
+def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
+    rows = random_rows(rng, bad)
+    older = {} if rows.state is None else {"older": rows.older, "older_advance": rows.older_advance}
+    try:
+        moved = {name: x.to(device) for name, x in older.items()}
+        actual = [x.cpu() for x in pd.recurrence_exit(*rows.to(device).exit_arguments(), threshold=1.4, **moved)]
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        state, distance, _ = recurrence.recurrence_exit(*rows.exit_arguments(), threshold=1.4, **older)
+        close = torch.allclose(actual[0].float(), state.float(), rtol=0.02, atol=1e-3) and torch.allclose(actual[1], distance, rtol=0.02, atol=0.02)
+        assert close, "not what the reference does"
+
+
+def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
+    dtype = rng.choice([torch.int32, torch.int64])
+    case = recurrence_cases.make_advance(rng.randrange(2**20), batch=rng.randint(1, 3), room=rng.choice([1, 2, 6, 200]), dtype=dtype)
+    if bad:
+        spoil(rng, [case.wave.width, case.wave.cursor, case.wave.remaining, case.wave.tokens, case.wave.recurrences])
+    wave, options = case.moved(device)
+    try:
+        pd.recurrence_advance_(*wave, **options)
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        recurrence.recurrence_advance_(*case.wave, **{**case.options, "max_wavefront": case.options["max_wavefront"] or 0})
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(wave, case.wave)), "not what the reference does"
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
     "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
     "kv_append_": lambda *arguments: run_kv(*arguments, append),
     "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
+    "recurrence_advance_": run_advance,
+    "recurrence_exit": run_exit,
+    "recurrence_inject": run_inject,
     "speculative_attention": run_speculative,
     "verify_draft": run_verify,
 }

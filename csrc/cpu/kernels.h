@@ -3,6 +3,9 @@
 
 #include "pdkernels/block_sparse_attention.h"
 #include "pdkernels/kv_cache.h"
+#include "pdkernels/recurrence.h"
+#include "pdkernels/logit_drift.h"
+#include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
 #include "pdkernels/verify_draft.h"
 
@@ -12,8 +15,15 @@ void kv_append(const AppendArgs& args);
 void kv_commit(const CommitArgs& args);
 void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch);
 void verify_draft(const VerifyArgs& args);
+void recurrence_inject(const InjectArgs& args);
+void recurrence_exit(const ExitArgs& args);
+void recurrence_advance(const AdvanceArgs& args);
 void block_sparse_attention(const AttentionArgs& args);
 void block_sparse_attention_backward(const AttentionGradArgs& args);
 void speculative_attention(const SpeculativeArgs& args);
+void add_rms_norm(const AddRmsNormArgs& args);
+void silu_gate(const SiluGateArgs& args);
+void rotate_append(const RotateAppendArgs& args);
+void logit_drift(const LogitDriftArgs& args);
 
 }  // namespace pdkernels::cpu

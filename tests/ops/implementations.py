@@ -36,6 +36,10 @@ class Public:
         self.raises = device == "cpu"
         self.kv_append_, self.kv_commit_, self.kv_trim_ = pd.kv_append_, pd.kv_commit_, pd.kv_trim_
         self.verify_draft = pd.verify_draft
+        self.recurrence_inject, self.recurrence_exit = pd.recurrence_inject, pd.recurrence_exit
+        self.recurrence_advance_ = pd.recurrence_advance_
+        self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
+        self.logit_drift = pd.logit_drift
 
 
 class Simulated:
@@ -57,6 +61,35 @@ class Simulated:
 
     def verify_draft(self, draft, predictions, *, draft_lengths=None, end_tokens=None, refill=None) -> pd.DraftVerdict:
         return pd.DraftVerdict(*self.ops.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
+
+    def recurrence_inject(
+        self, state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, *, seed=0, noise=0.0,
+        schedule="linear", horizon=32, mixer="linear", momentum=0.0, init_std=0.4**0.5, new_state="fresh", damp_new=False,
+    ) -> Tensor:  # fmt: skip
+        tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
+        return self.ops.recurrence_inject(*tensors, seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+
+    def recurrence_exit(self, *tensors, threshold, older=None, older_advance=None, min_recurrences=1, eps=1e-6) -> pd.RecurrenceExit:
+        return pd.RecurrenceExit(*self.ops.recurrence_exit(*tensors, threshold, older, older_advance, min_recurrences, eps))
+
+    def recurrence_advance_(
+        self, *tensors, settled=None, inner_recurrence, max_wavefront=None, max_recurrences=0, stability=0, rule="prefix",
+        headway=1, filler=None, end_tokens=None, guard=True, keep_last=False,
+    ) -> None:  # fmt: skip
+        limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
+        self.ops.recurrence_advance_(*tensors, settled, *limits, filler, end_tokens, guard, keep_last)
+    def add_rms_norm(self, x, residual, weight, *, next_weight=None, eps=1e-6) -> tuple[Tensor, Tensor | None]:
+        y, following = self.ops.add_rms_norm(x, residual, weight, next_weight, eps)
+        return y, None if next_weight is None else following
+
+    def silu_gate(self, x) -> Tensor:
+        return self.ops.silu_gate(x)
+
+    def rotate_append_(self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved") -> None:
+        self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved")
+
+    def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
+        return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""

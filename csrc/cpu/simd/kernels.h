@@ -3,6 +3,9 @@
 
 #include <cstdint>
 
+#include "pdkernels/recurrence.h"
+#include "pdkernels/logit_drift.h"
+#include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
 
 namespace pdkernels::cpu {
@@ -13,9 +16,15 @@ char* thread_scratch(int64_t bytes);
 
 #define PDK_DECLARE_SIMD_KERNELS(isa)                                  \
   namespace isa {                                                      \
+  void recurrence_inject(const InjectArgs& args);                      \
+  void recurrence_exit(const ExitArgs& args);                          \
   void block_sparse_attention(const AttentionArgs& args);              \
   void block_sparse_attention_backward(const AttentionGradArgs& args); \
   void speculative_attention(const SpeculativeArgs& args);             \
+  void add_rms_norm(const AddRmsNormArgs& args);                       \
+  void silu_gate(const SiluGateArgs& args);                            \
+  void rotate_append(const RotateAppendArgs& args);                    \
+  void logit_drift(const LogitDriftArgs& args);                        \
   }
 PDK_DECLARE_SIMD_KERNELS(portable)
 PDK_DECLARE_SIMD_KERNELS(avx2)

@@ -19,8 +19,8 @@ struct IndexView {
     return wide ? static_cast<const int64_t*>(data)[at] : static_cast<const int32_t*>(data)[at];
   }
 
-  PDK_HD void store(int64_t value, int64_t i) const {
-    const int64_t at = i * stride0;
+  PDK_HD void store(int64_t value, int64_t i, int64_t j = 0) const {
+    const int64_t at = i * stride0 + j * stride1;
     if (wide) {
       static_cast<int64_t*>(data)[at] = value;
     } else {

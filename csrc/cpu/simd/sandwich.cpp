@@ -1,0 +1,115 @@
+// What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a single row is
+// too short to be cut.
+#include "kernels.h"
+#include "strips.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+// 1 / root of (sum / width + eps), both exact operations.
+float scale_of(Vec squares, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(width) + eps);
+}
+
+// row * scale, rounded to T, times the weight in T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
+template <class T>
+Vec scale_row(float* row, float scale, const T* weight, T* to, int64_t width) {
+  Vec squares{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec y = as<T>(as<T>(load(row + at, lanes) * scale) * load(weight + at, lanes));
+    store(to + at, y, lanes);
+    store(row + at, y, lanes);
+    squares += y * y;
+  });
+  return squares;
+}
+
+template <class T>
+void add_rms_norm_of(const AddRmsNormArgs& args) {
+  for_rows(args.rows, args.width, [&](int64_t i) {
+    const T *x = args.x.row<const T>(i), *residual = args.residual.row<const T>(i);
+    float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
+    Vec squares{};
+    for_vectors(0, args.width, [&](int64_t at, auto lanes) {
+      const Vec sum = load(x + at, lanes) + load(residual + at, lanes);
+      store(row + at, sum, lanes);
+      squares += sum * sum;
+    });
+    squares = scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.weight), args.y.row<T>(i), args.width);
+    if (args.next_weight == nullptr) return;
+    scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.next_weight), args.next.row<T>(i), args.width);
+  });
+}
+
+// x / (1 + e^-x) with an exponent that never grows.
+template <class T>
+PDK_INLINE Vec silu(Vec x) {
+  const Vec e = exponential<sizeof(T) == 4>(choose(x > 0, -x, x));
+  return choose(x > 0, x, x * e) / (1.0f + e);
+}
+
+template <class T>
+void silu_gate_of(const SiluGateArgs& args) {
+  // A row is cut, so that a single one keeps more than one thread busy: its parts have nothing in common.
+  constexpr int64_t kPart = 4096;
+  const int64_t parts = (args.width + kPart - 1) / kPart;
+  for_rows(args.rows * parts, smaller(kPart, args.width), [&](int64_t item) {
+    const int64_t row = item / parts, begin = item % parts * kPart;
+    const T* x = args.x.row<const T>(row);
+    T* out = args.out.row<T>(row);
+    for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
+      store(out + at, silu<T>(load(x + at, lanes)) * load(x + args.width + at, lanes), lanes);
+    });
+  });
+}
+
+// Pairs (first[i], second[i]) with their tables, i apart by kStep: neighbours (2), or halves (1). All in floats.
+template <int kStep>
+PDK_INLINE void turn(float* first, float* second, const float* cos, const float* sin, int64_t offset, int64_t pairs) {
+  for (int64_t i = 0; i < pairs * kStep; i += kStep) {
+    const float a = first[i], b = second[i];
+    first[i] = a * cos[i] + b * sin[i];
+    second[i] = b * cos[i + offset] + a * sin[i + offset];
+  }
+}
+
+template <class T>
+void rotate_append_of(const RotateAppendArgs& args) {
+  const int64_t dim = args.head_dim, heads = args.all_heads(), bytes = dim * static_cast<int64_t>(sizeof(T));
+  for_rows(args.batch * args.rows * heads, dim, [&](int64_t item) {
+    const int64_t head = item % heads, i = item / heads % args.rows, b = item / heads / args.rows;
+    const int64_t length = args.lengths.load(b);
+    T* x = static_cast<T*>(args.qkv) + args.head_offset(b, i, head);
+    if (head < args.turned_heads()) {
+      float* wide = reinterpret_cast<float*>(thread_scratch(dim * static_cast<int64_t>(sizeof(float))));
+      to_floats(x, wide, dim);
+      if (args.bias != nullptr) {
+        const T* bias = static_cast<const T*>(args.bias) + head * dim;
+        for (int64_t d = 0; d < dim; ++d) wide[d] += to_float(bias[d]);
+      }
+      const int64_t at = args.table_row(length, i);
+      if (args.interleaved) {
+        turn<2>(wide, wide + 1, args.cos + at, args.sin + at, 1, dim / 2);
+      } else {
+        turn<1>(wide, wide + dim / 2, args.cos + at, args.sin + at, dim / 2, dim / 2);
+      }
+      from_floats(wide, x, dim);
+    }
+    if (head >= args.heads && i < args.count(b)) __builtin_memcpy(args.target(b, length + i, head), x, bytes);
+  });
+}
+
+}  // namespace
+
+#define PDK_BY_ELEMENT(kernel, args)                               \
+  switch (args.element) {                                          \
+    case Element::kFloat: return kernel<float>(args);              \
+    case Element::kHalf: return kernel<Half>(args);                \
+    case Element::kBfloat16: return kernel<Bfloat16>(args);        \
+  }
+
+void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, args) }
+void silu_gate(const SiluGateArgs& args) { PDK_BY_ELEMENT(silu_gate_of, args) }
+void rotate_append(const RotateAppendArgs& args) { PDK_BY_ELEMENT(rotate_append_of, args) }
+
+}  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,119 @@
+// Rows of any element type as vectors of floats: whole vectors, then what is left of the row, behind which stands a value that does no
+// harm. A loop body is written once, for both.
+#pragma once
+
+#include "../parallel.h"
+#include "vector.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+
+// Sums of a strip are floats; longer ones are put together from strips in double precision.
+constexpr int64_t kStrip = 512;
+
+// The lanes of a vector that are elements of the row: all, or the first ones.
+struct Whole {};
+struct Part {
+  int64_t count;
+};
+
+PDK_INLINE Ints mask_of(Whole) { return splat(-1); }
+PDK_INLINE Ints mask_of(Part part) { return lane_numbers() < splat(static_cast<int32_t>(part.count)); }
+
+// Calls body(at, lanes) for each vector of [begin, end).
+template <class Body>
+PDK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
+  int64_t at = begin;
+  for (; at + kLanes <= end; at += kLanes) body(at, Whole{});
+  if (at < end) body(at, Part{end - at});
+}
+
+typedef uint32_t Words __attribute__((vector_size(4 * PDK_LANES), may_alias));
+typedef uint16_t LooseShorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
+
+// The conversions of vector.h for a whole vector: compilers find them in long loops, but not in a handful of lanes.
+PDK_INLINE Vec widened(Words bits, Bfloat16) { return reinterpret_cast<Vec>(bits << 16); }
+PDK_INLINE Vec widened(Words bits, Half) {
+  const Words value = reinterpret_cast<Words>(reinterpret_cast<Vec>((bits & 0x7fffu) << 13) * 0x1p112f);
+  const Words special = reinterpret_cast<Words>((bits & 0x7c00u) == 0x7c00u) & 0x7f800000u;
+  return reinterpret_cast<Vec>(value | special | (bits & 0x8000u) << 16);
+}
+PDK_INLINE Words narrowed(Vec x, Bfloat16) {
+  const Words bits = reinterpret_cast<Words>(x);
+  const Words rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return x != x ? (bits >> 16 | 0x40u) : rounded;
+}
+PDK_INLINE Words narrowed(Vec x, Half) {
+  const Words bits = reinterpret_cast<Words>(x), magnitude = bits & 0x7fffffffu, all = magnitude - magnitude;
+  const Words normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  const Words small = reinterpret_cast<Words>(reinterpret_cast<Vec>(magnitude) + 0.5f) - 0x3f000000u;
+  Words half = magnitude < 0x38800000u ? small : normal;
+  half = magnitude >= 0x477ff000u ? all + 0x7c00u : half;
+  half = magnitude > 0x7f800000u ? all + 0x7e00u : half;
+  return half | (bits >> 16 & 0x8000u);
+}
+
+template <class T>
+PDK_INLINE Vec load(const T* from, Whole, float = 0) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return *reinterpret_cast<const LooseVec*>(from);
+  } else {
+    return widened(__builtin_convertvector(*reinterpret_cast<const LooseShorts*>(from), Words), T{});
+  }
+}
+template <class T>
+PDK_INLINE Vec load(const T* from, Part part, float fill = 0) {
+  Vec x = splat(fill);
+  to_floats(from, reinterpret_cast<float*>(&x), part.count);
+  return x;
+}
+
+template <class T>
+PDK_INLINE void store(T* to, Vec x, Whole) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    *reinterpret_cast<LooseVec*>(to) = x;
+  } else {
+    *reinterpret_cast<LooseShorts*>(to) = __builtin_convertvector(narrowed(x, T{}), LooseShorts);
+  }
+}
+template <class T>
+PDK_INLINE void store(T* to, Vec x, Part part) {
+  from_floats(reinterpret_cast<const float*>(&x), to, part.count);
+}
+
+// x as T has it.
+template <class T>
+PDK_INLINE Vec as(Vec x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    return x;
+  } else {
+    return widened(narrowed(x, T{}), T{});
+  }
+}
+
+// Calls body(begin, end) for each strip of [begin, end).
+template <class Body>
+PDK_INLINE void for_strips(int64_t begin, int64_t end, const Body& body) {
+  for (int64_t first = begin; first < end; first += kStrip) body(first, smaller(first + kStrip, end));
+}
+
+// The lanes, added up in halves.
+template <class Lanes>
+PDK_INLINE auto sum_of(Lanes x) {
+  decltype(x[0] + x[0]) lanes[kLanes];
+  for (int i = 0; i < kLanes; ++i) lanes[i] = x[i];
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// Calls body(item) for all items, on threads that get at least `elements` elements each.
+template <class Body>
+void for_rows(int64_t items, int64_t elements_per_item, const Body& body) {
+  constexpr int64_t kElementsPerThread = 16 * 1024;  // below that, waking another thread costs more than it saves
+  parallel_for(0, items, 1 + kElementsPerThread / (elements_per_item + 1), [&](int64_t begin, int64_t end) {
+    for (int64_t item = begin; item < end; ++item) body(item);
+  });
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,162 @@
+// What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that counts is that
+// every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
+#include "kernels.h"
+#include "launch.h"
+#include "packs.h"
+
+namespace pdkernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A block a row.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs args) {
+  using Elements = Pack<T, kSize>;
+  __shared__ float room[kThreads / 32];
+  const int64_t row = blockIdx.x, packs = args.width / kSize;
+  const T *x = args.x.row<const T>(row), *residual = args.residual.row<const T>(row);
+  const auto sum = [&](int64_t pack, float* sums) {
+    const Elements a = Elements::load(x, pack), b = Elements::load(residual, pack);
+    for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]) + to_float(b.at[j]);
+  };
+  const auto scale_of = [&](float squares) {
+    return 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.width) + args.eps);
+  };
+  float squares = 0;
+  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+    float sums[kSize];
+    sum(pack, sums);
+    for (int j = 0; j < kSize; ++j) squares += sums[j] * sums[j];
+  }
+  const float scale = scale_of(squares);
+  // The pack of y, computed where it is needed: cheaper than reading back what has just been written.
+  const auto normed = [&](int64_t pack) {
+    float sums[kSize];
+    sum(pack, sums);
+    const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
+    Elements y;
+    for (int j = 0; j < kSize; ++j) from_float(rounded<T>(sums[j] * scale) * to_float(weights.at[j]), y.at[j]);
+    return y;
+  };
+  squares = 0;
+  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+    const Elements y = normed(pack);
+    y.store(args.y.row<T>(row), pack);
+    for (int j = 0; j < kSize; ++j) squares += to_float(y.at[j]) * to_float(y.at[j]);
+  }
+  if (args.next_weight == nullptr) return;
+  const float next_scale = scale_of(squares);
+  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+    const Elements y = normed(pack), weights = Elements::load(static_cast<const T*>(args.next_weight), pack);
+    Elements next;
+    for (int j = 0; j < kSize; ++j) from_float(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]), next.at[j]);
+    next.store(args.next.row<T>(row), pack);
+  }
+}
+
+// A thread a pack.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) silu_gate_kernel(SiluGateArgs args) {
+  using Elements = Pack<T, kSize>;
+  const int64_t packs = args.width / kSize, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (item >= args.rows * packs) return;
+  const int64_t row = item / packs, pack = item % packs;
+  const T* x = args.x.row<const T>(row);
+  const Elements gate = Elements::load(x, pack), up = Elements::load(x + args.width, pack);
+  Elements out;
+  for (int j = 0; j < kSize; ++j) {
+    const float value = to_float(gate.at[j]);
+    const float e = expf(value > 0 ? -value : value);  // never grows
+    from_float((value > 0 ? value : value * e) / (1.0f + e) * to_float(up.at[j]), out.at[j]);
+  }
+  out.store(args.out.row<T>(row), pack);
+}
+
+constexpr int kHeadsPerBlock = 8;
+
+// A block has some heads of one row; a thread takes one pair of components at a time, which it alone reads and writes.
+template <class T>
+__global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_constant__ RotateAppendArgs args) {
+  const int64_t b = blockIdx.z, row = blockIdx.x;
+  const int64_t length = args.lengths.load(b), count = args.count(b);
+  // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
+  if (check_extent(args.pages, length, count, args.rows) != Fault::none || !args.in_tables(length, count)) return;
+  bool fine = true;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) fine = fine && args.pages.holds(args.pages.locate(b, length + i));
+  if (!__syncthreads_and(fine)) return;
+
+  const int64_t half = args.head_dim / 2, apart = args.interleaved ? 1 : half;
+  const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeadsPerBlock;
+  const int64_t heads = args.all_heads() - first_head < kHeadsPerBlock ? args.all_heads() - first_head : kHeadsPerBlock;
+  const float *cos = args.cos + args.table_row(length, row), *sin = args.sin + args.table_row(length, row);
+  for (int64_t item = threadIdx.x; item < heads * half; item += kThreads) {
+    const int64_t head = first_head + item / half, pair = item % half;
+    const int64_t low = args.interleaved ? 2 * pair : pair, high = low + apart;
+    T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
+    T first = x[low], second = x[high];
+    if (head < args.turned_heads()) {
+      float a = to_float(first), c = to_float(second);
+      if (args.bias != nullptr) {
+        const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
+        a += to_float(bias[low]);
+        c += to_float(bias[high]);
+      }
+      from_float(a * cos[low] + c * sin[low], first);
+      from_float(c * cos[high] + a * sin[high], second);
+      x[low] = first;
+      x[high] = second;
+    }
+    if (head >= args.heads && row < count) {
+      T* to = reinterpret_cast<T*>(args.target(b, length + row, head));
+      to[low] = first;
+      to[high] = second;
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const dim3 grid(static_cast<unsigned>(args.rows));
+    const RowsView weights[2] = {{args.weight, 0}, {args.next_weight, 0}};
+    const bool packs = args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.residual) && in_packs<T>(args.y) &&
+                       in_packs<T>(args.next) && in_packs<T>(weights[0]) && in_packs<T>(weights[1]);
+    if (packs) {
+      PDK_LAUNCH((add_rms_norm_kernel<T, kSize>), grid, dim3(kThreads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((add_rms_norm_kernel<T, 1>), grid, dim3(kThreads), 0, stream, args);
+    }
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t silu_gate(const SiluGateArgs& args, cudaStream_t stream) {
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const auto blocks = [&](int64_t size) { return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads)); };
+    if (args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.out)) {
+      PDK_LAUNCH((silu_gate_kernel<T, kSize>), blocks(kSize), dim3(kThreads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((silu_gate_kernel<T, 1>), blocks(1), dim3(kThreads), 0, stream, args);
+    }
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t rotate_append(const RotateAppendArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.rows == 0) return cudaSuccess;
+  const unsigned groups = static_cast<unsigned>((args.all_heads() + kHeadsPerBlock - 1) / kHeadsPerBlock);
+  const dim3 grid(static_cast<unsigned>(args.rows), groups, static_cast<unsigned>(args.batch));
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    PDK_LAUNCH(rotate_append_kernel<T>, grid, dim3(kThreads), 0, stream, args);
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace pdkernels::cuda

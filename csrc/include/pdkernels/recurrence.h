@@ -1,0 +1,217 @@
+// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which, how much
+// noise it gets, the truncated normal law, and the bookkeeping of rows that freeze.
+//
+// What recurrence_inject computes is the same to the last bit everywhere. The formulas are therefore templates over `Math`, whose
+// `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by themselves anyway.
+#pragma once
+
+#include "pdkernels/block_sparse_attention.h"
+#include "pdkernels/index_view.h"
+
+namespace pdkernels {
+
+// (batch, rows, size) with a contiguous last dimension; strides in elements.
+struct BatchedRows {
+  void* data = nullptr;  // nullptr: the optional argument was not given
+  int64_t batch_stride = 0, row_stride = 0, rows = 0;
+
+  PDK_HD bool given() const { return data != nullptr; }
+  PDK_HD bool has(int64_t i) const { return i >= 0 && i < rows; }
+  template <class T>
+  PDK_HD T* row(int64_t b, int64_t i) const {
+    return static_cast<T*>(data) + b * batch_stride + i * row_stride;
+  }
+};
+
+// --- the normal law cut at +-3 ---------------------------------------------------------------------------------------------
+
+// The fourth word of a counter: latent noise shares no draw with sampled tokens, which have 0 there.
+constexpr uint32_t kLatentNoise = 1;
+
+// The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. For a word or a vector of them, as
+// signed integers.
+template <class I>
+PDK_HD I odd_number(I word) {
+  return ((word ^ INT32_MIN) >> 8) * 2 + 1;
+}
+
+// Phi^-1(1/2 + t (Phi(3) - 1/2)) for t = n 2^-24: t P(y) / Q(y), y = 1 - t^2. A minimax fit of degree 6 over 6; the error is below
+// 1e-6, rounding included. All coefficients are positive, so nothing cancels; y comes from 1 - |t|, which is exact, because at the
+// ends the quantile is 56 times as steep in it as the number itself.
+template <class Math, class F>
+PDK_HD F truncated_normal(F t) {
+  constexpr float kNumerator[] = {2.9999998f, 693.8183f, 43711.816f, 825518.44f, 4248849.0f, 4712873.5f, 526904.5f};
+  constexpr float kDenominator[] = {1.0f, 249.5244f, 17557.633f, 389758.62f, 2551655.8f, 4191461.0f, 1136600.5f};
+  const F size = t < 0.0f ? -t : t;
+  const F y = Math::multiply(1.0f - size, 1.0f + size);
+  F p = Math::multiply(y, kNumerator[6]) + kNumerator[5];
+  F q = Math::multiply(y, kDenominator[6]) + kDenominator[5];
+  for (int i = 4; i >= 0; --i) {
+    p = Math::multiply(p, y) + kNumerator[i];
+    q = Math::multiply(q, y) + kDenominator[i];
+  }
+  return Math::multiply(t, p / q);
+}
+
+// --- what enters a step ----------------------------------------------------------------------------------------------------
+
+enum class NoiseSchedule { kConstant, kLinear, kHarmonic, kRoot };
+
+struct InjectArgs {
+  Element element;
+  BatchedRows state, embedding, previous, out;  // out: rows of 2 * size
+  IndexView recurrences, cursor, width, advance, steps;
+  int64_t batch = 0, rows = 0, size = 0;
+  uint32_t key[2] = {0, 0};
+  float noise = 0, horizon = 1, momentum = 0, init_std = 0;
+  NoiseSchedule schedule = NoiseSchedule::kLinear;
+  bool sqrt_mixer = false, copied = false, damp_new = false;
+
+  // A width outside [0, rows] cannot be honoured; on the CPU it is an error before this is asked.
+  PDK_HD int64_t wave(int64_t b) const {
+    const int64_t w = width.load(b);
+    return w < 0 ? 0 : (w > rows ? rows : w);
+  }
+  // Where row i stood a step ago. An old row that is not there counts as new; on the CPU it is an error before this is asked.
+  PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
+  PDK_HD bool old(int64_t b, int64_t i) const {
+    return state.given() && recurrences.load(b, i) > 0 && state.has(before(b, i));
+  }
+  // The last old row of a wave, or -1.
+  PDK_HD int64_t newest(int64_t b) const {
+    int64_t i = wave(b) - 1;
+    while (i >= 0 && !old(b, i)) --i;
+    return i;
+  }
+};
+
+// z' = keep z + share init; no share: z' = z.
+struct NoiseMix {
+  float keep, share;
+};
+
+template <class Math>
+PDK_HD NoiseMix noise_mix(const InjectArgs& args, int64_t recurrences) {
+  const float count = static_cast<float>(recurrences);
+  float beta = args.noise;
+  if (args.schedule == NoiseSchedule::kLinear) {
+    const float left = 1.0f - count / args.horizon;
+    beta = Math::multiply(beta, left < 0.0f ? 0.0f : left);
+  } else if (args.schedule == NoiseSchedule::kHarmonic) {
+    beta = beta / (1.0f + count);
+  } else if (args.schedule == NoiseSchedule::kRoot) {
+    beta = beta / Math::square_root(1.0f + count);
+  }
+  const float rest = 1.0f - beta;
+  if (!args.sqrt_mixer) return {rest, beta};
+  return {Math::square_root(rest < 0.0f ? 0.0f : rest), Math::square_root(beta)};
+}
+
+template <class Math, class F>
+PDK_HD F blend(float keep, F x, float share, F y) {
+  return Math::multiply(x, keep) + Math::multiply(y, share);
+}
+
+// --- what leaves it --------------------------------------------------------------------------------------------------------
+
+struct ExitArgs {
+  Element element;
+  BatchedRows x, residual, previous, older, state;
+  const void* weight = nullptr;
+  IndexView recurrences, width, advance, older_advance;
+  int64_t batch = 0, rows = 0, size = 0, min_recurrences = 1;
+  double threshold = 0;
+  float eps = 0;
+  float* distance = nullptr;  // (batch, rows), like settled
+  bool* settled = nullptr;
+
+  PDK_HD bool in_wave(int64_t b, int64_t i) const { return i < width.load(b); }
+  PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
+  PDK_HD int64_t long_before(int64_t b, int64_t i) const { return before(b, i) + older_advance.load(b); }
+  // Whether row i has something to be compared with.
+  PDK_HD bool known(int64_t b, int64_t i) const {
+    return previous.given() && recurrences.load(b, i) >= min_recurrences && previous.has(before(b, i)) &&
+           (!older.given() || older.has(long_before(b, i)));
+  }
+  PDK_HD void write(int64_t b, int64_t i, float result) const {
+    distance[b * rows + i] = result;
+    settled[b * rows + i] = static_cast<double>(result) < threshold;
+  }
+};
+
+// --- which rows freeze -----------------------------------------------------------------------------------------------------
+
+struct AdvanceArgs {
+  IndexView tokens, predictions, recurrences, stable;  // (batch, room + 1), (batch, rows), twice (batch, room)
+  IndexView width, cursor, advance, steps, remaining;
+  const bool* settled = nullptr;
+  int64_t settled_stride0 = 0, settled_stride1 = 0;
+  IndexView filler, end_tokens;
+  int64_t batch = 0, rows = 0, room = 0, num_end_tokens = 0;
+  int64_t inner_recurrence = 1, max_wavefront = 0, max_recurrences = 0, stability = 0, headway = 1;
+  bool last = false, guard = true, keep_last = false;
+
+  PDK_HD int64_t widest() const { return rows < max_wavefront ? rows : max_wavefront; }
+  PDK_HD bool fits(int64_t b) const {
+    const int64_t w = width.load(b);
+    return w >= 0 && w <= widest() && cursor.load(b) >= 0 && remaining.load(b) >= 0;
+  }
+  PDK_HD bool is_end(int64_t token) const {
+    for (int64_t i = 0; i < num_end_tokens; ++i) {
+      if (end_tokens.load(i) == token) return true;
+    }
+    return false;
+  }
+  PDK_HD bool input_changed(int64_t b, int64_t i) const { return predictions.load(b, i - 1) != tokens.load(b, i); }
+
+  // Counts the step for row i; whether it is ready to freeze.
+  PDK_HD bool count_row(int64_t b, int64_t i) const {
+    const int64_t before = recurrences.load(b, i), count = before + inner_recurrence;
+    const int64_t same = before > 0 && predictions.load(b, i) == tokens.load(b, i + 1) ? stable.load(b, i) + 1 : 0;
+    recurrences.store(count, b, i);
+    stable.store(same, b, i);
+    return (settled != nullptr && settled[b * settled_stride0 + i * settled_stride1]) ||
+           (max_recurrences > 0 && count >= max_recurrences) || (stability > 0 && same >= stability);
+  }
+
+  // The token of place j of a wave of w rows after n of them froze.
+  PDK_HD int64_t new_token(int64_t b, int64_t w, int64_t n, int64_t j) const {
+    if (j <= w - n) return n + j == 0 ? tokens.load(b, 0) : predictions.load(b, n + j - 1);
+    return filler.given() ? filler.load(b, j - (w - n) - 1) : 0;
+  }
+};
+
+// What a sequence does once it is known which of its w rows are ready (leading ones, or up to the last one), where the first
+// input changed and where the first end token stands, each w if nowhere.
+struct Advance {
+  int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: places to write
+
+  PDK_HD Advance(const AdvanceArgs& args, int64_t b, int64_t w, int64_t ready, int64_t first_changed, int64_t first_end) {
+    const int64_t budget = args.remaining.load(b);
+    int64_t n = args.guard && first_changed < ready ? first_changed : ready;
+    if (args.keep_last && n > 0) --n;
+    if (n > budget) n = budget;
+    const bool ended = first_end < n;
+    frozen = ended ? first_end + 1 : n;
+    left_ = budget - frozen;
+    wave = w - frozen + args.headway;
+    if (wave > args.max_wavefront) wave = args.max_wavefront;
+    if (wave > left_) wave = left_;
+    if (ended) wave = 0;
+    kept = w - frozen < wave ? w - frozen : wave;
+    tokens = wave == 0 ? 0 : w - frozen + 1 > wave ? w - frozen + 1 : wave;
+  }
+
+  PDK_HD void write(const AdvanceArgs& args, int64_t b) const {
+    args.width.store(wave, b);
+    args.cursor.store(args.cursor.load(b) + frozen, b);
+    args.advance.store(frozen, b);
+    args.steps.store(args.steps.load(b) + 1, b);
+    args.remaining.store(left_, b);
+  }
+
+ private:
+  int64_t left_;
+};
+
+}  // namespace pdkernels

@@ -1,0 +1,104 @@
+"""How far the law of the next token moved between two recurrences: what early-exit criteria ask of two rows of logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_type, fail, message
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
+from pdkernels.reference import logit_drift as reference
+
+OP = "logit_drift"
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class LogitDrift(NamedTuple):
+    """What `logit_drift` measured, one entry a row of logits."""
+
+    argmax: Tensor
+    """(...) int64: the first of the largest logits."""
+    entropy: Tensor
+    """(...) float32: ``-sum p log(p + 1e-10)`` of the law now."""
+    kl: Tensor
+    """(...) float32: ``sum p_then (log p_then - log p_now)``."""
+    minp_kl: Tensor
+    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest made to sum up to 1."""
+
+
+def logit_drift(logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto") -> LogitDrift:
+    """The numbers that decide whether another recurrence would still change the next token.
+
+    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, say,
+    `kl` falls below 1e-3, or `entropy` moved less than that since the last call; before the first call the published one takes
+    a uniform law and an entropy of 100.
+
+    A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier law has 0
+    too, and infinity where only the new law has. A row without a law (a NaN, an infinity, or nothing but -inf) gives NaN, which
+    is below no threshold; its `argmax` is that of PyTorch: the first NaN, else the first of the largest.
+
+    Args:
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
+        previous: those of the recurrence before, same shape and dtype; None: a uniform law.
+        min_p: in [0, 1].
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
+
+    Raises:
+        ValueError: shapes that do not fit; a `min_p` out of range.
+        TypeError: dtypes that do not fit.
+
+    No gradient flows. Deterministic; a row's result does not depend on other rows.
+
+    Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> drift = pd.logit_drift(torch.tensor([[2.0, 0.0, -4.0]]), torch.tensor([[0.0, 0.0, -4.0]]))
+        >>> drift.argmax, drift.kl
+        (tensor([0]), tensor([0.4359]))
+    """
+    if logits.requires_grad if isinstance(logits, Tensor) else False:
+        logits = logits.detach()
+    if previous.requires_grad if isinstance(previous, Tensor) else False:
+        previous = previous.detach()
+    return LogitDrift(*call(logit_drift_op, (logits, previous, min_p), logits, backend))
+
+
+def _check(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> None:
+    check_type(isinstance(logits, Tensor), OP, "logits", "be a tensor", type(logits).__name__)
+    if logits.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise TypeError(message(OP, "logits", "be float32, float16 or bfloat16", logits.dtype, "Convert it with .to()."))
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
+    if previous is not None:
+        check_type(isinstance(previous, Tensor), OP, "previous", "be a tensor", type(previous).__name__)
+        if previous.dtype != logits.dtype:
+            raise TypeError(message(OP, "previous", f"be {logits.dtype} like logits", previous.dtype, "Convert it with .to()."))
+        if previous.shape != logits.shape:
+            fail(OP, "previous", f"have shape {tuple(logits.shape)} like logits", tuple(previous.shape))
+        if previous.device != logits.device:
+            fail(OP, "previous", f"be on {logits.device} like logits", previous.device, f"Move it with .to({str(logits.device)!r}).")
+    check_type(isinstance(min_p, (int, float)), OP, "min_p", "be a number", type(min_p).__name__)
+    if not 0 <= min_p <= 1:
+        fail(OP, "min_p", "be in [0, 1]", min_p)
+
+
+def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(logits, previous, min_p)
+    if logits.dtype == torch.float64:
+        remedy = "Pass backend='reference', which computes in float64."
+        raise TypeError(message(OP, "logits", "be float32, float16 or bfloat16 for the kernels", logits.dtype, remedy))
+    rows = logits.shape[:-1]
+    entropy, kl, minp_kl = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    return logits.new_empty(rows, dtype=torch.int64), entropy, kl, minp_kl
+
+
+logit_drift_op = define(
+    "logit_drift(Tensor logits, Tensor? previous=None, float min_p=0.1) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=reference.logit_drift,
+    reference_check=_check,
+)

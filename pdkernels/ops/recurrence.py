@@ -1,0 +1,313 @@
+"""What a step of the recurrent-depth sampler does beside the model: noise in, exit test out, rows frozen and added.
+
+A sequence decodes many positions at once, its *wave*: row ``i`` stands at position ``cursor[b] + i``, for ``i < width[b]``. A
+step runs the prelude on the wave's tokens, `recurrence_inject` on what came of it, the core a few times, `recurrence_exit` in
+place of its last norm, the coda, and `recurrence_advance_` on the tokens it predicts. Rows that converged freeze: the wave's
+front moves on by ``advance[b]`` rows and new ones join behind.
+
+Nothing is moved when rows freeze: what a step left for row ``i`` is read at row ``i + advance[b]`` by the next one, so states
+are always compared and blended position by position. All that varies from step to step is on the device; there is no host sync.
+
+Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from pdkernels._validation import fail
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
+from pdkernels.ops._recurrence import ADVANCE, INJECT, check_exit, check_inject, check_name, fake_advance, fake_exit, fake_inject
+from pdkernels.reference import recurrence as reference
+
+
+class RecurrenceExit(NamedTuple):
+    """What `recurrence_exit` made of the rows of a step."""
+
+    state: Tensor
+    """(batch, rows, hidden): the normalised states, dtype of x; zeros behind the wave."""
+    distance: Tensor
+    """(batch, rows) float32: how far each state moved, relative to its length; +inf where it has nothing to be compared with."""
+    settled: Tensor
+    """(batch, rows) bool: the distance is below the threshold."""
+
+
+def recurrence_inject(
+    state: Tensor | None,
+    embedding: Tensor,
+    previous_embedding: Tensor | None,
+    recurrences: Tensor,
+    cursor: Tensor,
+    width: Tensor,
+    advance: Tensor,
+    steps: Tensor,
+    *,
+    seed: int = 0,
+    noise: float = 0.0,
+    schedule: Literal["constant", "linear", "harmonic", "root"] = "linear",
+    horizon: int = 32,
+    mixer: Literal["linear", "sqrt"] = "linear",
+    momentum: float = 0.0,
+    init_std: float = 0.4**0.5,
+    new_state: Literal["fresh", "copied"] = "fresh",
+    damp_new: bool = False,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The adapter's input: states with noise, and embeddings blended with those of the step before.
+
+    A row is *new* before its first recurrence (``recurrences[b, i] == 0``, or `state` is None) and *old* from then on::
+
+        new   z' = init(0, position)                  e = embedding
+        old   z' = (1 - beta) z + beta init(step, position)     e = (1 - momentum) embedding + momentum previous
+
+    with ``z = state[b, i + advance[b]]``, ``previous = previous_embedding[b, i + advance[b]]``, position ``cursor[b] + i`` and
+    step ``steps[b]``. beta depends on how often a row went through the core, ``count = recurrences[b, i]``::
+
+        constant  noise      linear  noise max(0, 1 - count / horizon)
+        harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
+
+    ``init`` is the normal law with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
+    component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same ones alone
+    and in a batch, and on every device.
+
+    Args:
+        state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the step before; None: all rows are new.
+        embedding: ``(batch, rows, hidden)``, the prelude's output; float32, float16 or bfloat16 (float64 with
+            ``backend="reference"``).
+        previous_embedding: shape of `state`, the blended embeddings of the step before, such as ``result[..., hidden:]``; None:
+            nothing is blended, and old rows keep their embedding as new ones do.
+        recurrences: ``(batch, >= rows)`` int32 or int64, recurrences that ran at each row so far.
+        cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
+        seed: 64-bit integer.
+        noise: beta of the first step, 0 or above; 0 leaves states exactly as they are and draws nothing for old rows. So does a
+            row whose own beta is 0.
+        schedule, horizon: how beta falls. The paper has "linear", the published code "harmonic".
+        mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
+        momentum: in ``[0, 1]``; 0 leaves embeddings exactly as they are.
+        init_std: deviation of the normal law before the cut.
+        new_state: "copied" starts new rows from the sequence's last old one, where there is one.
+        damp_new: new rows get ``(1 - momentum) embedding``, as in the published code.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        ``(batch, rows, 2 hidden)``: the states in ``[..., :hidden]``, the embeddings in ``[..., hidden:]``; zeros behind the wave.
+
+    Raises:
+        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]``, a negative cursor or
+            advance, an old row that `state` does not have. On CUDA such a width is taken as the nearest allowed one and such a
+            row as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+
+    Arithmetic is float32, each operation rounded by itself in the order of the formulas, with one rounding to the dtype at the
+    end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last dimension.
+
+    Source: Algorithm 2 lines 5 to 8 and equation 2; the schedules of section 3.4 and of the published code.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> zero, one = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64)
+        >>> state, embedding = torch.tensor([[[1., 2.], [3., 4.]]]), torch.ones(1, 2, 2)
+        >>> recurrences = torch.tensor([[4, 0]])   # one row froze: row 0 was row 1, row 1 is new
+        >>> z, e = pd.recurrence_inject(state, embedding, 3 * embedding, recurrences, one, 2 * one, one, one, momentum=0.5).chunk(2, -1)
+        >>> z[0, 0], e[0]
+        (tensor([3., 4.]), tensor([[2., 2.],
+                [1., 1.]]))
+    """
+    named = (("schedule", schedule, reference.SCHEDULES), ("mixer", mixer, reference.MIXERS), ("new_state", new_state, reference.NEW_STATES))
+    for name, value, names in named:
+        check_name(INJECT, name, value, names)
+    tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
+    seed = (seed + 2**63) % 2**64 - 2**63
+    options = (seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+    return call(inject_op, (*tensors, *options), embedding, backend)
+
+
+def recurrence_exit(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    previous: Tensor | None,
+    recurrences: Tensor,
+    width: Tensor,
+    advance: Tensor,
+    *,
+    threshold: float,
+    older: Tensor | None = None,
+    older_advance: Tensor | None = None,
+    min_recurrences: int = 1,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> RecurrenceExit:
+    """The core's last norm and the exit test of each row, in one pass.
+
+    ``state = rms_norm(x + residual) * weight``: the sum and its norm in float32, rounded to the dtype, then times the weight in
+    that dtype. A row has settled once its state stops moving::
+
+        distance = |state - before| / |state|                      before = previous[b, i + advance[b]]
+        distance = |state - 2 before + first| / |state|            first = older[b, i + advance[b] + older_advance[b]]
+
+    taken in float32 of the states as they are stored. The second line is for calls with `older`. Rows are compared position by
+    position; one with nothing to be compared with has the distance +inf: without `previous`, with fewer than `min_recurrences`
+    recurrences before this step, without a row in `previous` or `older`, behind the wave.
+
+    Args:
+        x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): what the core's
+            last block adds up and normalises.
+        weight: ``(hidden,)`` of that norm, dtype of x.
+        previous: ``(batch, rows_before, hidden)`` states of the step before, as they were before any noise; None: no comparison.
+        recurrences: ``(batch, >= rows)`` int32 or int64, recurrences at each row *before* this step.
+        width, advance: ``(batch,)`` int32 or int64, as `recurrence_advance_` left them.
+        threshold: rows with a smaller distance have settled. 0.03 in the paper.
+        older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of that time.
+        min_recurrences: 1 or more; with `older` the recurrences of two steps, so that a row has both states.
+        eps: of the norm.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        `RecurrenceExit`. With the reference in float64 the distance is float64 too.
+
+    Raises:
+        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]`` or a negative advance. On
+            CUDA such a width is taken as the nearest allowed one, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+
+    Deterministic and independent of the batch. A state of zeros that does not move has the distance 0; NaN never settles.
+
+    Source: equation 3 and Algorithm 2 line 15; norm_4 of Huginn-0125's sandwich block.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> zero, two = torch.zeros(1, dtype=torch.int64), torch.full((1,), 2)
+        >>> x = torch.tensor([[[3., 3.], [3., -3.]]]); previous = torch.tensor([[[1., 1.], [1., 1.]]])
+        >>> result = pd.recurrence_exit(x, 0 * x, torch.ones(2), previous, torch.tensor([[4, 4]]), two, zero, threshold=0.03)
+        >>> result.state, result.distance.round(decimals=3), result.settled
+        (tensor([[[ 1.0000,  1.0000],
+                 [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
+    """
+    rest = (recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps)
+    return RecurrenceExit(*call(exit_op, (x, residual, weight, previous, *rest), x, backend))
+
+
+def recurrence_advance_(
+    tokens: Tensor,
+    predictions: Tensor,
+    recurrences: Tensor,
+    stable: Tensor,
+    width: Tensor,
+    cursor: Tensor,
+    advance: Tensor,
+    steps: Tensor,
+    remaining: Tensor,
+    *,
+    settled: Tensor | None = None,
+    inner_recurrence: int,
+    max_wavefront: int | None = None,
+    max_recurrences: int = 0,
+    stability: int = 0,
+    rule: Literal["prefix", "last"] = "prefix",
+    headway: int = 1,
+    filler: Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    guard: bool = True,
+    keep_last: bool = False,
+    backend: Backend = "auto",
+) -> None:
+    """Ends a sampler step, in place: freezes the rows that are done, moves each wave on and lets new rows join it.
+
+    ``tokens[b, i]`` is the input of row ``i``, ``predictions[b, i]`` the token it gave for the position behind it. Row 0's input is
+    text already; when ``n`` rows freeze, ``predictions[b, :n]`` becomes text too. The picture, with ``headway=1``::
+
+        tokens        a b c         a is text; rows 0 and 1 are ready
+        predictions   b c d
+        advance = 2   text a b c, row 0 is now what row 2 was
+        tokens        c d           c is text, d is a guess, and its row is new
+
+    For each sequence with ``w = width[b] > 0`` rows, in this order:
+
+    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``stable[b, i]`` counts on where an old row predicted
+       ``tokens[b, i + 1]`` once more, and is 0 elsewhere.
+    2. A row is ready if it is settled, has `max_recurrences` (if above 0), or was stable `stability` times (if above 0). Rule
+       "prefix" freezes the ready rows up to the first that is not (equation 3), "last" all up to the last ready one (Algorithm 2).
+    3. `guard`: never a row whose input, or an input between row 0 and it, changed in this very step: the K and V that the cache
+       has for it belong to another token. `keep_last`: one row less (the published code keeps it as the first).
+    4. ``n`` of them: no more than ``remaining[b]``, and none behind the first end token among the predictions.
+       ``advance[b] = n``, ``cursor[b] += n``, ``remaining[b] -= n``.
+    5. Behind an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens, recurrences and
+       stable are not shifted any more.
+    6. Else ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the rows that stay shift by ``n``, each input
+       being the prediction of the row before it; the first new row gets the last prediction, others `filler`.
+
+    A finished sequence (``width[b] == 0``) stays as it is, but for ``advance[b] = 0``. Behind a wave, recurrences and stable are 0
+    and tokens are leftovers.
+
+    Args:
+        tokens: ``(batch, room + 1)`` int32 or int64.
+        predictions: ``(batch, rows)`` int32 or int64, ``rows <= room``: the widest wave of this step, or more.
+        recurrences, stable: ``(batch, room)`` int32 or int64.
+        width, cursor, advance, steps, remaining: ``(batch,)`` int32 or int64. `cursor` may be the lengths of a KV cache;
+            `remaining` counts tokens that may still be frozen; `advance` is only written.
+        settled: ``(batch, rows)`` bool, as from `recurrence_exit`; None: no row is.
+        inner_recurrence: recurrences of this step.
+        max_wavefront: in ``[1, room]``; None: room.
+        max_recurrences, stability, rule, guard, keep_last: see above.
+        headway: rows that join a wave at each step, 1 or more.
+        filler: ``(batch, headway - 1)`` int32 or int64, inputs of new rows that nothing predicted; None: 0.
+        end_tokens: ``(n,)`` ids that end a sequence.
+        backend: see `pdkernels.show_config`.
+
+    Raises:
+        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, min(rows, max_wavefront)]`` or
+            a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
+            ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+
+    One launch, integers only, no host sync. A wave of at most one row (``max_wavefront=1``) is autoregressive decoding with an
+    adaptive number of recurrences.
+
+    Source: equation 3 and Algorithms 1 and 2; the published sampler for `keep_last`.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> tokens, predictions = torch.tensor([[5, 6, 7, 0, 0]]), torch.tensor([[6, 7, 8]])
+        >>> recurrences, stable = torch.tensor([[8, 8, 4, 0]]), torch.zeros(1, 4, dtype=torch.int64)
+        >>> width, cursor, advance, steps, remaining = (torch.tensor([n]) for n in (3, 10, 0, 2, 100))
+        >>> settled = torch.tensor([[True, True, False]])
+        >>> pd.recurrence_advance_(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
+        ...                        settled=settled, inner_recurrence=4)
+        >>> advance.item(), cursor.item(), width.item(), tokens[0, :2].tolist(), recurrences[0].tolist()
+        (2, 12, 2, [7, 8], [8, 0, 0, 0])
+    """
+    check_name(ADVANCE, "rule", rule, reference.RULES)
+    if max_wavefront is not None and max_wavefront < 1:
+        fail(ADVANCE, "max_wavefront", "be at least 1", max_wavefront, "Pass None for as many rows as there is room for.")
+    tensors = (tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled)
+    limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
+    call(advance_op, (*tensors, *limits, filler, end_tokens, guard, keep_last), tokens, backend)
+
+
+inject_op = define(
+    "recurrence_inject(Tensor? state, Tensor embedding, Tensor? previous_embedding, Tensor recurrences, Tensor cursor, Tensor width, "
+    "Tensor advance, Tensor steps, int seed, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
+    "str new_state, bool damp_new) -> Tensor",
+    fake=fake_inject,
+    reference=reference.recurrence_inject,
+    reference_check=check_inject,
+)
+exit_op = define(
+    "recurrence_exit(Tensor x, Tensor residual, Tensor weight, Tensor? previous, Tensor recurrences, Tensor width, Tensor advance, "
+    "float threshold, Tensor? older=None, Tensor? older_advance=None, int min_recurrences=1, float eps=1e-06) -> (Tensor, Tensor, Tensor)",
+    fake=fake_exit,
+    reference=reference.recurrence_exit,
+    reference_check=check_exit,
+)
+advance_op = define(
+    "recurrence_advance_(Tensor(a!) tokens, Tensor predictions, Tensor(b!) recurrences, Tensor(c!) stable, Tensor(d!) width, "
+    "Tensor(e!) cursor, Tensor(f!) advance, Tensor(g!) steps, Tensor(h!) remaining, Tensor? settled, int inner_recurrence, "
+    "int max_wavefront, int max_recurrences, int stability, str rule, int headway, Tensor? filler=None, Tensor? end_tokens=None, "
+    "bool guard=True, bool keep_last=False) -> ()",
+    fake=fake_advance,
+    reference=reference.recurrence_advance_,
+)

@@ -1,0 +1,322 @@
+"""What lies between the matrix products of a sandwich block: residual norms, the gate, and rotary K and V into the cache.
+
+A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_index, check_type, fail, message
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
+from pdkernels.reference import sandwich as reference
+
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+STYLES = ("half", "interleaved")
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    *,
+    next_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight.
+
+    One pass for the end of a sublayer and the beginning of the next one. The sum, the mean square and the division are
+    computed in float32; the sum is not rounded. The normed value is rounded to the dtype and then multiplied by the weight
+    in that dtype, as the published models do. The second norm sees the rounded `y`.
+
+    Args:
+        x, residual: ``(..., E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        weight, next_weight: ``(E,)``, dtype of `x`.
+        eps: added to the mean square.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+
+    Returns:
+        ``(y, next)``, each contiguous and like `x`; `next` is None without a `next_weight`.
+
+    Raises:
+        ValueError: shapes that do not fit; `eps` below 0.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a row's result does not depend on other rows.
+
+    Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 3.2; Zhang and Sennrich, "Root Mean
+    Square Layer Normalization", equation 4.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> x, residual = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0]])
+        >>> y, following = pd.add_rms_norm(x, residual, torch.ones(2), next_weight=torch.tensor([1.0, 2.0]))
+        >>> y, following
+        (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 2.2627]]))
+    """
+    _refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
+    y, following = call(add_rms_norm_op, (x, residual, weight, next_weight, eps), x, backend)
+    return y, None if next_weight is None else following
+
+
+def silu_gate(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """``silu(x[..., :F]) * x[..., F:]``: the first half gates the second. In float32, rounded once.
+
+    Args:
+        x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+
+    Returns:
+        ``(..., F)``, contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: a last dimension that is odd.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic. Source: Shazeer, "GLU Variants Improve Transformer", equation 5.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> pd.silu_gate(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        tensor([[0.0000, 1.4621]])
+    """
+    _refuse_gradients("silu_gate", backend, x=x)
+    return call(silu_gate_op, (x,), x, backend)
+
+
+def rotate_append_(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    style: str = "interleaved",
+    backend: Backend = "auto",
+) -> None:
+    """Bias and rotary embedding of q and k in place; K and V go behind each sequence's committed rows in the cache.
+
+    Row i of sequence b stands at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
+    bias and rounded once; v stays as it is. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
+    `kv_commit_`. The other rows are rotated too and stored nowhere; where their position lies behind the tables they take the
+    last one of them.
+
+    Args:
+        qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
+            strides with a contiguous last dimension; `kv_heads` are those of the cache.
+        bias: ``(heads + kv_heads, D)``, dtype of `qkv`, added to q and k; None adds nothing.
+        cos, sin: ``(P, D)`` float32, contiguous: a rotation is ``x * cos + swap(x) * sin``, so that the sine is negative for the
+            first of each pair (as `pdkernels.models.rope.rope_tables` has it).
+        k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
+            dtype of `qkv`. Not the memory of `qkv`.
+        lengths: ``(B,)`` int32 or int64, committed rows of each sequence.
+        counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
+        block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
+        style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
+
+    Raises:
+        ValueError: shapes that do not fit; lengths, counts or pages out of range, or ``lengths + counts`` behind the tables
+            (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a row's result does not depend on other rows.
+
+    Source: Su et al., "RoFormer", equation 34; the learned bias of Geiping et al., section 3.2.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> qkv = torch.ones(1, 1, 3, 2)                                       # one head each of q, k and v
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> k, v = torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1, 2)
+        >>> pd.rotate_append_(qkv, None, cos, sin, k, v, torch.tensor([1]))
+        >>> k[0, :, 0], v[0, 1, 0]
+        (tensor([[ 0.,  0.],
+                [-1.,  1.],
+                [ 0.,  0.],
+                [ 0.,  0.]]), tensor([1., 1.]))
+    """
+    op = "rotate_append_"
+    if style not in STYLES:
+        fail(op, "style", "be 'half' or 'interleaved'", repr(style))
+    _refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
+    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved")
+    call(rotate_append_op, arguments, qkv, backend)
+
+
+def _refuse_gradients(op: str, backend: Backend, **tensors: Tensor | None) -> None:
+    """Without a gradient of its own an op would cut the graph in silence."""
+    if not torch.is_grad_enabled() or backend == "reference":
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
+            raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
+
+
+def _check_floats(op: str, argument: str, tensor: object, *, like: Tensor | None = None) -> None:
+    """A tensor of a dtype that kernels or the reference take, that of `like` where given."""
+    check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
+    if tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
+        raise TypeError(message(op, argument, "be float32, float16 or bfloat16", tensor.dtype, "Convert it with .to()."))
+    if like is not None and tensor.dtype != like.dtype:
+        raise TypeError(message(op, argument, f"be {like.dtype}", tensor.dtype, "Convert it with .to()."))
+    if like is not None and tensor.device != like.device:
+        fail(op, argument, f"be on {like.device}", tensor.device, f"Move it with .to({str(like.device)!r}).")
+
+
+def _refuse_float64(op: str, argument: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.float64:
+        remedy = "Pass backend='reference', which computes in float64."
+        raise TypeError(message(op, argument, "be float32, float16 or bfloat16 for the kernels", tensor.dtype, remedy))
+
+
+def _check_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+) -> None:
+    op = "add_rms_norm"
+    _check_floats(op, "x", x)
+    if x.dim() == 0:
+        fail(op, "x", "have shape (..., E)", tuple(x.shape))
+    _check_floats(op, "residual", residual, like=x)
+    if residual.shape != x.shape:
+        fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
+    for name, tensor in (("weight", weight), ("next_weight", next_weight)):
+        if tensor is None and name == "next_weight":
+            continue
+        _check_floats(op, name, tensor, like=x)
+        if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+            fail(op, name, f"have shape ({x.shape[-1]},)", tuple(tensor.shape))
+    check_type(isinstance(eps, (int, float)), op, "eps", "be a number", type(eps).__name__)
+    if not eps >= 0:
+        fail(op, "eps", "be at least 0", eps)
+
+
+def _fake_add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    _check_add_rms_norm(x, residual, weight, next_weight, eps)
+    _refuse_float64("add_rms_norm", "x", x)
+    return x.new_empty(x.shape), x.new_empty(0 if next_weight is None else x.shape)
+
+
+def _check_silu_gate(x: Tensor) -> None:
+    _check_floats("silu_gate", "x", x)
+    if x.dim() == 0 or x.shape[-1] % 2 != 0:
+        fail("silu_gate", "x", "have shape (..., 2F)", tuple(x.shape))
+
+
+def _fake_silu_gate(x: Tensor) -> Tensor:
+    _check_silu_gate(x)
+    _refuse_float64("silu_gate", "x", x)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check_rotate_append(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    interleaved: bool = True,
+) -> None:
+    op = "rotate_append_"
+    _check_floats(op, "qkv", qkv)
+    if qkv.dim() != 4:
+        fail(op, "qkv", "have shape (B, R, heads + 2 * kv_heads, D)", tuple(qkv.shape))
+    batch, _, all_heads, head_dim = qkv.shape
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_floats(op, name, tensor, like=qkv)
+        if tensor.dim() != 4 or tensor.shape[3] != head_dim:
+            fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
+        if tensor.shape != k_cache.shape:
+            fail(op, name, f"have shape {tuple(k_cache.shape)} like k_cache", tuple(tensor.shape))
+    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            fail(op, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+    kv_heads = k_cache.shape[2]
+    heads = all_heads - 2 * kv_heads
+    if kv_heads < 1 or heads < kv_heads or heads % kv_heads != 0:
+        fail(op, "qkv", f"have heads + 2 * {kv_heads} heads, heads a multiple of the cache's {kv_heads}", all_heads)
+    if head_dim < 2 or head_dim % 2 != 0:
+        fail(op, "qkv", "have an even head_dim of at least 2", head_dim)
+    if bias is not None:
+        _check_floats(op, "bias", bias, like=qkv)
+        if tuple(bias.shape) != (heads + kv_heads, head_dim):
+            fail(op, "bias", f"have shape ({heads + kv_heads}, {head_dim})", tuple(bias.shape))
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
+            fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
+        if tensor.shape != cos.shape:
+            fail(op, name, f"have shape {tuple(cos.shape)} like cos", tuple(tensor.shape))
+        if tensor.device != qkv.device:
+            fail(op, name, f"be on {qkv.device}", tensor.device, f"Move it with .to({str(qkv.device)!r}).")
+        if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
+            raise TypeError(message(op, name, "be float32", tensor.dtype))
+        if not tensor.is_contiguous():
+            fail(op, name, "be contiguous", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+    if block_table is None and k_cache.shape[0] != batch:
+        fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
+    if block_table is not None and k_cache.shape[1] < 1:
+        fail(op, "k_cache", "have a page size of at least 1", 0)
+    check_index(op, "lengths", lengths, (batch,), qkv.device)
+    if counts is not None:
+        check_index(op, "counts", counts, (batch,), qkv.device)
+    if block_table is not None:
+        check_index(op, "block_table", block_table, (batch, None), qkv.device)
+
+
+def _fake_rotate_append(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    interleaved: bool = True,
+) -> None:
+    _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved)
+    _refuse_float64("rotate_append_", "qkv", qkv)
+    _refuse_float64("rotate_append_", "cos", cos)
+
+
+def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:
+    # The schema's defaults arrive only where a caller gives them.
+    *tensors, interleaved = arguments if len(arguments) == 10 else (*arguments, True)
+    reference.rotate_append_(*tensors, style="interleaved" if interleaved else "half")
+
+
+add_rms_norm_op = define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
+    fake=_fake_add_rms_norm,
+    reference=reference.add_rms_norm,
+    reference_check=_check_add_rms_norm,
+)
+silu_gate_op = define(
+    "silu_gate(Tensor x) -> Tensor", fake=_fake_silu_gate, reference=reference.silu_gate, reference_check=_check_silu_gate
+)
+rotate_append_op = define(
+    "rotate_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
+    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True) -> ()",
+    fake=_fake_rotate_append,
+    reference=_reference_rotate_append,
+    reference_check=_check_rotate_append,
+)

@@ -1,0 +1,88 @@
+"""What lies between the matrix products of a sandwich block, as plain PyTorch.
+
+Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach", section 3.2 (norms
+around every sublayer), in the order of operations of the published model.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv_cache import _Places
+
+
+def _wide(x: Tensor) -> Tensor:
+    """float32 for half precision: what the sums and products inside are computed in."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`x` is wide. The normed value is rounded to the dtype of the weight, then multiplied by it in that dtype."""
+    return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """``y = rms_norm(x + residual) * weight`` and ``rms_norm(y) * next_weight``; shapes as in ``pdkernels.add_rms_norm``.
+
+    The sum is not rounded before it is normed, `y` is before it is normed again. Without a next weight the second result
+    is an empty tensor.
+
+    >>> y, _ = add_rms_norm(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]), torch.ones(2))
+    >>> y  # (3, 4) over the root of its mean square, 12.5
+    tensor([0.8485, 1.1314])
+    """
+    y = _rms_norm(_wide(x) + _wide(residual), weight, eps)
+    return y, x.new_empty(0) if next_weight is None else _rms_norm(_wide(y), next_weight, eps)
+
+
+def silu_gate(x: Tensor) -> Tensor:
+    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``, rounded once.
+
+    >>> silu_gate(torch.tensor([0.0, 100.0, 2.0, 3.0]))
+    tensor([  0., 300.])
+    """
+    gate, up = _wide(x).chunk(2, -1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def rotate_append_(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    style: str = "interleaved",
+) -> None:
+    """q and k of row i get their bias and the rotation of position ``lengths[b] + i``; k and v of the rows that count are stored.
+
+    A row whose position lies behind the tables (none that counts) takes the last one of them.
+    """
+    batch, rows, _, head_dim = qkv.shape
+    kv_heads = k_cache.shape[2]
+    turned_heads = qkv.shape[2] - kv_heads
+    places = _Places("rotate_append_", k_cache, block_table)
+    targets = {}
+    for b, length in enumerate(lengths.tolist()):
+        count = rows if counts is None else int(counts[b])
+        places.check(b, length, count, rows)
+        if length + count > len(cos):
+            expectation = f"be at most the {len(cos)} positions of the tables"
+            raise ValueError(f"pdkernels.rotate_append_: lengths + counts must {expectation}, got {length + count} for sequence {b}.")
+        for i in range(count):
+            targets[b, i] = places(b, length + i)
+
+    positions = (lengths[:, None] + torch.arange(rows, device=qkv.device)).clamp(max=len(cos) - 1)
+    turned = qkv[:, :, :turned_heads]
+    wide = turned.to(cos.dtype) if bias is None else turned.to(cos.dtype) + bias.to(cos.dtype)
+    swapped = wide.roll(head_dim // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    turned.copy_(wide * cos[positions].unsqueeze(2) + swapped * sin[positions].unsqueeze(2))
+    for (b, i), place in targets.items():
+        k_cache[place] = qkv[b, i, turned_heads - kv_heads : turned_heads]
+        v_cache[place] = qkv[b, i, turned_heads:]
