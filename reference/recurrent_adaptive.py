@@ -1,0 +1,189 @@
+"""Autoregressive decoding of a recurrent-depth model that stops a token's recurrence when it has settled.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.1, with the
+criteria and thresholds of the released code.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .recurrent_diffusion import moved
+from .recurrent_sampling import Init, RecurrentModel, choose, forward, refine, rows
+
+THRESHOLDS = {
+    "latent-diff": 0.03,
+    "cosine": 1e-3,
+    "entropy-diff": 1e-3,
+    "kl": 1e-3,
+    "minp-kl": 1e-5,
+    "argmax-stability": 5,
+}
+LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
+
+
+class AdaptiveStep(NamedTuple):
+    """One token."""
+
+    cursor: int
+    token: int  # the input
+    prediction: int
+    recurrences: int
+    values: list[float]  # of the criterion, one per check; inf where a check came too early to count
+
+
+class AdaptiveResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # one per token
+    recurrences: int  # times the core ran; the prompt's count
+    trace: list[AdaptiveStep]
+
+
+def minp_law(logits: Tensor, min_p: float = 0.1) -> Tensor:
+    """fp64 ``(V,)``: the softmax with everything below `min_p` times the largest set to 1 / V, renormalised.
+
+    >>> minp_law(torch.tensor([0.5, 0.49, 0.01]).log()).mul(1.3233333).round(decimals=3).tolist()
+    [0.5, 0.49, 0.333]
+    """
+    law = torch.softmax(logits.double(), -1)
+    law = torch.where(law < min_p * law.max(), 1 / len(law), law)
+    return law / law.sum()
+
+
+def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
+    """What a criterion compares between two checks, of a state ``(E,)`` and its logits ``(V,)``."""
+    if criterion in LATENT:
+        return state
+    law = torch.softmax(logits.double(), -1)
+    if criterion == "entropy-diff":
+        return -(law * torch.log(law + 1e-10)).sum()
+    if criterion == "kl":
+        return torch.log_softmax(logits.double(), -1)
+    if criterion == "minp-kl":
+        return minp_law(logits).log()
+    return logits.argmax()
+
+
+def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
+    """What the first check is compared with: the initial state, entropy 100, the uniform law, no token."""
+    if criterion in LATENT:
+        return state
+    if criterion == "entropy-diff":
+        return torch.tensor(100.0, dtype=torch.float64)
+    if criterion == "argmax-stability":
+        return torch.tensor(-1)
+    return torch.full((vocab_size,), -math.log(vocab_size), dtype=torch.float64)
+
+
+def change(criterion: str, now: Tensor, before: Tensor) -> float:
+    """How far the observed thing moved; for argmax-stability 0.0 if it stayed and 1.0 if not.
+
+    >>> change("cosine", torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))
+    1.0
+    """
+    if criterion == "latent-diff":
+        return moved(now - before, now)
+    if criterion == "cosine":
+        return 1 - ((now * before).sum() / now.norm() / before.norm()).item()
+    if criterion == "entropy-diff":
+        return (now - before).abs().item()
+    if criterion == "argmax-stability":
+        return float(now != before)
+    return (before.exp() * (before - now)).sum().item()  # KL of the law before from the one now
+
+
+def recurrent_adaptive(
+    model: RecurrentModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    init: Init,
+    recurrences: int = 32,
+    criterion: str = "latent-diff",
+    threshold: float | None = None,
+    max_recurrences: int | None = None,
+    min_recurrences: int = 1,
+    check_every: int = 1,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> AdaptiveResult:
+    """One token per forward, of as many recurrences as the token needs.
+
+    After every `check_every` recurrences the criterion compares the state, or the law of the next token, with that of the check
+    before; the token is done if the value is below the threshold. The prediction is that of the last state. The prompt is never
+    adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+
+    Args:
+        model, prompt, max_new_tokens, init, temperature, top_p, min_p, end_tokens, seed: as in
+            :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+        recurrences: of the prompt.
+        criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
+            "entropy-diff": of the law, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
+            "minp-kl": the same of laws as in :func:`minp_law`. "argmax-stability": checks in a row that have not changed the
+            argmax; done if they are at least `threshold`.
+        threshold: None: that of `THRESHOLDS`.
+        max_recurrences: of a token; None: `recurrences`. If `check_every` does not divide it, the rest is run without a check.
+        min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first check counts too; it
+            is compared with the initial state, entropy 100 or the uniform law, as in the released code.
+        check_every: recurrences between two checks.
+
+    >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
+    >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))
+    >>> zeros = lambda step, positions: torch.zeros(len(positions), 8, dtype=torch.float64)
+    >>> [step.recurrences for step in recurrent_adaptive(model, [1, 2, 3], 4, init=zeros, criterion="argmax-stability").trace]
+    [6, 6, 6]
+    """
+    if criterion not in THRESHOLDS:
+        raise ValueError(f"pdkernels.recurrent_adaptive: criterion must be one of {tuple(THRESHOLDS)}, got {criterion!r}.")
+    if check_every < 1:
+        raise ValueError(f"pdkernels.recurrent_adaptive: check_every must be at least 1, got {check_every}.")
+    if max_new_tokens == 0:
+        return AdaptiveResult([], 0, 0, [])
+    limit = THRESHOLDS[criterion] if threshold is None else threshold
+    most = recurrences if max_recurrences is None else max_recurrences
+
+    past = model.new_past()
+    logits = forward(model, prompt, past, recurrences, init)
+    past.freeze(len(prompt))
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    trace: list[AdaptiveStep] = []
+    while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
+        cursor = past.length
+        e = model.prelude(torch.tensor(tokens[-1:]), cursor, past)
+        z = init(0, rows(cursor, 1))
+        before = at_first(criterion, z[0], logits.shape[-1])
+        count, stable, done = 0, 0, False
+        values: list[float] = []
+        while count < most and not done:
+            run = min(check_every, most - count)
+            z = refine(model, z, e, cursor, past, run)
+            count += run
+            if run < check_every:
+                break
+            seen = None if criterion in LATENT else model.coda(z, cursor, past)[0]
+            now = observed(criterion, z[0], seen)
+            value = change(criterion, now, before)
+            before = now
+            counts = count - check_every >= min_recurrences
+            if criterion == "argmax-stability":
+                stable = stable + 1 if value == 0 else 0
+                done = counts and stable >= limit
+                value = float(stable)
+            else:
+                done = counts and value < limit
+            values.append(value if counts else math.inf)
+        logits = model.coda(z, cursor, past)
+        past.freeze(1)
+        predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed)
+        trace.append(AdaptiveStep(cursor, tokens[-1], predictions[0], count, values))
+        tokens = tokens + predictions
+    passes = recurrences + sum(step.recurrences for step in trace)
+    return AdaptiveResult(tokens, 1 + len(trace), passes, trace)

@@ -1,0 +1,120 @@
+"""What the samplers of recurrent-depth models have in common: states that belong to positions, draws, the prompt's forward.
+
+Nothing random depends on the moment of the run. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
+the noise that sampler step s mixes into position p is ``init(s, p)``, and the token of position p is drawn with the numbers
+of p (sampling.py). So all samplers start a position from the same state, and a token's noise does not change from step to step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .recurrence import initial_state
+from .recurrent_depth import RecurrentPast
+from .sampling import OWN, draw
+
+# init(step, positions (T,) int64) -> (T, E)
+Init = Callable[[int, Tensor], Tensor]
+
+
+class RecurrentModel(Protocol):
+    """The parts of a model without batch, as :class:`~pdkernels.reference.recurrent_depth.RecurrentDepthReference` has them."""
+
+    def new_past(self) -> RecurrentPast: ...
+
+    def prelude(self, tokens: Tensor, start: int, past: RecurrentPast) -> Tensor: ...
+
+    def core(self, state: Tensor, e: Tensor, start: int, past: RecurrentPast) -> Tensor: ...
+
+    def coda(self, state: Tensor, start: int, past: RecurrentPast) -> Tensor: ...
+
+
+class RecurrentStep(NamedTuple):
+    """One sampler step: rows i at positions ``cursor + i``."""
+
+    cursor: int  # everything before it is frozen
+    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
+    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
+    distance: list[float]  # how far each state moved since the last step, relative; inf where there is nothing to compare
+    frozen: int  # predictions[:frozen] became text, and the cursor moves by as much
+
+
+class RecurrentResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # sampler steps, and the prompt's forward
+    recurrences: int  # times the core ran, whatever its rows; the prompt's count
+    trace: list[RecurrentStep]  # one per sampler step; the prompt's forward is none
+
+
+def rows(start: int, count: int) -> Tensor:
+    """int64 positions ``start .. start + count - 1``."""
+    return torch.arange(start, start + count)
+
+
+def position_states(size: int, *, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Init:
+    """The states that all samplers draw: truncated normal, the numbers of `seed`, step and position (recurrence.py).
+
+    Args:
+        size: E.
+        scale: of the standard deviation sqrt(2 / 5).
+
+    >>> position_states(3)(0, rows(5, 2)).shape
+    torch.Size([2, 3])
+    """
+    return lambda step, positions: initial_state(torch.tensor(step), positions, size, seed, 0.4**0.5 * scale).to(dtype)
+
+
+def filtered(logits: Tensor, temperature: float, top_p: float | None, min_p: float | None) -> Tensor:
+    """fp64 logits ``(R, V)`` with -inf where a token is out of the question; the law is that of the rest, renormalised.
+
+    As published: of ``softmax(logits / temperature)``, sorted from the top with ties by id, top-p drops every token whose
+    cumulative mass, its own included, exceeds `top_p`, but keeps the first one (stricter than the usual rule, which keeps the
+    token that crosses the line). Then min-p drops what is below `min_p` times the largest. Nothing is dropped at temperature 0,
+    by None, by ``top_p = 1`` or by ``min_p = 0``.
+
+    >>> law = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
+    ([[True, False, False]], [[True, True, False]])
+    """
+    scores = logits.double()
+    if temperature == 0:
+        return scores
+    law = torch.softmax(scores / temperature, -1)
+    if top_p is not None and top_p < 1:
+        ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+        dropped = ordered.cumsum(-1) > top_p
+        dropped[:, 0] = False
+        law = law.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
+    if min_p is not None:
+        law = law.masked_fill(law < min_p * law.amax(-1, keepdim=True), 0)
+    return scores.masked_fill(law == 0, -torch.inf)
+
+
+def choose(
+    logits: Tensor, positions: Sequence[int], temperature: float, top_p: float | None, min_p: float | None, seed: int
+) -> list[int]:
+    """The token of each of `positions` by its row of `logits` ``(R, V)``; the argmax at temperature 0.
+
+    >>> choose(torch.tensor([[1.0, 3.0, 3.0]]), [7], 0.0, None, None, seed=0)
+    [1]
+    """
+    return draw(filtered(logits, temperature, top_p, min_p), positions, temperature, seed, OWN)
+
+
+def refine(model: RecurrentModel, state: Tensor, e: Tensor, start: int, past: RecurrentPast, recurrences: int) -> Tensor:
+    """The state after `recurrences` more recurrences."""
+    for _ in range(recurrences):
+        state = model.core(state, e, start, past)
+    return state
+
+
+def forward(model: RecurrentModel, tokens: Sequence[int], past: RecurrentPast, recurrences: int, init: Init) -> Tensor:
+    """Logits ``(T, V)`` of `tokens` behind the frozen rows: prelude, `recurrences` from the initial states on, coda."""
+    start = past.length
+    e = model.prelude(torch.tensor(list(tokens), dtype=torch.int64), start, past)
+    state = refine(model, init(0, rows(start, len(tokens))), e, start, past, recurrences)
+    return model.coda(state, start, past)

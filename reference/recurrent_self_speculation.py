@@ -1,0 +1,101 @@
+"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, all of them judge the draft at once.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.3. The draft
+needs no model of its own, and no cache: its K and V lie behind the cursor, where the verify forward writes over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .jacobi import accepted_length
+from .recurrent_sampling import Init, RecurrentModel, choose, forward
+
+
+class RecurrentDraftStep(NamedTuple):
+    """One cycle."""
+
+    cursor: int
+    draft: list[int]  # draft[0] is in the text already
+    predictions: list[int]  # the verifier's token behind each draft token
+    accepted: int  # draft[:accepted] stands, and predictions[accepted - 1] behind it
+
+
+class RecurrentDraftResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int  # the prompt's, and those of every cycle: one per drafted token, one that judges
+    recurrences: int  # times the core ran
+    trace: list[RecurrentDraftStep]
+
+
+def recurrent_self_speculation(
+    model: RecurrentModel,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    init: Init,
+    recurrences: int = 32,
+    draft_len: int = 8,
+    draft_recurrences: int = 4,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> RecurrentDraftResult:
+    """Draft token by token, judge all in one causal forward, keep what the verifier would have said.
+
+    A cycle starts with the last token, whose K and V are not frozen yet. It drafts `draft_len` tokens, or one less than there are
+    tokens to come, autoregressively, also behind a drafted end token. The verify forward takes the last token and the whole
+    draft, and yields 1 to ``draft_len + 1`` tokens. Draft and verifier draw a position's token with the same random numbers
+    ("sample and compare"), so that the verifier's token stands at every temperature and a good draft is accepted.
+
+    Whether that is the very text of :func:`~pdkernels.reference.recurrent_static.recurrent_static` is up to the model: in the
+    verify forward recurrence t of a row reads the draft rows before it as they are after recurrence t, in static decoding as they
+    are after the last (a slot keeps one row per position). It is, exactly, with one recurrence, and where states have converged.
+
+    Args:
+        model, prompt, max_new_tokens, init, temperature, top_p, min_p, end_tokens, seed: as in
+            :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+        recurrences: of the prompt and of the verify forwards.
+        draft_len: most tokens of a draft; 0 is static decoding.
+        draft_recurrences: of the draft forwards, at least 1.
+
+    >>> import torch
+    >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
+    >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))
+    >>> zeros = lambda step, positions: torch.zeros(len(positions), 8, dtype=torch.float64)
+    >>> result = recurrent_self_speculation(model, [1, 2, 3], 8, init=zeros, draft_len=3)
+    >>> [step.accepted for step in result.trace], result.forwards
+    ([4, 3], 8)
+    """
+    if max_new_tokens == 0:
+        return RecurrentDraftResult([], 0, 0, [])
+    past = model.new_past()
+    logits = forward(model, prompt, past, recurrences, init)
+    past.freeze(len(prompt))
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    forwards, passes = 1, recurrences
+    trace: list[RecurrentDraftStep] = []
+    while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
+        cursor = past.length
+        draft = tokens[-1:]
+        while len(draft) < min(1 + draft_len, max_new_tokens - len(tokens)):
+            logits = forward(model, draft[-1:], past, draft_recurrences, init)
+            past.freeze(1)
+            draft += choose(logits, [past.length], temperature, top_p, min_p, seed)
+            forwards, passes = forwards + 1, passes + draft_recurrences
+        past.cut(cursor)
+
+        logits = forward(model, draft, past, recurrences, init)
+        forwards, passes = forwards + 1, passes + recurrences
+        positions = range(cursor + 1, cursor + 1 + len(draft))
+        predictions = choose(logits, positions, temperature, top_p, min_p, seed)
+        accepted = accepted_length(draft, predictions, end_tokens)
+        past.freeze(accepted)
+        trace.append(RecurrentDraftStep(cursor, draft, predictions, accepted))
+        tokens = tokens + draft[1:accepted]
+        if tokens[-1] not in end_tokens:
+            tokens.append(predictions[accepted - 1])
+    return RecurrentDraftResult(tokens, forwards, passes, trace)
