@@ -1,6 +1,8 @@
-"""A lean transformer on our caches, the tiny trained models, and real checkpoints from a local folder."""
+"""A lean transformer and a recurrent-depth model on our caches, the tiny trained models, and real checkpoints from local folders."""
 
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
+from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
+from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
@@ -9,6 +11,8 @@ from pdkernels.models.zoo import available, load
 __all__ = [
     "ByteTokenizer",
     "JsonTokenizer",
+    "RecurrentDepth",
+    "RecurrentDepthConfig",
     "Tokenizer",
     "Transformer",
     "TransformerConfig",
@@ -16,6 +20,10 @@ __all__ = [
     "available",
     "from_hf_config",
     "from_hf_state_dict",
+    "from_huginn_config",
+    "from_huginn_state_dict",
     "load",
     "to_hf_state_dict",
+    "to_huginn_config",
+    "to_huginn_state_dict",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,16 +28,15 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     ...                 "num_attention_heads": 4, "intermediate_size": 96, "rope_theta": 1e6}).qkv_bias
     True
     """
-    for name in _REQUIRED:
-        check(name in config, _OP, "config.json", f"hold {name!r}", f"only {', '.join(sorted(config))}")
+    require(config, _REQUIRED)
     kind = config.get("model_type")
-    _demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", repr(kind))
+    demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", repr(kind))
     activation = config.get("hidden_act", "silu")
-    _demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
+    demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
     max_positions = config.get("max_position_embeddings", 2048)
     window = config.get("sliding_window") if config.get("use_sliding_window", kind != "qwen2") else None
-    _demand(window is None or window >= max_positions, "sliding_window",
-            f"be absent or cover all {max_positions} positions", window)
+    demand(window is None or window >= max_positions, "sliding_window",
+           f"be absent or cover all {max_positions} positions", window)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     return TransformerConfig(
         vocab_size=config["vocab_size"],
@@ -56,19 +55,26 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _demand(condition: bool, field: str, expectation: str, actual: object) -> None:
+def require(config: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """ValueError for a config.json without one of these fields."""
+    for name in fields:
+        check(name in config, _OP, "config.json", f"hold {name!r}", f"only {', '.join(sorted(config))}")
+
+
+def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
+    """NotImplementedError for what a config.json asks for and our models do not compute."""
     if not condition:
         raise NotImplementedError(message(_OP, f"config.json: {field}", expectation, actual))
 
 
 def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    _demand(kind in ("default", "yarn"), "rope_type", "be 'default' or 'yarn'", repr(kind))
+    demand(kind in ("default", "yarn"), "rope_type", "be 'default' or 'yarn'", repr(kind))
     share = rope.get("partial_rotary_factor", 1.0)
-    _demand(share == 1.0, "partial_rotary_factor", "be 1", share)
+    demand(share == 1.0, "partial_rotary_factor", "be 1", share)
     beta = float(rope.get("llama_4_scaling_beta") or 0.0)
     if kind == "default":
-        _demand(beta == 0, "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
+        demand(beta == 0, "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
         return None
     factor = float(rope["factor"])
 
@@ -79,7 +85,7 @@ def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
     if attention_factor is None:
         one, other = rope.get("mscale"), rope.get("mscale_all_dim")
         attention_factor = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
-    _demand(rope.get("truncate", True), "truncate", "be true", "false")
+    demand(rope.get("truncate", True), "truncate", "be true", "false")
     return YarnScaling(
         factor=factor,
         original_positions=rope.get("original_max_position_embeddings") or max_positions,
@@ -113,18 +119,26 @@ def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerCon
 
     Raises ValueError if tensors are missing or left over. A stored `lm_head` of a tied model must equal the embedding.
     """
-    # Older checkpoints store the RoPE frequencies, which follow from the configuration.
-    left = {name: tensor for name, tensor in state.items() if not name.endswith("rotary_emb.inv_freq")}
-    ours = {}
-    missing = [name for _, parts in _names(config) for name in parts if name not in left]
+    return gather(state, _names(config), tied=config.tied_head)
+
+
+def gather(
+    state: Mapping[str, torch.Tensor], names: Iterable[tuple[str, list[str]]], *, tied: bool
+) -> dict[str, torch.Tensor]:
+    """Our parameters, each with the published `names` of the tensors that stand one after the other in it."""
+    # Some checkpoints store tables of RoPE, which follow from the configuration.
+    left = {name: tensor for name, tensor in state.items() if not name.endswith(("rotary_emb.inv_freq", "freqs_cis"))}
+    pairs = list(names)
+    missing = [name for _, parts in pairs for name in parts if name not in left]
     check(not missing, _OP, "checkpoint", "hold every tensor of its config.json", f"none called {_some(missing)}")
-    for name, parts in _names(config):
+    ours = {}
+    for name, parts in pairs:
         tensors = [left.pop(part) for part in parts]
         ours[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    if config.tied_head and "lm_head.weight" in left:
+    if tied and "lm_head.weight" in left:
         same = torch.equal(left.pop("lm_head.weight"), ours["embedding"])
         check(same, _OP, "lm_head.weight", "equal the embedding of a tied model", "another matrix",
-              "Set tie_word_embeddings to false in config.json.")
+              "It is config.json that says whether they are tied.")
     check(not left, _OP, "checkpoint", "hold only tensors of its config.json", f"also {_some(sorted(left))}")
     return ours
 

@@ -101,6 +101,36 @@ def rope_tables(
     return Rotation(cos.to(dtype), sin.to(dtype), query_scale)
 
 
+class RopeTables:
+    """The table of every device and dtype a model has lived in. It grows by doubling and is shared by all forwards.
+
+    No buffer: it follows neither `.to(dtype)` (bf16 models rotate in fp32) nor the state dict.
+
+    >>> tables = RopeTables(8, 100, theta=10000.0, style="half")
+    >>> len(tables.covering(3, torch.device("cpu"), torch.bfloat16).cos), len(tables.covering(101, torch.device("cpu"), torch.float32).cos)
+    (100, 128)
+    """
+
+    def __init__(
+        self, head_dim: int, max_positions: int, *, theta: float, style: RopeStyle, yarn: YarnScaling | None = None
+    ) -> None:
+        self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "yarn": yarn}
+        self._start = min(max_positions, 4096)
+        self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+
+    def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
+        """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""
+        key = (device, torch.float64 if dtype == torch.float64 else torch.float32)
+        table = self._tables.get(key)
+        if table is None or len(table.cos) < limit:
+            size = max(1 << max(limit - 1, 0).bit_length() if limit > self._start else 0, self._start)
+            # Not an inference tensor, even if made during inference: training may use it later.
+            with torch.inference_mode(False), torch.no_grad():
+                table = rope_tables(size, **self._arguments, dtype=key[1], device=device)
+            self._tables[key] = table
+        return table
+
+
 def _stretched(frequencies: torch.Tensor, head_dim: int, theta: float, yarn: YarnScaling) -> torch.Tensor:
     def pair_that_turns(times: float) -> float:
         return head_dim * math.log(yarn.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))

@@ -18,8 +18,9 @@ from torch import nn
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
 from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
+from pdkernels.models.caches import new_cache
 from pdkernels.models.layer import Layer, rms_norm
-from pdkernels.models.rope import RopeStyle, Rotation, YarnScaling, rope_tables
+from pdkernels.models.rope import RopeStyle, RopeTables, Rotation, YarnScaling
 
 if TYPE_CHECKING:
     from pdkernels.cache import ContiguousKVCache, PagedKVCache
@@ -119,8 +120,8 @@ class Transformer(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
-        # RoPE tables are no buffers: they follow neither `.to(dtype)` (bf16 models rotate in fp32) nor the state dict.
-        self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+        self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style=config.rope_style,
+                                  yarn=config.yarn)  # fmt: skip
         self.initialize_()
 
     @torch.no_grad()
@@ -155,17 +156,7 @@ class Transformer(nn.Module):
 
         A paged one has pages for all of them, but hands none out before `cache.reserve_`.
         """
-        from pdkernels.cache import ContiguousKVCache, PagedKVCache
-
-        op, config = "Transformer.new_cache", self.config
-        check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
-        if kind == "contiguous":
-            return ContiguousKVCache(config.layers, batch, capacity, config.kv_heads, config.head_dim,
-                                     dtype=self.dtype, device=self.device)
-        check(page_size >= 1, op, "page_size", "be at least 1", page_size)
-        pages = -(-capacity // page_size)
-        return PagedKVCache(config.layers, batch, batch * pages, page_size, config.kv_heads, config.head_dim,
-                            max_pages_per_sequence=pages, dtype=self.dtype, device=self.device)
+        return new_cache(self, batch, capacity, kind, page_size)
 
     def forward(
         self,
@@ -336,18 +327,7 @@ class Transformer(nn.Module):
             check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
 
     def _rope(self, limit: int) -> Rotation:
-        """The table of at least `limit` positions; it grows by doubling and is shared by all forwards."""
-        config = self.config
-        key = (self.device, torch.float64 if self.dtype == torch.float64 else torch.float32)
-        table = self._tables.get(key)
-        if table is None or len(table.cos) < limit:
-            size = max(1 << max(limit - 1, 0).bit_length(), min(config.max_positions, 4096))
-            # Not an inference tensor, even if made during inference: training may use it later.
-            with torch.inference_mode(False), torch.no_grad():
-                table = rope_tables(size, config.head_dim, theta=config.rope_theta, style=config.rope_style,
-                                    yarn=config.yarn, dtype=key[1], device=key[0])
-            self._tables[key] = table
-        return table
+        return self._tables.covering(limit, self.device, self.dtype)
 
     def _uncached_rotation(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Rotation:
         length = tokens.shape[1]

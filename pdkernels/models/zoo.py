@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.models.hf import from_hf_config, from_hf_state_dict
+from pdkernels.models import huginn
+from pdkernels.models.hf import ARCHITECTURES, demand, from_hf_config, from_hf_state_dict
+from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
+
+Model: TypeAlias = Transformer | RecurrentDepth
+Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
 
 WEIGHTS = Path(__file__).parent / "weights"
 
 _OP = "models.load"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
 
 
 def available() -> tuple[str, ...]:
@@ -33,23 +39,24 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
 
 
-def load(
-    name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> Transformer:
+def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Model:
     """A model by name, or a checkpoint from a local folder, in evaluation mode and without gradients.
 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
-            with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model with the published
-            tensor names. Its ``tokenizer.json``, if there, needs the optional library `tokenizers`.
+            with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model, or of Huginn, with the
+            published tensor names. Its ``tokenizer.json``, if there, needs the optional library `tokenizers`.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint.
         device: where the weights go.
 
+    Returns:
+        A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so.
+
     Raises:
         ValueError: no such name or folder, or tensors that do not fit the configuration.
         TypeError: a dtype that is none of the four.
-        NotImplementedError: a checkpoint that asks for something the transformer does not compute.
+        NotImplementedError: a checkpoint that asks for something our models do not compute.
         ImportError: a tokenizer.json without the library that reads it.
 
     Example:
@@ -68,10 +75,12 @@ def load(
     return _load_folder(folder, dtype, device)
 
 
-def save_tiny(model: Transformer, path: Path, **facts: object) -> None:
-    """Save a byte-level model in bf16, its adapter included, with configuration, mask token and `facts` in the metadata."""
+def save_tiny(model: Model, path: Path, **facts: object) -> None:
+    """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token and `facts`
+    stand in the metadata."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
+    metadata["architecture"] = type(model).__name__
     metadata["config"] = json.dumps(asdict(model.config))
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
@@ -79,21 +88,22 @@ def save_tiny(model: Transformer, path: Path, **facts: object) -> None:
     save_file(tensors, path, metadata=metadata)
 
 
-def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
+def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     fields = json.loads(metadata["config"])
-    if fields["yarn"] is not None:
+    if fields.get("yarn") is not None:
         fields["yarn"] = YarnScaling(**fields["yarn"])
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
+    # Before there was a second architecture, none was written down.
+    config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer()
-    return _assemble(TransformerConfig(**fields), load_file(path), dtype or torch.float32, device, tokenizer,
-                     tokenizer.end_tokens, mask_token)
+    return _assemble(config, load_file(path), dtype or torch.float32, device, tokenizer, tokenizer.end_tokens, mask_token)
 
 
-def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Transformer:
+def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
     fields = _read_json(folder / "config.json")
-    config = from_hf_config(fields)
+    config = _config(fields)
     if dtype is None:
         stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
         check(stored in _DTYPES, _OP, "config.json: dtype", f"be one of {', '.join(_DTYPES)}", repr(stored),
@@ -110,21 +120,35 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         tokenizer = JsonTokenizer(folder / "tokenizer.json", end_tokens=end_tokens)
-    return _assemble(config, from_hf_state_dict(tensors, config), dtype, device, tokenizer, end_tokens)
+    recurrent = isinstance(config, RecurrentDepthConfig)
+    state = huginn.from_huginn_state_dict(tensors, config) if recurrent else from_hf_state_dict(tensors, config)
+    return _assemble(config, state, dtype, device, tokenizer, end_tokens)
+
+
+def _config(fields: Mapping[str, Any]) -> Config:
+    """The configuration of a parsed config.json of any architecture that we know."""
+    if huginn.is_huginn(fields):
+        return huginn.from_huginn_config(fields)
+    kinds, kind = (*ARCHITECTURES, huginn.MODEL_TYPE), fields.get("model_type")
+    demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", repr(kind))
+    return from_hf_config(fields)
 
 
 def _assemble(
-    config: TransformerConfig,
+    config: Config,
     state: dict[str, torch.Tensor],
     dtype: torch.dtype,
     device: torch.device | str,
     tokenizer: Tokenizer | None,
     end_tokens: Iterable[int],
     mask_token: int | None = None,
-) -> Transformer:
+) -> Model:
     # On the meta device the model costs no memory until it takes over the loaded tensors.
     with torch.device("meta"):
-        model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
+        if isinstance(config, RecurrentDepthConfig):
+            model = RecurrentDepth(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
+        else:
+            model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
     if "layers.0.adapter_in" in state:
         # Stored pairs hold their scale already.
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]

@@ -1,0 +1,25 @@
+"""An empty cache that fits a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pdkernels._validation import check
+
+if TYPE_CHECKING:
+    from pdkernels.models.transformer import Cache
+
+
+def new_cache(model: Any, batch: int, capacity: int, kind: Literal["contiguous", "paged"], page_size: int) -> Cache:
+    """For `batch` sequences of up to `capacity` tokens, one slot per layer, in the model's dtype and on its device."""
+    from pdkernels.cache import ContiguousKVCache, PagedKVCache
+
+    op, config = f"{type(model).__name__}.new_cache", model.config
+    check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
+    if kind == "contiguous":
+        return ContiguousKVCache(config.layers, batch, capacity, config.kv_heads, config.head_dim,
+                                 dtype=model.dtype, device=model.device)  # fmt: skip
+    check(page_size >= 1, op, "page_size", "be at least 1", page_size)
+    pages = -(-capacity // page_size)
+    return PagedKVCache(config.layers, batch, batch * pages, page_size, config.kv_heads, config.head_dim,
+                        max_pages_per_sequence=pages, dtype=model.dtype, device=model.device)  # fmt: skip

@@ -1,0 +1,329 @@
+"""A recurrent-depth model: a few layers before and behind a core block that is run as often as the caller likes.
+
+    e = prelude(tokens);  state = random;  state = core(state, e), again and again;  logits = coda(state)
+
+Its KV cache has one slot for each layer, however often the core runs: every recurrence writes the same rows behind the cached
+prefix, and the last one's stay if the cursor moves past them. So tokens that come later see the last recurrence's K and V in all
+of their own, while tokens of one forward see each other recurrence by recurrence: with more than one of them, a text in two
+forwards gives other logits than in one.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3 (Huginn-0125).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, message
+from pdkernels.backends import Backend
+from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
+from pdkernels.models.caches import new_cache
+from pdkernels.models.rope import RopeTables, Rotation
+from pdkernels.models.sandwich import SandwichLayer, add_norm, rms_norm
+from pdkernels.models.transformer import _select_rows
+from pdkernels.ops.recurrence import recurrence_inject
+
+if TYPE_CHECKING:
+    from pdkernels.models.tokenizers import Tokenizer
+    from pdkernels.models.transformer import Cache
+
+STATE_STD = math.sqrt(0.4)
+"""Standard deviation of an initial state before it is cut at three of them: sqrt(2 / (5 E)), as of weights, times sqrt(E)."""
+
+
+def backend_of(dtype: torch.dtype) -> Backend:
+    """fp64 is for proofs: the kernels do not take it."""
+    return "reference" if dtype == torch.float64 else "auto"
+
+
+@dataclass(frozen=True)
+class RecurrentDepthConfig:
+    """Sizes of a `RecurrentDepth` model. The defaults that are no sizes are those of Huginn-0125.
+
+    >>> RecurrentDepthConfig(vocab_size=257, hidden_size=64, heads=4, head_dim=16, intermediate_size=96,
+    ...                      prelude_layers=1, core_layers=2, coda_layers=1).layers
+    4
+    """
+
+    vocab_size: int
+    hidden_size: int
+    heads: int
+    head_dim: int
+    intermediate_size: int
+    prelude_layers: int = 2
+    core_layers: int = 4
+    coda_layers: int = 2
+    mean_recurrence: int = 32
+    """Recurrences that the model was trained for, and that a forward runs if it is not told otherwise."""
+    rope_theta: float = 50000.0
+    norm_eps: float = 1e-6
+    max_positions: int = 4096
+    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+
+    def __post_init__(self) -> None:
+        op = "RecurrentDepthConfig"
+        for name in ("vocab_size", "hidden_size", "heads", "head_dim", "intermediate_size", "prelude_layers", "core_layers",
+                     "coda_layers", "mean_recurrence", "max_positions"):  # fmt: skip
+            value = getattr(self, name)
+            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+            check(value >= 1, op, name, "be at least 1", value)
+        check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
+        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
+        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
+
+    @property
+    def layers(self) -> int:
+        """Layers with a slot in the cache: those of the prelude, of the core and of the coda, in this order."""
+        return self.prelude_layers + self.core_layers + self.coda_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """As many as query heads."""
+        return self.heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embedding."""
+        return math.sqrt(self.hidden_size)
+
+
+class Place(NamedTuple):
+    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.place`, used by all its parts."""
+
+    table: Rotation
+    """Of all positions."""
+    rotation: Rotation
+    """Of the rows' own."""
+    visibility: Visibility
+    cache: Cache | None
+    counts: torch.Tensor | None
+
+
+class RecurrentDepth(nn.Module):
+    """A recurrent-depth language model on our KV caches; a forward runs all of it, its parts serve decoders and training.
+
+    `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be fp64, fp32, bf16
+    or fp16 (`model.to(dtype)`). The language model head is the embedding.
+
+    >>> config = RecurrentDepthConfig(vocab_size=11, hidden_size=16, heads=2, head_dim=8, intermediate_size=24, prelude_layers=1,
+    ...                               core_layers=1, coda_layers=1, mean_recurrence=4)
+    >>> model = RecurrentDepth(config).requires_grad_(False)
+    >>> tokens = torch.tensor([[1, 2, 3, 4]])
+    >>> logits = model(tokens)
+    >>> logits.shape
+    torch.Size([1, 4, 11])
+    >>> cache = model.new_cache(batch=1, capacity=8)
+    >>> torch.allclose(model(tokens, cache=cache), logits, atol=1e-5)
+    True
+    >>> cache.commit_(torch.tensor([4]))
+    >>> model(torch.tensor([[5]]), cache=cache, recurrences=8).shape
+    torch.Size([1, 1, 11])
+    """
+
+    mask_token = None
+
+    def __init__(
+        self, config: RecurrentDepthConfig, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()
+    ) -> None:
+        super().__init__()
+        check_type(isinstance(config, RecurrentDepthConfig), "RecurrentDepth", "config", "be a RecurrentDepthConfig",
+                   type(config).__name__)  # fmt: skip
+        for token in end_tokens:
+            check(0 <= token < config.vocab_size, "RecurrentDepth", "end_tokens",
+                  f"be ids below vocab_size ({config.vocab_size})", token)  # fmt: skip
+        self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
+        hidden = config.hidden_size
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
+        # The first half of its columns takes the state, the other one the embedding.
+        self.adapter = nn.Parameter(torch.empty(hidden, 2 * hidden))
+        self.prelude_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.prelude_layers))
+        self.core_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.core_layers))
+        self.coda_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.coda_layers))
+        self.norm = nn.Parameter(torch.empty(hidden))
+        self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
+        self.initialize_()
+
+    @torch.no_grad()
+    def initialize_(self) -> None:
+        """Random weights: truncated N(0, 2 / (5 E)), and less where a layer adds to its residual, the deeper the unrolled model."""
+        config = self.config
+        std = math.sqrt(2 / (5 * config.hidden_size))
+        depth = config.prelude_layers + config.mean_recurrence * config.core_layers + config.coda_layers
+        for name, parameter in self.named_parameters():
+            if name.endswith("qk_bias"):
+                parameter.zero_()
+            elif parameter.dim() == 2:
+                own = std / math.sqrt(2 * depth) if name.endswith(("output", "down")) else std
+                nn.init.trunc_normal_(parameter, std=own, a=-3 * own, b=3 * own)
+            else:
+                parameter.fill_(1.0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def exit_weight(self) -> torch.Tensor:
+        """Weight of the norm that ends a recurrence, which `core_parts` leaves to `pdkernels.recurrence_exit`."""
+        return self.core_layers[-1].norm_4
+
+    def new_cache(
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+    ) -> Cache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens: one slot per layer, whatever the recurrences.
+
+        A paged one has pages for all of them, but hands none out before `cache.reserve_`.
+        """
+        return new_cache(self, batch, capacity, kind, page_size)
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: torch.Tensor | None = None,
+        rows: torch.Tensor | Sequence[int] | slice | None = None,
+        recurrences: int | None = None,
+        seed: int = 0,
+        init_scale: float = 1.0,
+    ) -> torch.Tensor:
+        """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64, after `recurrences` of the core.
+
+        With a cache, row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and it sees the
+        whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay. A forward keeps no
+        graph; training puts the parts together itself.
+
+        Args:
+            counts: `(batch,)` rows that count; the others are padding, which is not stored and whose logits mean nothing.
+            rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all sequences
+                (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
+            recurrences: None: `config.mean_recurrence`.
+            seed: of the initial states, which belong to positions: the same whatever else the forward holds.
+            init_scale: factor of the initial states; 0 starts from zeros.
+
+        Raises:
+            ValueError: shapes and values.
+            TypeError: dtypes.
+        """
+        op = "RecurrentDepth"
+        check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
+        check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
+        check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
+        if cache is not None:
+            check(cache.batch == len(tokens), op, "tokens", f"have the batch size of the cache ({cache.batch})", len(tokens))
+        steps = self.config.mean_recurrence if recurrences is None else recurrences
+        check_type(type(steps) is int, op, "recurrences", "be an int", type(steps).__name__)
+        check(steps >= 1, op, "recurrences", "be at least 1", steps)
+        check(init_scale >= 0, op, "init_scale", "not be negative", init_scale)
+        with torch.no_grad():
+            place = self.place(tokens.shape[1], cache, counts)
+            state, term = self.begin(self.prelude(tokens, place), place, seed, init_scale)
+            for _ in range(steps):
+                state = self.core(state, term, place)
+            return self.coda(state, place, rows)
+
+    # ---- the parts
+
+    def begin(
+        self, embedding: torch.Tensor, place: Place, seed: int = 0, init_scale: float = 1.0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Initial states of all rows, which belong to their positions, and the embedding's term: what recurrences start from.
+
+        Both are `(batch, T, hidden_size)`; the state keeps no graph, the term does.
+        """
+        batch, rows, hidden = embedding.shape
+        zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        cursor = zeros if place.cache is None else place.cache.lengths
+        width = torch.full_like(zeros, rows) if place.counts is None else place.counts
+        both = recurrence_inject(
+            None, embedding.detach(), None, zeros[:, None].expand(-1, rows), cursor, width, zeros, zeros, seed=seed,
+            init_std=STATE_STD * init_scale, backend=backend_of(self.dtype),
+        )  # fmt: skip
+        return both[..., :hidden], self.embedding_term(embedding)
+
+    def place(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> Place:
+        """Where `rows` new tokens of each sequence stand: behind `cache.lengths`, or at 0 without a cache; causal in either case.
+
+        `counts` `(batch,)`: only the rows i < counts[b] count; the others are padding, which is not stored. With a cache nothing
+        is committed: it is the caller's `cache.commit_`, or `pdkernels.recurrence_advance_`, that moves the lengths.
+        """
+        op = "RecurrentDepth.place"
+        check(rows >= 1, op, "rows", "be at least 1", rows)
+        if cache is None:
+            check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
+            table = self._rope(rows)
+            return Place(table, table.span(0, rows), uncached_visibility(None), None, None)
+        if counts is not None:
+            check_index(op, "counts", counts, (cache.batch,), cache.lengths.device)
+        lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
+        visibility = cached_visibility(cache, lengths, counts, rows, None)
+        # Padding rows may stand behind the capacity, never behind capacity + rows.
+        table = self._rope(cache.capacity + rows)
+        if lengths is not None and lengths.count(lengths[0]) == len(lengths):
+            rotation = table.span(lengths[0], rows)
+        else:
+            rotation = table.at(cache.lengths[:, None] + torch.arange(rows, device=self.device))
+        return Place(table, rotation, visibility, cache, counts)
+
+    def prelude(self, tokens: torch.Tensor, place: Place) -> torch.Tensor:
+        """The embedding e `(batch, T, hidden_size)` of `tokens` `(batch, T)`, which every recurrence sees again."""
+        try:
+            x = F.embedding(tokens, self.embedding) * self.config.embedding_scale
+        except IndexError:
+            expectation = f"hold ids in [0, {self.config.vocab_size})"
+            actual = f"{int(tokens.min())}..{int(tokens.max())}"
+            raise ValueError(message("RecurrentDepth", "tokens", expectation, actual)) from None
+        return self._run(self.prelude_layers, x, place, 0)
+
+    def embedding_term(self, embedding: torch.Tensor) -> torch.Tensor:
+        """What e adds to the core's input, the same in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
+        return F.linear(embedding, self.adapter[:, self.config.hidden_size :])
+
+    def core(self, state: torch.Tensor, term: torch.Tensor, place: Place) -> torch.Tensor:
+        """The state after one more recurrence; `state` and `term`, the embedding's, are `(batch, T, hidden_size)`."""
+        x, residual = self.core_parts(state, term, place)
+        return add_norm(x, residual, self.exit_weight, None, self.config.norm_eps)[0]
+
+    def core_parts(self, state: torch.Tensor, term: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+        """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it returns."""
+        hidden = self.config.hidden_size
+        x = torch.addmm(term.flatten(0, 1), state.flatten(0, 1), self.adapter[:, :hidden].T).view_as(term)
+        return self._run_parts(self.core_layers, x, place, self.config.prelude_layers)
+
+    def coda(
+        self, state: torch.Tensor, place: Place, rows: torch.Tensor | Sequence[int] | slice | None = None
+    ) -> torch.Tensor:
+        """Logits `(batch, T, vocab_size)` of a state `(batch, T, hidden_size)`, or only of `rows`, as in a forward."""
+        x = rms_norm(state, self.norm, self.config.norm_eps)
+        x = self._run(self.coda_layers, x, place, self.config.prelude_layers + self.config.core_layers)
+        if rows is not None:
+            x = _select_rows(x, rows)
+        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
+
+    def _run(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> torch.Tensor:
+        x, residual = self._run_parts(layers, x, place, slot)
+        return add_norm(x, residual, layers[-1].norm_4, None, self.config.norm_eps)[0]
+
+    def _run_parts(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
+        eps = self.config.norm_eps
+        normed = rms_norm(x, layers[0].norm_1, eps)
+        for index, layer in enumerate(layers):
+            if index:
+                x, normed = add_norm(y, residual, layers[index - 1].norm_4, layer.norm_1, eps)
+            y, residual = layer(x, normed, place, slot + index)
+        return y, residual
+
+    def _rope(self, limit: int) -> Rotation:
+        return self._tables.covering(limit, self.device, self.dtype)

@@ -1,0 +1,92 @@
+"""One layer of a recurrent-depth model: attention and a gated MLP, each between two norms ("sandwich").
+
+Inference runs what lies between the matrix products as one op each. Those have no gradient and know no fp64, so training and
+proofs take plain PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pdkernels.models.attention import attend, attend_cached
+from pdkernels.models.layer import rms_norm
+from pdkernels.models.rope import rotate
+from pdkernels.ops.sandwich import KERNEL_DTYPES, add_rms_norm, rotate_append_, silu_gate
+from pdkernels.ops.speculative_attention import speculative_attention
+
+if TYPE_CHECKING:
+    from pdkernels.models.recurrent_depth import Place, RecurrentDepthConfig
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Whether the ops take the place of plain PyTorch."""
+    return not torch.is_grad_enabled() and x.dtype in KERNEL_DTYPES
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, next_weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight."""
+    if fused(x):
+        return add_rms_norm(x, residual, weight, next_weight=next_weight, eps=eps)
+    y = rms_norm(x + residual, weight, eps)
+    return y, None if next_weight is None else rms_norm(y, next_weight, eps)
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``."""
+    if fused(x):
+        return silu_gate(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+class SandwichLayer(nn.Module):
+    """``h = norm_2(attention(norm_1(x)) + x)``, then ``norm_4(mlp(norm_3(h)) + h)``. There is no residual without a norm.
+
+    q and k have a bias, v has none. The first half of `gate_up` is gated by SiLU and multiplies the second.
+    """
+
+    def __init__(self, config: RecurrentDepthConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, width = config.hidden_size, config.heads * config.head_dim
+        self.norm_1 = nn.Parameter(torch.empty(hidden))
+        self.qkv = nn.Parameter(torch.empty(3 * width, hidden))
+        self.qk_bias = nn.Parameter(torch.empty(2 * config.heads, config.head_dim))
+        self.output = nn.Parameter(torch.empty(hidden, width))
+        self.norm_2 = nn.Parameter(torch.empty(hidden))
+        self.norm_3 = nn.Parameter(torch.empty(hidden))
+        self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, hidden))
+        self.down = nn.Parameter(torch.empty(hidden, config.intermediate_size))
+        self.norm_4 = nn.Parameter(torch.empty(hidden))
+
+    def forward(self, x: torch.Tensor, normed: torch.Tensor, place: Place, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What stands before norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` that of the cache."""
+        qkv = F.linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
+        mixed = self._attention(qkv, place, slot).flatten(-2)
+        h, normed = add_norm(F.linear(mixed, self.output), x, self.norm_2, self.norm_3, self.config.norm_eps)
+        return F.linear(gated(F.linear(normed, self.gate_up)), self.down), h
+
+    def _attention(self, qkv: torch.Tensor, place: Place, slot: int) -> torch.Tensor:
+        """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""
+        heads, cache, visibility = self.config.heads, place.cache, place.visibility
+        if cache is None or isinstance(visibility.mask, torch.Tensor) or not fused(qkv):
+            qk, v = qkv.split((2 * heads, heads), -2)
+            q, k = rotate(qk + self.qk_bias, place.rotation, "interleaved").split((heads, heads), -2)
+            if cache is None:
+                return attend(q, k, v, visibility)
+            return attend_cached(q, k, v, visibility, cache, slot, place.counts)
+        k_cache, v_cache = cache.k[slot], cache.v[slot]
+        rotate_append_(
+            qkv, self.qk_bias, place.table.cos, place.table.sin, k_cache, v_cache, cache.lengths, counts=place.counts,
+            block_table=cache.block_table,
+        )  # fmt: skip
+        q, k, v = qkv.split(heads, -2)
+        if visibility.mask is None:
+            return attend(q, *cache.layer(slot, visibility.prefix + 1), visibility)
+        return speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table)
