@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pdkernels.evaluation import plot
+from pdkernels.evaluation import plot, plot_recurrent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -81,7 +81,7 @@ def decoding(rows: list[Row]) -> str:
 
 def evaluation(rows: list[Row], task: str) -> str:
     """Of `python -m pdkernels eval --json`."""
-    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task]
+    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and not is_recurrent(row)]
     if not rows:
         return "not measured"
     forms = {
@@ -101,8 +101,27 @@ def evaluation(rows: list[Row], task: str) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
+def is_recurrent(row: Row) -> bool:
+    return row["op"] == "evaluation" and row["method"].startswith("recurrent_")
+
+
+def recurrent(rows: list[Row]) -> str:
+    """Of `python -m pdkernels eval --family recurrent --json`."""
+    rows = [row for row in rows if is_recurrent(row)]
+    if not rows:
+        return "not measured"
+    lines = []
+    for row in rows:
+        cells = [f"{row['right'] / row['problems']:.0%}", f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        memory = "-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"
+        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", memory, row["verdict"]])
+    header = [f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}", "exact match", "tokens per step", "tokens/s", "speed",
+              "peak MB", "identical to greedy"]  # fmt: skip
+    return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
 def evaluation_picture(rows: list[Row]) -> str:
-    measured = any(row["op"] == "evaluation" for row in rows)
+    measured = any(row["op"] == "evaluation" and not is_recurrent(row) for row in rows)
     return "![Tokens per forward and speed by method](images/bench_evaluation.png)" if measured else "not measured"
 
 
@@ -183,6 +202,30 @@ def speculative_attention(rows: list[Row]) -> str:
     return f"{times}\n\n{table(['bf16, the prefix growing from 512', 'ms a step, all it needs', 'the longest of five'], steps)}\n\n{machine(rows)}"
 
 
+def recurrence(rows: list[Row], case: str) -> str:
+    """All widths of a case in bf16, then in fp32; beside each time the copy speed that it comes to."""
+    rows = [row for row in rows if row["op"] == "recurrence" and row["case"] == case]
+    if not rows:
+        return "not measured"
+    cases = [(f"{dtype}, {width}", {"dtype": dtype, "width": width}) for dtype in ("bf16", "fp32") for width in (1, 16, 64, 128, 512)]
+    lines = []
+    for name, found in by_contender(rows, cases):
+        cells = [microseconds(row["median_us"]) if row else "-" for row in found]
+        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
+    ours = by_contender(rows, cases)[0][1]
+    lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
+    return f"{table(['µs, median; rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
+def recurrence_advance(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] == "recurrence_advance_"]
+    if not rows:
+        return "not measured"
+    cases = [(f"batch {b}, {w} rows", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 128), (8, 128)]]
+    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    return f"{table(['µs, median', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -196,11 +239,16 @@ TABLES = {
     "evaluation sums": lambda rows: evaluation(rows, "sums"),
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
+    "evaluation recurrent": recurrent,
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
+    "recurrence_inject": lambda rows: recurrence(rows, "inject"),
+    "recurrence_inject with noise": lambda rows: recurrence(rows, "inject with noise"),
+    "recurrence_exit": lambda rows: recurrence(rows, "exit"),
+    "recurrence_advance_": recurrence_advance,
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),
     "machine decoding": lambda rows: machine([row for row in rows if row["op"] == "decoding"]),
@@ -264,9 +312,16 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
 
 def plot_evaluation(rows: list[Row], path: Path) -> None:
     """The picture that the command line draws too."""
-    rows = [row for row in rows if row["op"] == "evaluation"]
+    rows = [row for row in rows if row["op"] == "evaluation" and not is_recurrent(row)]
     if rows:
         plot(rows, path)
+
+
+def plot_evaluation_recurrent(rows: list[Row], path: Path) -> None:
+    """The picture that the command line draws for the family."""
+    rows = [row for row in rows if is_recurrent(row)]
+    if rows:
+        plot_recurrent(rows, path)
 
 
 def renew(path: Path, rows: list[Row]) -> None:
@@ -290,6 +345,7 @@ def main() -> None:
         plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
         plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
         plot_evaluation(rows, ROOT / "docs/images/bench_evaluation.png")
+        plot_evaluation_recurrent(rows, ROOT / "docs/images/bench_evaluation_recurrent.png")
     else:
         for name, make in TABLES.items():
             print(f"\n{name}\n{make(rows)}")

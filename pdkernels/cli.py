@@ -142,7 +142,10 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
     """The options of each method asked for. An option that none of them takes is an error, not ignored."""
     if "all" in names:
         fills_masks = model.mask_token is not None
-        names = [name for name in decoding.available() if fills_masks or "mask_token" not in decoding.method_options(name)]
+        names = [
+            name for name in decoding.available()
+            if decoding.suits(name, model) and (fills_masks or "mask_token" not in decoding.method_options(name))
+        ]  # fmt: skip
     accepted = {name: decoding.method_options(name) for name in names}
     for option in options:
         if not any(option in known for known in accepted.values()):
@@ -194,16 +197,17 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
 
 @app.command("eval")
 def evaluate(
+    family: Annotated[str, typer.Option(help="'transformer' or 'recurrent': which tiny models and tasks stand for what is not given.")] = "transformer",
     model: Annotated[
-        list[str] | None, typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default all tiny ones.")
+        list[str] | None, typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default the family's tiny ones.")
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Decoding method. May be given several times; autoregressive decoding always runs too.")
+        list[str] | None, typer.Option(help="Decoding method. May be given several times; token-by-token decoding always runs too.")
     ] = None,
     width: Annotated[
         list[int] | None, typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method.")
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for recurrent models sums.")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
@@ -226,8 +230,10 @@ def evaluate(
                 raise ImportError(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
-        tasks = [evaluation.make_task(name, problems, seed) for name in dict.fromkeys(task or evaluation.TASKS)]
-        loaded, absent = _load_all(model or list(evaluation.DEFAULT_METHODS))
+        demand(family in evaluation.FAMILIES, "eval", "--family", f"be one of {', '.join(evaluation.FAMILIES)}", repr(family))
+        known = evaluation.FAMILIES[family]
+        tasks = [evaluation.make_task(name, problems, seed) for name in dict.fromkeys(task or known.tasks)]
+        loaded, absent = _load_all(model or list(known.models))
         competing, unable = evaluation.contenders(loaded, method or (), width or ())
         skipped = absent + unable
         for line in skipped:
@@ -243,7 +249,9 @@ def evaluate(
                 def show(what: str, share: float, number: int = number, name: str = chosen.name) -> None:
                     progress.update(bar, description=f"{name}, {what}", completed=number + share)
 
-                rows += evaluation.evaluate(loaded, competing, chosen, batch_size=batch_size, progress=show)
+                rows += evaluation.evaluate(
+                    loaded, competing, chosen, batch_size=batch_size, memory=family == "recurrent", progress=show
+                )
         for chosen in tasks:
             console.print(_evaluation_table([row for row in rows if row.task == chosen.name]))
         written = evaluation.as_json(rows, skipped)
@@ -252,7 +260,8 @@ def evaluate(
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
             plot.parent.mkdir(parents=True, exist_ok=True)
-            evaluation.plot([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
+            draw = evaluation.plot_recurrent if family == "recurrent" else evaluation.plot
+            draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
         console.print(Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red"))
         raise typer.Exit(1)
@@ -260,7 +269,8 @@ def evaluate(
 
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Models by name, and a line for each of the package's models that has not been trained here."""
-    absent = [name for name in dict.fromkeys(names) if name in evaluation.DEFAULT_METHODS and name not in models.available()]
+    ours = {name for family in evaluation.FAMILIES.values() for name in family.models}
+    absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
     return loaded, [f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it" for name in absent]
 
@@ -270,17 +280,29 @@ def _evaluation_table(rows: list[evaluation.Row]) -> Table:
     prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
     table = Table(box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold")
     table.add_column("", no_wrap=True)
-    headings = ("tokens/\nforward", "tokens/\ncycle", "\ntokens/s", "\nspeed")
-    for heading in (*(["exact\nmatch"] if first.right is not None else []), *headings, "identical\nto greedy"):
+    judged = any(row.tokens_per_cycle is not None for row in rows) and first.extra_memory is None
+    figures = {"tokens/\nforward": ("{:.2f}", "tokens_per_forward"), "tokens/\ncycle": ("{:.2f}", "tokens_per_cycle")}
+    figures |= {"\ntokens/s": ("{:.0f}", "tokens_per_second"), "\nspeed": ("{:.2f}x", "speedup")}
+    if not judged:
+        del figures["tokens/\ncycle"]
+    watched = ["peak\nMB"] if first.extra_memory is not None else []
+    for heading in (*(["exact\nmatch"] if first.right is not None else []), *figures, *watched, "identical\nto greedy"):
         table.add_column(heading, justify="right", no_wrap=True)
     for model in dict.fromkeys(row.model for row in rows):
         table.add_row(Text(model, "bold"))
+        method = None
         for row in (row for row in rows if row.model == model):
             cells = [] if row.right is None else [f"{row.right / row.problems:.0%}"]
-            for form, value in (("{:.2f}", row.tokens_per_forward), ("{:.2f}", row.tokens_per_cycle),
-                                ("{:.0f}", row.tokens_per_second), ("{:.2f}x", row.speedup)):  # fmt: skip
+            for form, name in figures.values():
+                value = getattr(row, name)
                 cells.append("-" if value is None else form.format(value))
-            table.add_row(f" {row.label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))
+            if watched:
+                cells.append("-" if row.extra_memory is None else f"{row.extra_memory / 1e6:.2f}")
+            label = row.label
+            if row.settings and row.method == method:  # the method stands above
+                label = " " + label.removeprefix(f"{method}, ")
+            method = row.method
+            table.add_row(f" {label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))
     return table
 
 

@@ -17,11 +17,39 @@ from pdkernels.decoding import (
     jacobi_multiblock,
     linear_self_speculation,
     quadratic_self_speculation,
+    recurrent_adaptive,
+    recurrent_diffusion,
+    recurrent_self_speculation,
+    recurrent_static,
 )
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.result import DecodeResult, DecodeStats, DenoiseStep, LinearStep, OnTokens, TraceStep
+from pdkernels.decoding.result import (
+    AdaptiveStep,
+    DecodeResult,
+    DecodeStats,
+    DenoiseStep,
+    LinearStep,
+    OnTokens,
+    RecurrentStep,
+    TraceStep,
+)
+from pdkernels.models.recurrent_depth import RecurrentDepth
 
-__all__ = ["DecodeResult", "DecodeStats", "DenoiseStep", "LinearStep", "TraceStep", "available", "generate", "is_lossless", "method_options"]
+__all__ = [
+    "AdaptiveStep",
+    "DecodeResult",
+    "DecodeStats",
+    "DenoiseStep",
+    "LinearStep",
+    "RecurrentStep",
+    "TraceStep",
+    "available",
+    "default_option",
+    "generate",
+    "is_lossless",
+    "method_options",
+    "suits",
+]
 
 # A method fills a session; its keyword-only parameters are its options. One that spends more than a forward on a draft
 # returns in how many its sequences took part, all together.
@@ -32,17 +60,17 @@ _METHODS: dict[str, Callable[..., int | None]] = {
     "linear_self_speculation": linear_self_speculation.decode,
     "quadratic_self_speculation": quadratic_self_speculation.decode,
     "block_diffusion": block_diffusion.decode,
+    "recurrent_static": recurrent_static.decode,
+    "recurrent_adaptive": recurrent_adaptive.decode,
+    "recurrent_self_speculation": recurrent_self_speculation.decode,
+    "recurrent_diffusion": recurrent_diffusion.decode,
 }
 
 # Methods that write tokens of their own; all others keep the tokens and change what they cost.
-_OWN_TOKENS = ("block_diffusion",)
+_OWN_TOKENS = ("block_diffusion", "recurrent_adaptive", "recurrent_self_speculation", "recurrent_diffusion")
 
 # Names of the other methods this library is about: asking for one is no typing error.
 _NAMED = (
-    "recurrent_static",
-    "recurrent_adaptive",
-    "recurrent_self_speculation",
-    "recurrent_diffusion",
     "llada",
     "dream",
     "slowfast",
@@ -60,8 +88,8 @@ Prompt = str | torch.Tensor | Sequence[int]
 def available() -> tuple[str, ...]:
     """Names of the methods `generate` offers.
 
-    >>> available()
-    ('autoregressive', 'jacobi', 'jacobi_multiblock', 'linear_self_speculation', 'quadratic_self_speculation', 'block_diffusion')
+    >>> available()[:4]
+    ('autoregressive', 'jacobi', 'jacobi_multiblock', 'linear_self_speculation')
     """
     return tuple(_METHODS)
 
@@ -80,10 +108,29 @@ def is_lossless(method: str) -> bool:
     """Whether `method` promises the tokens of greedy decoding, with default options and at temperature 0.
 
     >>> [name for name in available() if not is_lossless(name)]
-    ['block_diffusion']
+    ['block_diffusion', 'recurrent_adaptive', 'recurrent_self_speculation', 'recurrent_diffusion']
     """
     _method(method)
     return method not in _OWN_TOKENS
+
+
+def default_option(method: str, option: str) -> Any:
+    """What an option of `method` is if it is not given.
+
+    >>> default_option("block_diffusion", "threshold")
+    0.9
+    """
+    return inspect.signature(_method(method)).parameters[option].default
+
+
+def suits(method: str, model: Any) -> bool:
+    """Whether `method` is for models of this kind: those for recurrent depth are for `RecurrentDepth`, the others for all.
+
+    >>> suits("jacobi", object())
+    True
+    """
+    _method(method)
+    return not method.startswith("recurrent_") or isinstance(model, RecurrentDepth)
 
 
 def generate(
@@ -124,6 +171,18 @@ def generate(
             - ``block_diffusion``: `block_size` (32), `threshold` (0.9) or None and `steps_per_block`, `refresh` ("causal").
 
             These three take `mask_token` (the model's own by default), `temperature` (0) and `seed` (0) of the draws, `page_size`.
+
+            - ``recurrent_static``: a fixed number of recurrences a token.
+            - ``recurrent_adaptive``: `criterion` ("latent-diff"), `threshold`, `max_recurrences` (`recurrences`),
+              `min_recurrences` (1), `check_every` (1).
+            - ``recurrent_self_speculation``: `draft_len` (8) tokens of `draft_recurrences` (4).
+            - ``recurrent_diffusion``: `inner_recurrence` (4), `threshold` (0.03), `exit` ("latent-diff"), `noise` (0),
+              `schedule`, `mixer`, `momentum` (0.1), `headway` (1), `max_wavefront` (128), `rule` ("prefix"), `new_state`
+              ("fresh"), `guard` (True), `max_recurrences`, `stability`, `published` (False).
+
+            These four, for recurrent-depth models, take `recurrences` (the model's mean), `temperature` (0), `top_p`, `min_p`,
+            `seed` (0) of states and draws, `page_size`.
+
             `page_size` is the number of rows per page of a paged KV cache; None, the default, keeps it contiguous.
 
     Returns:
@@ -176,6 +235,7 @@ def generate(
         seconds=seconds,
         accepted=session.accepted,
         trace=session.trace,
+        recurrences=session.recurrences,
     )
     ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
     text = None

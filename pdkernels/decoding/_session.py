@@ -39,8 +39,9 @@ class Session:
         self.end_tokens = end_tokens
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.accepted: list[list[int]] = [[] for _ in prompts]
-        self.trace: list[list[TraceStep]] | None = [[] for _ in prompts] if trace else None
+        self.trace: list[list[Any]] | None = [[] for _ in prompts] if trace else None
         self.forwards = 0
+        self.recurrences: int | None = None  # counted by the methods that decide how often a model's core runs
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 

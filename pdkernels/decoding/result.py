@@ -36,6 +36,31 @@ class DenoiseStep(NamedTuple):
     committed: dict[int, int]  # slot -> token
 
 
+class AdaptiveStep(NamedTuple):
+    """One token of adaptive recurrent decoding."""
+
+    cursor: int
+    token: int  # the input
+    prediction: int
+    recurrences: int
+    values: list[float]  # of the criterion, one per check; inf where a check came too early to count
+
+
+class RecurrentStep(NamedTuple):
+    """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor + i``."""
+
+    cursor: int  # everything before it is frozen
+    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
+    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
+    distance: list[float]  # what the exit test measured of each row; inf where it measured nothing
+    frozen: int  # predictions[:frozen] became text, and the cursor moved by as much
+
+
+Trace = (
+    list[list[TraceStep]] | list[list[LinearStep]] | list[list[DenoiseStep]] | list[list[AdaptiveStep]] | list[list[RecurrentStep]]
+)
+
+
 @dataclass(frozen=True)
 class DecodeStats:
     """What a generation cost.
@@ -49,9 +74,11 @@ class DecodeStats:
         seconds: wall time from the first allocation to the last token on the host, without the time spent in
             `on_tokens`.
         accepted: per sequence, the draft tokens committed by each forward that judged a draft, the always right first
-            one included; in block diffusion the slots that each forward filled. One list per sequence, also for a
-            single prompt.
+            one included; in block diffusion the slots that each forward filled; in recurrent diffusion the tokens that
+            each step froze. One list per sequence, also for a single prompt.
         trace: per sequence, one `TraceStep` (or the method's own form of it) per judged draft; None unless asked for.
+        recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
+            None for a method that does not decide about them.
     """
 
     method: str
@@ -60,7 +87,8 @@ class DecodeStats:
     tokens_per_forward: float
     seconds: float
     accepted: list[list[int]]
-    trace: list[list[TraceStep]] | list[list[LinearStep]] | list[list[DenoiseStep]] | None = None
+    trace: Trace | None = None
+    recurrences: int | None = None
 
     @property
     def tokens_per_second(self) -> float:

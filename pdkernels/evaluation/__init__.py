@@ -1,11 +1,14 @@
 """Accuracy and speed of decoding methods side by side: the measurements and the plot of `python -m pdkernels eval`."""
 
-from pdkernels.evaluation.contest import DEFAULT_METHODS, Contender, Row, as_json, contenders, evaluate
+from pdkernels.evaluation.contender import Contender
+from pdkernels.evaluation.contest import DEFAULT_METHODS, FAMILIES, Row, as_json, contenders, evaluate
 from pdkernels.evaluation.plot import plot
+from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
 
 __all__ = [
     "DEFAULT_METHODS",
+    "FAMILIES",
     "TASKS",
     "Contender",
     "Row",
@@ -13,6 +16,9 @@ __all__ = [
     "as_json",
     "contenders",
     "evaluate",
+    "extra_memory",
     "make_task",
     "plot",
+    "plot_recurrent",
+    "plot_wave",
 ]

@@ -15,57 +15,50 @@ from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels._version import __version__
 from pdkernels.decoding.result import DecodeResult
-from pdkernels.evaluation.tasks import Task
+from pdkernels.evaluation.contender import WIDTH_OPTIONS, Contender
+from pdkernels.evaluation.recurrent import extra_memory, recurrent_contenders, with_full_wave
+from pdkernels.evaluation.tasks import TASKS, Task
+from pdkernels.models.recurrent_depth import RecurrentDepth
 
 _OP = "evaluation"
 
-# What is shown of the trained models: plain decoding, Jacobi decoding before and after Jacobi Forcing, and a tri-mode model's ways.
+# What is shown of the trained transformers: plain decoding, Jacobi decoding before and after Jacobi Forcing, and a tri-mode model's ways.
 DEFAULT_METHODS = {
     "tiny-code": ("autoregressive", "jacobi"),
     "tiny-jacobi": ("autoregressive", "jacobi", "jacobi_multiblock"),
     "tiny-trimode": ("autoregressive", "linear_self_speculation", "quadratic_self_speculation", "block_diffusion"),
 }
 
-_BASELINE = "autoregressive"
-# The option that says how many tokens a method drafts or fills in at once, and the widths it is shown with. None: the one of
-# `_TRIED` that is fastest on prompts that are not counted, so that no model is held to a width that suits another one.
-_WIDTH_OPTIONS = {
-    "jacobi": "block_size",
-    "jacobi_multiblock": "block_size",
-    "linear_self_speculation": "block_size",
-    "quadratic_self_speculation": "draft_len",
-    "block_diffusion": "block_size",
+
+class Family(NamedTuple):
+    """What `eval` takes where nothing is given."""
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+
+FAMILIES = {
+    "transformer": Family(tuple(DEFAULT_METHODS), TASKS),
+    # On source text nothing is right or wrong, and these methods are about how much thinking it takes to be right.
+    "recurrent": Family(("tiny-recurrent",), ("sums",)),
 }
+
+# With one of these, as it is, a model's contenders begin: its tokens and its speed are what the others are compared with.
+_YARDSTICKS = ("autoregressive", "recurrent_static")
+# Those that draft tokens and judge the drafts.
+_JUDGING = ("jacobi", "jacobi_multiblock", "linear_self_speculation", "quadratic_self_speculation", "recurrent_self_speculation")
+# The widths a method is shown with. None: the one of `_TRIED` that is fastest on prompts that are not counted, so that no model is
+# held to a width that suits another one.
 _WIDTHS: dict[str, tuple[int | None, ...]] = {
     "linear_self_speculation": (4, 8, 16),
     "quadratic_self_speculation": (4, 8, 16),
     "block_diffusion": (16,),
 }
 _TRIED = (4, 8, 16, 32)
+# New tokens of a generation whose memory is watched.
+_WATCHED_TOKENS = 160
 # Two logits closer than this many rounding steps of the largest one may change places when a forward has more rows.
 _TIE = 64
-
-
-class Contender(NamedTuple):
-    """A model's name, a method and its width: tokens of a block or draft. None: the method has none, or it is to be found out."""
-
-    model: str
-    method: str
-    width: int | None = None
-
-    @property
-    def label(self) -> str:
-        """Method and width.
-
-        >>> Contender("tiny-trimode", "linear_self_speculation", 8).label
-        'linear_self_speculation, 8'
-        """
-        return self.method if self.width is None else f"{self.method}, {self.width}"
-
-    @property
-    def options(self) -> dict[str, int]:
-        """What `decoding.generate` takes."""
-        return {} if self.width is None else {_WIDTH_OPTIONS[self.method]: self.width}
 
 
 @dataclass(frozen=True)
@@ -77,20 +70,23 @@ class Row:
         model: name of the model.
         method: name of the method.
         width: tokens of a block or draft; None for methods without.
+        settings: further options of the method.
         problems: how many prompts.
         batch_size: prompts per generation.
         tokens: new tokens, all prompts together.
         right: prompts whose answer is exactly right; None where there is no right or wrong.
-        identical: prompts whose tokens are those of greedy autoregressive decoding with the same model in the same run.
+        yardstick: whether the model's other contenders are compared with this one, greedy autoregressive decoding.
+        identical: prompts whose tokens are those of the yardstick in the same run.
         ties: of the others, those that part at two tokens between which the model does not decide, up to rounding.
-        lossless: whether the method promises greedy decoding's tokens.
+        lossless: whether the contender promises the yardstick's tokens.
         tokens_per_forward: `tokens` over the forwards in which their sequences took part, those over prompts included.
         tokens_per_second: `tokens` over the seconds of all generations.
-        speedup: median over the batches: tokens per second over those of autoregressive decoding of the same batch.
+        speedup: median over the batches: tokens per second over those of the yardstick on the same batch.
         speedup_quartiles: the first and the third quartile of the same.
         tokens_per_cycle: new tokens for each judged draft. That is two forwards in linear self-speculation, one in the other
             methods; None for methods that judge no drafts.
         accepted_per_cycle: of them, those that had been drafted; the other one the judge gave itself.
+        extra_memory: the most bytes of tensors that a generation of 160 tokens held at once, weights apart; None: not watched.
         seconds: of each batch.
 
     A method that broke its promise has no figures of cost: all from `tokens_per_forward` to `accepted_per_cycle` are None.
@@ -100,10 +96,12 @@ class Row:
     model: str
     method: str
     width: int | None
+    settings: tuple[tuple[str, Any], ...]
     problems: int
     batch_size: int
     tokens: int
     right: int | None
+    yardstick: bool
     identical: int
     ties: int
     lossless: bool
@@ -113,12 +111,13 @@ class Row:
     speedup_quartiles: tuple[float, float] | None
     tokens_per_cycle: float | None
     accepted_per_cycle: float | None
+    extra_memory: int | None
     seconds: list[float] = field(repr=False)
 
     @property
     def label(self) -> str:
-        """Method and width."""
-        return Contender(self.model, self.method, self.width).label
+        """Method, width and settings."""
+        return Contender(self.model, self.method, self.width, self.settings).label
 
     @property
     def broken(self) -> bool:
@@ -128,7 +127,7 @@ class Row:
     @property
     def verdict(self) -> str:
         """Whether the tokens are greedy decoding's, in a word or two."""
-        if self.method == _BASELINE:
+        if self.yardstick:
             return "is greedy"
         if self.identical == self.problems:
             return "yes"
@@ -140,7 +139,7 @@ class Row:
 def contenders(
     models: Mapping[str, Any], methods: Sequence[str] = (), widths: Sequence[int] = ()
 ) -> tuple[list[Contender], list[str]]:
-    """Who competes, autoregressive decoding of every model among them, and a line for each who cannot.
+    """Who competes, first of all every model's token-by-token decoding, and a line for each who cannot.
 
     Args:
         models: by name.
@@ -156,12 +155,18 @@ def contenders(
     found: list[Contender] = []
     skipped = []
     for name, model in models.items():
+        recurrent = isinstance(model, RecurrentDepth)
+        if recurrent and not methods:
+            found += recurrent_contenders(name)
+            continue
         able = [method for method, needed in fills_masks.items() if not needed or model.mask_token is not None]
-        shown = methods or DEFAULT_METHODS.get(name, able)
-        for method in dict.fromkeys([_BASELINE, *shown]):
-            if fills_masks.get(method) and method not in able:
+        shown = methods or DEFAULT_METHODS.get(name, [method for method in able if decoding.suits(method, model)])
+        for method in dict.fromkeys([_YARDSTICKS[recurrent], *shown]):
+            if not decoding.suits(method, model):
+                skipped.append(f"{name} with {method}: that method is for recurrent-depth models such as tiny-recurrent")
+            elif fills_masks.get(method) and method not in able:
                 skipped.append(f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one")
-            elif method in _WIDTH_OPTIONS:
+            elif method in WIDTH_OPTIONS:
                 found += [Contender(name, method, width) for width in dict.fromkeys(widths or _WIDTHS.get(method, (None,)))]
             else:
                 found.append(Contender(name, method))
@@ -174,6 +179,7 @@ def evaluate(
     task: Task,
     *,
     batch_size: int = 1,
+    memory: bool = False,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Row]:
     """Let all contenders work on the same prompts.
@@ -186,6 +192,7 @@ def evaluate(
         competing: as `contenders` gives them.
         task: as `make_task` gives it.
         batch_size: prompts per generation.
+        memory: also watch the memory of a generation of 160 tokens that is not counted, in the worst case: see `with_full_wave`.
         progress: called with what comes next and the share of the task that is done.
 
     Returns:
@@ -203,15 +210,19 @@ def evaluate(
         [('autoregressive', 64, 'is greedy'), ('jacobi', 64, 'yes')]
     """
     check(batch_size >= 1, _OP, "batch_size", "be at least 1", batch_size)
-    for name in dict.fromkeys(contender.model for contender in competing):
-        check(Contender(name, _BASELINE) in competing, _OP, "competing", f"hold {_BASELINE} of {name}", "none")
+    yardsticks: dict[str, Contender] = {}
+    for contender in competing:
+        yardsticks.setdefault(contender.model, contender)
+    for name, first in yardsticks.items():
+        check(first.method in _YARDSTICKS and not first.settings, _OP, "competing",
+              f"begin with {' or '.join(_YARDSTICKS)} for {name}", first.label)  # fmt: skip
         check(models[name].tokenizer is not None, _OP, "models", "have tokenizers", f"none in {name}",
               "A checkpoint's folder needs its tokenizer.json.")  # fmt: skip
     settled = []
     for contender in competing:
         progress(f"{contender.model}: {contender.label}, warm-up", 0.0)
         _run(models, contender, task, (task.warm_up * batch_size)[:batch_size])
-        if contender.width is None and contender.method in _WIDTH_OPTIONS:
+        if contender.width is None and contender.method in WIDTH_OPTIONS:
             contender = contender._replace(width=_fastest_width(models, contender, task))
         settled.append(contender)
 
@@ -222,9 +233,18 @@ def evaluate(
         for turn, contender in enumerate(settled[begin:] + settled[:begin]):
             progress(f"{contender.model}: {contender.label}", (number + turn / len(settled)) / len(batches))
             results[contender].append(_run(models, contender, task, batch))
+    watched: dict[Contender, int] = {}
+    for contender in settled if memory else ():
+        if (full := with_full_wave(contender)) is not None:
+            progress(f"{contender.model}: {contender.label}, memory", 1.0)
+            watched[contender] = extra_memory(
+                models[contender.model], task.warm_up[0], contender.method, max_new_tokens=min(_WATCHED_TOKENS, task.limit),
+                end_tokens=(), **full,
+            )  # fmt: skip
     progress("done", 1.0)
     return [
-        _row(models[contender.model], contender, task, batch_size, own, results[Contender(contender.model, _BASELINE)])
+        _row(models[contender.model], contender, task, batch_size, own, results[yardsticks[contender.model]],
+             watched.get(contender))
         for contender, own in results.items()
     ]
 
@@ -248,7 +268,7 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
             "group": f"evaluation, {row.task}",
             "name": f"{row.model}: {row.label}",
             "stats": {**stats, "rounds": len(row.seconds)},
-            "extra_info": {**facts, **known, "contender": row.label, "verdict": row.verdict},
+            "extra_info": {**facts, **known, "settings": dict(row.settings), "contender": row.label, "verdict": row.verdict},
         })  # fmt: skip
     return {"benchmarks": benchmarks, "skipped": list(skipped)}
 
@@ -270,12 +290,13 @@ def _fastest_width(models: Mapping[str, Any], contender: Contender, task: Task) 
 
 
 def _row(
-    model: Any, contender: Contender, task: Task, batch_size: int, results: list[DecodeResult], greedy: list[DecodeResult]
+    model: Any, contender: Contender, task: Task, batch_size: int, results: list[DecodeResult], greedy: list[DecodeResult],
+    memory: int | None,
 ) -> Row:
     texts = [text for result in results for text in result.text]
     answers = [[ids for result in side for ids in result.tokens] for side in (results, greedy)]
     differing = [triple for triple in zip(task.prompts, *answers, strict=True) if not torch.equal(*triple[1:])]
-    lossless = decoding.is_lossless(contender.method)
+    lossless = contender.is_lossless
     ties = sum(_is_tie(model, *triple) for triple in differing) if lossless else 0
     right = None
     if task.problems is not None:
@@ -292,13 +313,13 @@ def _row(
         cost["tokens_per_second"] = tokens / sum(seconds)
         cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
         accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
-        if accepted and lossless and contender.method != _BASELINE:
+        if accepted and contender.method in _JUDGING:
             # The first token of a sequence comes from the prompt's forward, and the first of a draft is known already.
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1
     return Row(
-        task.name, *contender, len(task.prompts), batch_size, tokens, right,
-        identical=len(task.prompts) - len(differing), ties=ties, lossless=lossless, seconds=seconds, **cost,
+        task.name, *contender, len(task.prompts), batch_size, tokens, right, yardstick=results is greedy,
+        identical=len(task.prompts) - len(differing), ties=ties, lossless=lossless, extra_memory=memory, seconds=seconds, **cost,
     )  # fmt: skip
 
 

@@ -63,8 +63,7 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], models: Sequence[str], f
             names.append(model)
             y += 1
         for row in own:
-            baseline = row["method"] == "autoregressive"
-            axis.barh(y, row[figure], height=0.78, color=light if baseline else strong)
+            axis.barh(y, row[figure], height=0.78, color=light if row["verdict"] == "is greedy" else strong)
             text = form.format(row[figure])
             if figure == "tokens_per_forward" and row["right"] is not None:
                 text += f"   {row['right'] / row['problems']:.0%} right"

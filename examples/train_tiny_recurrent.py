@@ -1,0 +1,174 @@
+"""Train `tiny-recurrent`: a byte-level model whose core runs as often as one likes, on sums worked out digit by digit and on source.
+
+    python examples/train_tiny_recurrent.py
+
+takes less than half an hour on two CPU cores and writes pdkernels/models/weights/tiny-recurrent.safetensors.
+
+Each step draws how often the core runs from a log-normal Poisson distribution, so that the model learns to make use of many
+recurrences and to be of use after few; only the last few of them keep a graph. The mean grows during training: early on, what there
+is to learn needs no depth.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 3.3.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from torch import Tensor
+
+from pdkernels.decoding import generate
+from pdkernels.models import ByteTokenizer
+from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
+from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.training import Problem, arithmetic, as_ids, standard_library
+
+CONFIG = RecurrentDepthConfig(
+    vocab_size=ByteTokenizer.vocab_size, hidden_size=128, heads=4, head_dim=32, intermediate_size=256, prelude_layers=1,
+    core_layers=2, coda_layers=1, mean_recurrence=16, max_positions=512,
+)  # fmt: skip
+SPREAD = 0.5
+"""Standard deviation of the logarithm of the mean number of recurrences."""
+KEPT = (2, 4)
+"""Recurrences with a graph, the last ones: in the first half of the training, and in the second."""
+SHOWN = (1, 2, 4, 8, 16)
+"""Recurrences at which the model is looked at."""
+console = Console()
+
+
+def recurrences(mean: float, generator: torch.Generator) -> int:
+    """A draw from the log-normal Poisson distribution of this mean, at least 1."""
+    rate = math.exp(SPREAD * float(torch.randn((), generator=generator)) - SPREAD**2 / 2) * max(mean - 1, 0)
+    return 1 + int(torch.poisson(torch.tensor(rate), generator=generator))
+
+
+def loss_of(model: RecurrentDepth, windows: Tensor, counted: Tensor, steps: int, kept: int, generator: torch.Generator) -> Tensor:
+    """Mean loss in nats of the next bytes that are `counted`, after `steps` recurrences with a graph of the last `kept`."""
+    tokens, targets = windows[:, :-1], windows[:, 1:]
+    place = model.place(tokens.shape[1])
+    embedding = model.prelude(tokens, place)
+    term = model.embedding_term(embedding)
+    state = torch.empty_like(embedding, requires_grad=False)
+    torch.nn.init.trunc_normal_(state, std=STATE_STD, a=-3 * STATE_STD, b=3 * STATE_STD, generator=generator)
+    with torch.no_grad():
+        for _ in range(steps - kept):
+            state = model.core(state, term, place)
+    for _ in range(min(steps, kept)):
+        state = model.core(state, term, place)
+    logits = model.coda(state, place)
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * counted.flatten()).sum() / counted.sum()
+
+
+def rows_of_sums(problems: Iterator[Problem], count: int, context: int) -> tuple[Tensor, Tensor]:
+    """Rows of context + 1 ids that begin with a question, as a prompt does, and go on with further ones; the questions do not count."""
+    rows, marks = [], []
+    for _ in range(count):
+        ids: list[int] = []
+        counted: list[bool] = []
+        while len(ids) <= context:
+            problem = next(problems)
+            text = [*(problem.prompt + problem.steps).encode(), ByteTokenizer.end_token]
+            ids += text
+            counted += [False] * len(problem.prompt) + [True] * (len(text) - len(problem.prompt))
+        rows.append(ids[: context + 1])
+        marks.append(counted[1 : context + 1])
+    return torch.tensor(rows), torch.tensor(marks)
+
+
+def batches(sums: int, windows: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of rows of sums and of source, context + 1 ids each, and which of the ids 1 .. context a loss counts."""
+    generator = torch.Generator().manual_seed(seed)
+    problems, source = arithmetic(seed), as_ids(standard_library()[0])
+    while True:
+        rows, counted = rows_of_sums(problems, sums, context)
+        starts = torch.randint(len(source) - context - 1, (windows,), generator=generator)
+        pieces = source[starts[:, None] + torch.arange(context + 1)].long()
+        yield torch.cat([rows, pieces]), torch.cat([counted, torch.ones(windows, context, dtype=torch.bool)])
+
+
+@torch.no_grad()
+def held_out_loss(model: RecurrentDepth, steps: int, rows: int = 64, context: int = 160) -> float:
+    """Mean loss in nats of what follows held-out questions."""
+    problems, generator = arithmetic(0, held_out=True), torch.Generator().manual_seed(0)
+    windows, counted = rows_of_sums(problems, rows, context)
+    return float(loss_of(model, windows, counted, steps, 0, generator))
+
+
+def solved_share(model: RecurrentDepth, steps: int, problems: int = 50) -> float:
+    """Share of held-out sums that decoding with so many recurrences gets right."""
+    tests = list(islice(arithmetic(0, held_out=True), problems))
+    texts = generate(model, [test.prompt for test in tests], "recurrent_static", recurrences=steps, max_new_tokens=300).text
+    return sum(test.is_solved_by(text) for test, text in zip(tests, texts, strict=True)) / problems
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-recurrent.safetensors",
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2400,
+    sums: Annotated[int, typer.Option(help="Rows of sums in a batch.")] = 14,
+    windows: Annotated[int, typer.Option(help="Rows of source in a batch.")] = 2,
+    context: Annotated[int, typer.Option(help="Bytes of a row.")] = 160,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 4e-3,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
+    seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 200,
+) -> None:
+    """Train tiny-recurrent and save it, rounded to bf16."""
+    if threads:
+        torch.set_num_threads(threads)
+    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
+    model = RecurrentDepth(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
+    console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    data = batches(sums, windows, context, seed + 1)
+    progress = Progress(
+        TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+    )  # fmt: skip
+    started, smooth = time.perf_counter(), math.log(CONFIG.vocab_size)
+    with progress:
+        task = progress.add_task("training", total=steps, loss=smooth)
+        for step in range(steps):
+            done = step / steps
+            mean = 1 + (CONFIG.mean_recurrence - 1) * min(1.0, 2 * done)
+            rows, counted = next(data)
+            loss = loss_of(model, rows, counted, recurrences(mean, generator), KEPT[done >= 0.5], generator)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warmup) * min(1.0, (1 - done) / 0.3)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            smooth += (loss.item() - smooth) * max(0.02, 1 / (step + 1))
+            progress.update(task, advance=1, loss=smooth)
+            if (step + 1) % evaluate_every == 0 or step + 1 == steps:
+                looks = ", ".join(f"{held_out_loss(model, count):.3f} at {count}" for count in SHOWN)
+                progress.console.print(
+                    f"step {step + 1}: loss {smooth:.3f}, held-out sums after recurrences: {looks}; "
+                    f"{time.perf_counter() - started:.0f} s"
+                )
+                save_tiny(model, output)
+
+    model.to(torch.bfloat16).float()
+    solved = solved_share(model, CONFIG.mean_recurrence, 200)
+    save_tiny(model, output, description="recurrent depth, byte-level, arithmetic and Python's standard library",
+              held_out_sums_right=solved)  # fmt: skip
+    console.print(
+        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: "
+        f"as stored, {solved:.1%} of held-out sums right"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

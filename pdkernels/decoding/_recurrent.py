@@ -1,0 +1,128 @@
+"""What the decoders of recurrent-depth models share: their options, filtered draws, the prompt's forward.
+
+Initial states belong to positions (`pdkernels.recurrence_inject`), and so do the numbers of a draw. One seed names both, so all
+methods start a position from the same state and draw its token with the same noise, in whatever step that happens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._sampling import OWN, check_sampling, checked_size, draw
+from pdkernels.decoding._session import Session
+from pdkernels.models.recurrent_depth import RecurrentDepth
+
+
+class Sampling(NamedTuple):
+    """How a token is drawn from its row of logits."""
+
+    temperature: float
+    top_p: float | None
+    min_p: float | None
+    seed: int
+
+    def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64."""
+        if self.temperature > 0:
+            logits = filtered(logits, self.temperature, self.top_p, self.min_p)
+        return draw(logits, positions, self.temperature, self.seed, OWN)
+
+
+def filtered(logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None) -> torch.Tensor:
+    """`logits` ``(..., V)`` with -inf for tokens out of the question, at a temperature above 0; fp64 where there is a filter.
+
+    As the published model draws: of ``softmax(logits / temperature)``, from the top and ties by id, top-p drops every token whose
+    cumulative mass, its own included, exceeds `top_p`, but not the first (the usual rule keeps the token that crosses the line
+    too). Then min-p drops what is below `min_p` times the largest.
+
+    >>> law = torch.tensor([0.5, 0.3, 0.2]).log()
+    >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
+    ([True, False, False], [True, True, False])
+    """
+    if top_p is None and min_p is None:
+        return logits
+    scores = logits.double()
+    law = torch.softmax(scores / temperature, -1)
+    if top_p is not None and top_p < 1:
+        ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+        dropped = ordered.cumsum(-1) > top_p
+        dropped[..., 0] = False
+        law = law.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
+    if min_p is not None:
+        law = law.masked_fill(law < min_p * law.amax(-1, keepdim=True), 0)
+    return scores.masked_fill(law == 0, -torch.inf)
+
+
+def checked_sampling(op: str, temperature: float, top_p: float | None, min_p: float | None, seed: int) -> Sampling:
+    check_sampling(op, temperature, seed)
+    for name, value in (("top_p", top_p), ("min_p", min_p)):
+        if value is not None:
+            checked_number(op, name, value, 1.0)
+    return Sampling(temperature, top_p, min_p, seed)
+
+
+def checked_number(op: str, name: str, value: float, most: float = math.inf) -> float:
+    """A number from 0 up to `most`."""
+    check_type(type(value) in (int, float), op, name, "be a number", type(value).__name__)
+    bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
+    check(0 <= value <= most, op, name, bounds, value)
+    return value
+
+
+def checked_name(op: str, name: str, value: str, known: tuple[str, ...]) -> str:
+    check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
+    return value
+
+
+def checked_flag(op: str, name: str, value: bool) -> bool:
+    check_type(type(value) is bool, op, name, "be a bool", type(value).__name__)
+    return value
+
+
+def checked_model(op: str, session: Session) -> RecurrentDepth:
+    """The model of `session`, whose recurrences are counted from here on."""
+    model = session.model
+    check_type(isinstance(model, RecurrentDepth), op, "model", "be a recurrent-depth model", type(model).__name__,
+               "See pdkernels.models.recurrent_depth.")  # fmt: skip
+    session.recurrences = 0
+    return model
+
+
+def checked_recurrences(op: str, name: str, model: RecurrentDepth, given: int | None) -> int:
+    """`given`, or the recurrences that the model was trained for."""
+    return model.config.mean_recurrence if given is None else checked_size(op, name, given)
+
+
+class Prefill(NamedTuple):
+    """Where the steps of a decoder begin."""
+
+    cache: Any  # holds the prompts
+    tokens: torch.Tensor  # (batch, 1) int64: the first new tokens, which are on record
+    ended: torch.Tensor  # (batch,) bool: the first token ends its sequence
+    ends: torch.Tensor | None  # int64 ids that end a sequence
+    first: list[int]  # `tokens` on the host
+    going: list[bool]  # which sequences have tokens to come
+
+
+def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: int | None) -> Prefill:
+    """Run the prompts through the model and put the token behind each on record; at least one token is asked for."""
+    cache = session.new_cache(page_size)
+    device = cache.lengths.device
+    prompts, lengths = session.packed_prompts(session.longest, device)
+    last, counts = (lengths - 1)[:, None], session.ragged(lengths)
+    logits = session.model(prompts, cache=cache, counts=counts, rows=last, recurrences=recurrences, seed=sampling.seed)
+    tokens = sampling.draw(logits, lengths[:, None])
+    session.forwards, session.recurrences = 1, recurrences
+    cache.commit_(lengths)
+
+    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else torch.isin(tokens[:, 0], ends)
+    first = tokens[:, 0].tolist()
+    for sequence, token in enumerate(first):
+        session.record_first(sequence, token)
+    going = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
+    return Prefill(cache, tokens, ended, ends, first, going)

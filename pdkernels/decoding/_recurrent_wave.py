@@ -1,0 +1,126 @@
+"""The rows that recurrent diffusion has under way, in tensors that are made once and stay where they are.
+
+Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithm 2 and
+equations 1 to 3. A row is called by its number i in its sequence's wave and stands at position ``cursor + i``. The cursor is the
+lengths of the cache: whatever stands before it is frozen, whatever stands behind is written anew by every recurrence. So when rows
+freeze, the cursor moves, and nothing else: the next step reads this step's states and embeddings as many rows further on.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pdkernels.decoding._recurrent import Prefill, Sampling
+from pdkernels.decoding._sampling import random_words
+from pdkernels.decoding._session import Session
+from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, backend_of
+from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
+
+
+class WaveOptions(NamedTuple):
+    """Options of `recurrent_diffusion`, checked and with their defaults filled in."""
+
+    inner_recurrence: int
+    threshold: float
+    compared: int  # states before a step's that the exit test needs: 0 (it needs none), 1 or 2
+    noise: float
+    schedule: str
+    horizon: int
+    mixer: str
+    momentum: float
+    headway: int
+    max_wavefront: int
+    rule: str
+    new_state: str
+    guard: bool
+    max_recurrences: int
+    stability: int
+
+
+class Wave:
+    """Rows of all sequences; `width` says how many a sequence has, 0 once it has finished.
+
+    Attributes:
+        room: most rows of a sequence.
+        tokens: ``(batch, room + 1)`` int64, inputs of the rows; what stands behind a wave is some valid id.
+        width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
+    """
+
+    def __init__(self, session: Session, start: Prefill, options: WaveOptions, sampling: Sampling) -> None:
+        self.model: RecurrentDepth = session.model
+        self.options, self.sampling = options, sampling
+        self._cache, self._ends = start.cache, start.ends
+        # Only tokens that are asked for get a row: the wave ends where the text will.
+        limit = session.max_new_tokens
+        self.room = max(1, min(options.max_wavefront, limit - 1))
+        cursor = start.cache.lengths
+        self._slot = torch.arange(self.room, device=cursor.device)
+        self.tokens = cursor.new_zeros(session.batch, self.room + 1)
+        self.tokens[:, :1] = start.tokens
+        self._recurrences, self._stable = cursor.new_zeros(session.batch, self.room), cursor.new_zeros(session.batch, self.room)
+        self._remaining = torch.full_like(cursor, limit - 1).masked_fill_(start.ended, 0)
+        self.width = self._remaining.clamp(max=1)
+        self.advance, self._steps = torch.zeros_like(cursor), torch.zeros_like(cursor)
+        self._state: torch.Tensor | None = None
+        self._blended: torch.Tensor | None = None
+        self._older: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._text: torch.Tensor | None = None
+        if options.headway > 1:  # guesses are taken from the text
+            self._text, lengths = session.packed_prompts(session.longest + limit + self.room, cursor.device)
+            self._text.scatter_(1, lengths[:, None], start.tokens)
+
+    def step(self, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Refine the first `rows` rows of every sequence, predict, freeze what is ready and move on. The host reads nothing here.
+
+        Args:
+            rows: at least the largest width.
+            whole: every sequence has that many rows, so that none is padding.
+
+        Returns:
+            Predictions ``(batch, rows)`` int64, of the token behind each row, and the distance of each row, inf where there is none.
+        """
+        model, options, cache, width = self.model, self.options, self._cache, self.width
+        cursor, backend = cache.lengths, backend_of(self.model.dtype)
+        filler = self._filler()
+        place = model.place(rows, cache, None if whole else width)
+        both = recurrence_inject(
+            self._state, model.prelude(self.tokens[:, :rows], place), self._blended, self._recurrences, cursor, width,
+            self.advance, self._steps, seed=self.sampling.seed, noise=options.noise, schedule=options.schedule,
+            horizon=options.horizon, mixer=options.mixer, momentum=options.momentum, init_std=STATE_STD,
+            new_state=options.new_state, backend=backend,
+        )  # fmt: skip
+        x, blended = both.chunk(2, -1)
+        term = model.embedding_term(blended)
+        for _ in range(options.inner_recurrence - 1):
+            x = model.core(x, term, place)
+        x, residual = model.core_parts(x, term, place)
+        older, older_advance = self._older or (None, None)
+        state, distance, settled = recurrence_exit(
+            x, residual, model.exit_weight, self._state if options.compared else None, self._recurrences, width, self.advance,
+            threshold=options.threshold, older=older, older_advance=older_advance, eps=model.config.norm_eps,
+            min_recurrences=max(1, options.compared) * options.inner_recurrence, backend=backend,
+        )  # fmt: skip
+        places = cursor[:, None] + 1 + self._slot[:rows]
+        predictions = self.sampling.draw(model.coda(state, place), places)
+        if self._text is not None:
+            # Drafts stand behind the text at their own places; the cursor alone makes them count.
+            self._text.scatter_(1, places, predictions)
+        if options.compared == 2 and self._state is not None:
+            self._older = self._state, self.advance.clone()
+        self._state, self._blended = state, blended
+        recurrence_advance_(
+            self.tokens, predictions, self._recurrences, self._stable, width, cursor, self.advance, self._steps, self._remaining,
+            settled=settled if options.compared else None, inner_recurrence=options.inner_recurrence, max_wavefront=self.room,
+            max_recurrences=options.max_recurrences, stability=options.stability, rule=options.rule, headway=options.headway,
+            filler=filler, end_tokens=self._ends, guard=options.guard, backend=backend,
+        )  # fmt: skip
+        return predictions, distance
+
+    def _filler(self) -> torch.Tensor | None:
+        """Tokens out of the text, ``(batch, headway - 1)``, for new rows that nothing has predicted."""
+        if self._text is None:
+            return None
+        words = random_words(self.sampling.seed, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
+        return self._text.gather(1, words % (self._cache.lengths + 1)[:, None])

@@ -1,0 +1,179 @@
+"""Autoregressive decoding of a recurrent-depth model that ends a token's recurrence when it has settled.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.1, with the criteria and thresholds of the
+released code. The plain form is reference/recurrent_adaptive.py; both run the same recurrences and write the same tokens.
+
+In a batch a sequence that has settled keeps its state, and its rows stop counting, while the others go on.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._recurrent import (
+    checked_model,
+    checked_name,
+    checked_number,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
+from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding.result import AdaptiveStep
+from pdkernels.models.recurrent_depth import backend_of
+from pdkernels.ops import logit_drift
+
+_OP = "decoding.recurrent_adaptive"
+
+THRESHOLDS = {
+    "latent-diff": 0.03,
+    "cosine": 1e-3,
+    "entropy-diff": 1e-3,
+    "kl": 1e-3,
+    "minp-kl": 1e-5,
+    "argmax-stability": 5,
+}
+_LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
+
+
+def decode(
+    session: Session,
+    *,
+    criterion: str = "latent-diff",
+    threshold: float | None = None,
+    max_recurrences: int | None = None,
+    min_recurrences: int = 1,
+    check_every: int = 1,
+    recurrences: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> None:
+    """Fill `session` with one token per forward, each of as many recurrences as it needs.
+
+    Options:
+        criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
+            cosine, "entropy-diff" the entropies of the next token's laws, "kl" their divergence, "minp-kl" that of laws without
+            unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that have not
+            changed the likeliest token; done at the threshold.
+        threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order.
+        max_recurrences: of a token; None: `recurrences`. Where `check_every` does not divide it the rest runs without a check.
+        min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first one counts too, and is
+            compared with the initial state, an entropy of 100 or the uniform law, as in the released code.
+        check_every: recurrences between two checks; the host looks at each that counts.
+        recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
+        temperature: 0 is greedy.
+        top_p, min_p: draw only from likely tokens; None: from all.
+        seed: of the initial states and the draws.
+        page_size: rows per cache page; None keeps the cache contiguous.
+    """
+    model = checked_model(_OP, session)
+    recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    checked_name(_OP, "criterion", criterion, tuple(THRESHOLDS))
+    limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
+    most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
+    check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
+    check(min_recurrences >= 0, _OP, "min_recurrences", "be at least 0", min_recurrences)
+    checked_size(_OP, "check_every", check_every)
+    if session.max_new_tokens == 0:
+        return
+    cache, token, ended, ends, current, going = prefill(session, recurrences, sampling, page_size)
+    active = ~ended
+
+    for step in range(session.max_new_tokens - 1):
+        if not any(going):
+            break
+        counts = None if all(going) else active.to(cache.lengths.dtype)
+        place = model.place(1, cache, counts)
+        state, term = model.begin(model.prelude(token, place), place, seed)
+        drift = Drift(criterion, state)
+        open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
+        needed, values = [0] * session.batch, [[] for _ in going]
+        count = 0
+        while count < most and any(still_open):
+            run = min(check_every, most - count)
+            # A settled row runs too, but nothing of it is stored.
+            current_place = place if still_open == going else place._replace(counts=open_rows.to(cache.lengths.dtype))
+            refined = state
+            for _ in range(run):
+                refined = model.core(refined, term, current_place)
+            state = refined if still_open == going else torch.where(open_rows[:, None, None], refined, state)
+            counted = count >= min_recurrences  # what this check is compared with has had so many
+            count += run
+            needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
+            session.recurrences += run
+            if run < check_every:
+                break
+            value = drift.measure(state, None if criterion in _LATENT else model.coda(state, current_place))
+            done = value >= limit if criterion == "argmax-stability" else value < limit
+            if counted:
+                open_rows = open_rows & ~done
+            if counted or session.trace is not None:  # the read of the device in a check
+                poll = torch.stack([open_rows.double(), value.double()], 1).tolist()
+                for sequence, (is_open, number) in enumerate(poll):
+                    if still_open[sequence]:
+                        values[sequence].append(number if counted else math.inf)
+                        still_open[sequence] = is_open != 0
+
+        logits = model.coda(state, place)
+        cache.commit_(active.to(cache.lengths.dtype))
+        token = sampling.draw(logits, cache.lengths[:, None])
+        if ends is not None:
+            active = active & ~is_end(token[:, 0], ends)
+        session.forwards += 1
+        following = token[:, 0].tolist()  # the other read in a step
+        for sequence in range(session.batch):
+            if going[sequence]:
+                one, other = current[sequence], following[sequence]
+                if session.trace is not None:
+                    cursor = len(session.prompts[sequence]) + step
+                    session.trace[sequence].append(AdaptiveStep(cursor, one, other, needed[sequence], values[sequence]))
+                session.record_step(sequence, [one], None, accepted=1, next_token=other)
+                going[sequence] = other not in session.end_tokens
+        current = following
+
+
+class Drift:
+    """What a criterion compares between the checks of one token."""
+
+    def __init__(self, criterion: str, state: torch.Tensor) -> None:
+        self.criterion = criterion
+        self.state = state.clone()
+        self.logits: torch.Tensor | None = None
+        self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
+        self.stable = torch.zeros(len(state), dtype=torch.int64, device=state.device)
+
+    def measure(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+        """``(batch,)``: how far `state` ``(batch, 1, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
+        without a new argmax.
+        """
+        if logits is None:
+            now, then = _wide(state[:, 0]), _wide(self.state[:, 0])
+            self.state = state
+            if self.criterion == "cosine":
+                return 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+            over = (now - then).norm(dim=-1)
+            return torch.where(over == 0, 0.0, over / now.norm(dim=-1))
+        drift = logit_drift(logits[:, 0], self.logits, backend=backend_of(logits.dtype))
+        self.logits = logits[:, 0]
+        if self.criterion == "kl":
+            return drift.kl
+        if self.criterion == "minp-kl":
+            return drift.minp_kl
+        if self.criterion == "entropy-diff":
+            before, self.before = self.before, drift.entropy
+            return (drift.entropy - before).abs()
+        before, self.before = self.before, drift.argmax
+        self.stable = torch.where(drift.argmax == before, self.stable + 1, 0)
+        return self.stable
+
+
+def _wide(rows: torch.Tensor) -> torch.Tensor:
+    return rows.to(torch.promote_types(rows.dtype, torch.float32))

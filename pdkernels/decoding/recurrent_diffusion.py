@@ -1,0 +1,171 @@
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the one before.
+
+Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
+and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, draw the same tokens and
+freeze the same rows. Where the paper and its code part ways is said there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._recurrent import (
+    checked_flag,
+    checked_model,
+    checked_name,
+    checked_number,
+    checked_recurrences,
+    checked_sampling,
+    prefill,
+)
+from pdkernels.decoding._recurrent_published import FREEZES, decode_published
+from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
+from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.result import RecurrentStep
+
+_OP = "decoding.recurrent_diffusion"
+
+EXITS = ("latent-diff", "fixed", "token-stability", "latent-acceleration")
+SCHEDULES = ("linear", "root", "harmonic", "constant")  # the released code has the last two
+_COMPARED = {"latent-diff": 1, "latent-acceleration": 2}  # earlier states that an exit test needs
+
+
+def decode(
+    session: Session,
+    *,
+    inner_recurrence: int = 4,
+    threshold: float = 0.03,
+    exit: str = "latent-diff",
+    noise: float = 0.0,
+    schedule: str | None = None,
+    mixer: str = "linear",
+    momentum: float = 0.1,
+    headway: int = 1,
+    max_wavefront: int = 128,
+    rule: str = "prefix",
+    new_state: str = "fresh",
+    guard: bool = True,
+    recurrences: int | None = None,
+    max_recurrences: int | None = None,
+    stability: int | None = None,
+    published: bool = False,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> int:
+    """Fill `session` from a wave of positions: a step refines all of them, freezes those in front that are ready, appends new ones.
+
+    Options:
+        inner_recurrence: recurrences of a step.
+        threshold: a row is ready if its state has moved by less since the last step, relative to its norm.
+        exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three steps;
+            "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its `recurrences` (Algorithm 1).
+        noise: share of new noise that a step mixes into a state.
+        schedule: how that share falls with a position's recurrences: "linear" (None), down to 0 after `recurrences`, "harmonic",
+            "root", or "constant" not at all.
+        mixer: "linear" or "sqrt", which keeps the variance.
+        momentum: share of the last step's embedding in a row's.
+        headway: positions that a step appends.
+        max_wavefront: most positions under way. 1 is autoregressive decoding with adaptive exits.
+        rule: "prefix" freezes rows up to the first that is not ready, "last" all up to the last that is.
+        new_state: a new row starts "fresh" from the state of its position or "copied" from that of the row before it.
+        guard: freeze no row whose input changed in this very step: its K and V belong to the token it was.
+        recurrences: of the prompt; None: those the model was trained for.
+        max_recurrences: a row is ready at the latest after so many; None: 4 * `recurrences`; 0: never, if the model does not settle.
+        stability: None: ``recurrences // inner_recurrence + 1``.
+        published: step by step as the released code, slips included, for one sequence: see `reference.recurrent_published`. Then
+            `schedule` is "harmonic" by default (and that code's `noise` is 0.5), `exit` may be "latent-acceleration-1" or "-2", and
+            `rule`, `guard`, `max_recurrences` and `stability` do not exist. The text is cut at `max_new_tokens` alone and comes
+            in one piece.
+        temperature: 0 is greedy.
+        top_p, min_p: draw only from likely tokens; None: from all.
+        seed: of states, noise, draws and guesses.
+        page_size: rows per cache page; None keeps the cache contiguous.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    model = checked_model(_OP, session)
+    recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
+        checked_size(_OP, name, size)
+    checked_flag(_OP, "published", published)
+    checked_name(_OP, "exit", exit, FREEZES if published else EXITS)
+    if max_recurrences is not None:
+        check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
+        check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
+    most = 4 * recurrences if max_recurrences is None else max_recurrences
+    if exit == "fixed":
+        most = min(recurrences, most) if most > 0 else recurrences
+    steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
+    schedule = ("harmonic" if published else "linear") if schedule is None else schedule
+    # What both samplers have.
+    common = {
+        "inner_recurrence": inner_recurrence,
+        "threshold": checked_number(_OP, "threshold", threshold),
+        "noise": checked_number(_OP, "noise", noise),
+        "schedule": checked_name(_OP, "schedule", schedule, SCHEDULES[-2:] if published else SCHEDULES),
+        "mixer": checked_name(_OP, "mixer", mixer, ("linear", "sqrt")),
+        "momentum": checked_number(_OP, "momentum", momentum, 1.0),
+        "headway": headway,
+        "max_wavefront": max_wavefront,
+        "new_state": checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
+    }
+    checked_name(_OP, "rule", rule, ("prefix", "last"))
+    checked_flag(_OP, "guard", guard)
+    if published:
+        check(session.batch == 1, _OP, "prompt", "be a single one with published=True", f"a batch of {session.batch}")
+        check(max_wavefront > 1, _OP, "max_wavefront", "be at least 2 with published=True (a wave of 1 never moves)", max_wavefront)
+        ours = {"rule": rule != "prefix", "guard": not guard, "max_recurrences": max_recurrences is not None}
+        for name, given in (ours | {"stability": stability is not None}).items():
+            check(not given, _OP, name, "not be given with published=True", "a value", "The released code has no such thing.")
+    if session.max_new_tokens == 0:
+        return 0
+    if published:
+        return decode_published(session, sampling, page_size, recurrences=recurrences, freeze=exit, **common)
+    options = WaveOptions(
+        **common, compared=_COMPARED.get(exit, 0), horizon=recurrences, rule=rule, guard=guard, max_recurrences=most,
+        stability=steady if exit == "token-stability" else 0,
+    )  # fmt: skip
+    start = prefill(session, recurrences, sampling, page_size)
+    return run(session, Wave(session, start, options, sampling), [int(going) for going in start.going])
+
+
+def run(session: Session, wave: Wave, widths: list[int]) -> int:
+    """Steps until all sequences have finished; `widths` is the host's copy of the wave's."""
+    taken_part = session.batch
+    cursors = [len(prompt) for prompt in session.prompts]
+    while (rows := max(widths)) > 0:
+        if wave.tokens.is_cuda:  # so that shapes repeat
+            rows = min(1 << (rows - 1).bit_length(), wave.room)
+        inputs = wave.tokens[:, :rows].clone() if session.trace is not None else None
+        predictions, distance = wave.step(rows, whole=min(widths) == rows)
+        session.forwards += 1
+        session.recurrences += wave.options.inner_recurrence
+
+        # The one read of the device in a step.
+        facts = torch.stack([wave.advance, wave.width], 1)
+        if inputs is None:
+            poll = torch.cat([facts, predictions], 1).tolist()
+        else:  # fp64 holds them all: distances as they are, and whole numbers up to 2**53
+            poll = torch.cat([part.double() for part in (facts, predictions, inputs, distance)], 1).tolist()
+        for sequence, row in enumerate(poll):
+            if (width := widths[sequence]) == 0:
+                continue
+            frozen, widths[sequence] = int(row[0]), int(row[1])
+            predicted, drafts, moved = (row[2 + part * rows :][:width] for part in range(3))
+            predicted = [int(token) for token in predicted]
+            if session.trace is not None:
+                drafts = [int(token) for token in drafts]
+                session.trace[sequence].append(RecurrentStep(cursors[sequence], drafts, predicted, moved, frozen))
+            session.accepted[sequence].append(frozen)
+            cursors[sequence] += frozen
+            taken_part += 1
+            if frozen:  # all but the last of them were inputs of this step
+                session.emit(sequence, predicted[:frozen], frozen - 1)
+    return taken_part

@@ -1,0 +1,105 @@
+"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, all of them judge the draft at once.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.3. The plain form is
+reference/recurrent_self_speculation.py; both take the same forwards and accept the same part of every draft.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
+from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.ops import kv_trim_, verify_draft
+
+_OP = "decoding.recurrent_self_speculation"
+
+
+def decode(
+    session: Session,
+    *,
+    draft_len: int = 8,
+    draft_recurrences: int = 4,
+    recurrences: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> int:
+    """Fill `session` with the tokens of forwards over whole drafts; a draft needs no model and no cache of its own.
+
+    Its K and V lie behind the cursor, where the forward that judges it writes over them. That forward reads the rows of the draft
+    after as many recurrences as it has run itself; `recurrent_static` reads them after all of them. So the tokens are the same
+    where states have converged, and not by construction.
+
+    Options:
+        draft_len: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
+        draft_recurrences: of these forwards.
+        recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
+        temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
+        top_p, min_p: draw only from likely tokens; None: from all.
+        seed: of the initial states and the draws.
+        page_size: rows per cache page; None keeps the cache contiguous.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    model = checked_model(_OP, session)
+    recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    check_type(type(draft_len) is int, _OP, "draft_len", "be an int", type(draft_len).__name__)
+    check(draft_len >= 0, _OP, "draft_len", "be at least 0", draft_len)
+    checked_size(_OP, "draft_recurrences", draft_recurrences)
+    limit = session.max_new_tokens
+    if limit == 0:
+        return 0
+    cache, first, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
+    lengths = cache.lengths  # grows in place with every commit
+    # No row for tokens that nobody asked for.
+    slots = max(1, min(1 + draft_len, limit - 1))
+    slot = torch.arange(slots, device=lengths.device)
+    block = torch.zeros(session.batch, slots, dtype=torch.int64, device=lengths.device)
+    block[:, :1] = first
+    remaining = torch.full_like(lengths, limit - 1).masked_fill_(ended, 0)  # tokens still to come; 0 once a sequence is done
+    draft_lengths = remaining.clamp(max=slots)
+
+    host_lengths = [slots if more else 0 for more in going]
+    taken_part = session.batch
+    while (width := max(host_lengths)) > 0:
+        cursor = lengths.clone()
+        for row in range(width - 1):
+            logits = model(block[:, row : row + 1], cache=cache, recurrences=draft_recurrences, seed=seed)
+            # For a while the draft counts as text. A sequence whose draft is complete goes through the model too.
+            cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
+            block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None])
+        kv_trim_(lengths, cursor)  # not the cache's own, which would give pages back
+
+        draft = block[:, :width]
+        counts = None if min(host_lengths) == width else draft_lengths
+        logits = model(draft, cache=cache, counts=counts, recurrences=recurrences, seed=seed)
+        predictions = sampling.draw(logits, cursor[:, None] + 1 + slot[:width])
+        verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
+        cache.commit_(verdict.accepted)
+        session.forwards += width
+        session.recurrences += (width - 1) * draft_recurrences + recurrences
+
+        # The judge's next token is known, hence counted; a finished sequence has nothing remaining.
+        remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
+        draft_lengths = remaining.clamp(max=slots)
+
+        # The one read of the device in a cycle.
+        columns = [torch.stack([verdict.accepted, draft_lengths, verdict.next_token], 1), draft]
+        if session.trace is not None:
+            columns.append(predictions)
+        poll = torch.cat(columns, 1).tolist()
+        for sequence, (accepted, _, next_token, *tokens) in enumerate(poll):
+            if (length := host_lengths[sequence]) > 0:
+                taken_part += length  # its draft's forwards and the one that judged
+                judged = tokens[width:][:length] if session.trace is not None else None
+                session.record_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
+        host_lengths = [row[1] for row in poll]
+        block[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence
+    return taken_part

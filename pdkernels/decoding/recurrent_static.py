@@ -1,0 +1,67 @@
+"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences: what its parallel samplers approach.
+
+Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 3. The plain form is
+reference/recurrent_static.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
+from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding.result import RecurrentStep
+
+_OP = "decoding.recurrent_static"
+
+
+def decode(
+    session: Session,
+    *,
+    recurrences: int | None = None,
+    temperature: float = 0.0,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> None:
+    """Fill `session` with one token per forward.
+
+    The cache keeps one row per position, whatever the recurrences: later tokens read the last one's in all of theirs.
+
+    Options:
+        recurrences: of the prompt and of every token; None: those the model was trained for.
+        temperature: 0 is greedy.
+        top_p, min_p: draw only from likely tokens, see `_recurrent.filtered`; None: from all.
+        seed: of the initial states and the draws.
+        page_size: rows per cache page; None keeps the cache contiguous.
+    """
+    model = checked_model(_OP, session)
+    recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    if session.max_new_tokens == 0:
+        return
+    cache, token, ended, ends, current, going = prefill(session, recurrences, sampling, page_size)
+    active = (~ended).to(cache.lengths.dtype)  # 1 while a sequence goes on, then 0: its cache stands still
+
+    for step in range(session.max_new_tokens - 1):
+        if not any(going):
+            break
+        # A finished sequence goes through the model too, but its row is never committed.
+        logits = model(token, cache=cache, recurrences=recurrences, seed=seed)
+        cache.commit_(active)
+        token = sampling.draw(logits, cache.lengths[:, None])
+        if ends is not None:
+            active = active.masked_fill(is_end(token[:, 0], ends), 0)
+        session.forwards += 1
+        session.recurrences += recurrences
+        following = token[:, 0].tolist()  # the one read of the device in a step
+        for sequence in range(session.batch):
+            if going[sequence]:
+                if session.trace is not None:
+                    cursor = len(session.prompts[sequence]) + step
+                    one, other = [current[sequence]], [following[sequence]]
+                    session.trace[sequence].append(RecurrentStep(cursor, one, other, [math.inf], 1))
+                session.record_step(sequence, [current[sequence]], None, accepted=1, next_token=following[sequence])
+                going[sequence] = following[sequence] not in session.end_tokens
+        current = following

@@ -1,0 +1,225 @@
+"""What is shown of a recurrent-depth model: who competes, what a wavefront costs in memory, and the pictures.
+
+Source: "Efficient parallel samplers for recurrent-depth models", Table 1 and figures 2 and 4 to 8, in miniature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pdkernels import decoding
+from pdkernels._validation import check
+from pdkernels.decoding.result import RecurrentStep
+from pdkernels.evaluation.contender import Contender
+
+# What is swept, one thing at a time, around the defaults.
+_RECURRENCES = (1, 2, 4, 8, 32)
+_SAMPLER: dict[str, tuple[Any, ...]] = {
+    "inner_recurrence": (1, 2, 8),
+    "threshold": (0.01, 0.1, 0.3),
+    "noise": (0.1, 0.3),
+    "momentum": (0.0, 0.5),
+    "max_wavefront": (1, 2, 4, 8, 16),
+}
+_COLOURS = {
+    "recurrent_static": "#777777",
+    "recurrent_adaptive": "#e39c37",
+    "recurrent_self_speculation": "#b279a2",
+    "recurrent_diffusion": "#4c78a8",
+}
+
+
+def recurrent_contenders(name: str) -> list[Contender]:
+    """Static decoding of the model called `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
+    found = [Contender(name, "recurrent_static")]
+    found += [Contender(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
+    found += [Contender(name, "recurrent_adaptive"), Contender(name, "recurrent_adaptive", settings=(("criterion", "kl"),))]
+    found += [Contender(name, "recurrent_self_speculation", settings=settings) for settings in ((), (("draft_recurrences", 2),))]
+    found.append(Contender(name, "recurrent_diffusion"))
+    for option, values in _SAMPLER.items():
+        found += [Contender(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
+    return found
+
+
+def with_full_wave(contender: Contender) -> dict[str, Any] | None:
+    """Options for the most memory that a contender may take: the sampler, where nothing settles before its wavefront is full.
+
+    None for samplers that differ in other things than the wavefront: they take as much.
+
+    >>> with_full_wave(Contender("tiny-recurrent", "recurrent_diffusion", settings=(("max_wavefront", 8),)))
+    {'max_wavefront': 8, 'threshold': 0.0, 'max_recurrences': 32}
+    """
+    if contender.method != "recurrent_diffusion":
+        return contender.options
+    if not set(contender.options) <= {"max_wavefront"}:
+        return None
+    rows = contender.options.get("max_wavefront", decoding.default_option(contender.method, "max_wavefront"))
+    inner = decoding.default_option(contender.method, "inner_recurrence")
+    return {**contender.options, "threshold": 0.0, "max_recurrences": rows * inner}
+
+
+class _Live(TorchDispatchMode):
+    """Bytes of the memory that ops made and that is still alive, and the most there ever were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, tuple[Any, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self.held.setdefault(storage._cdata, (storage._weak_ref(), storage.nbytes()))
+        dead = [key for key, (reference, _) in self.held.items() if torch.UntypedStorage._expired(reference)]
+        for key in dead:
+            torch.UntypedStorage._free_weak_ref(self.held.pop(key)[0])
+        self.peak = max(self.peak, sum(size for _, size in self.held.values()))
+        return result
+
+
+def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
+    """The most bytes of tensors that a generation holds at once, weights apart: its caches, its states and what its ops make.
+
+    Args:
+        model: see `pdkernels.decoding.generate`, which takes all arguments.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.models.load("tiny-code")
+        >>> few, many = (extra_memory(model, "import os", "jacobi", max_new_tokens=4, block_size=size) for size in (2, 64))
+        >>> 0 < few < many
+        True
+    """
+    # What a first call makes and keeps, such as rotation tables, is the model's, not the generation's.
+    decoding.generate(model, prompt, method, **options)
+    with _Live() as live:
+        decoding.generate(model, prompt, method, **options)
+    return live.peak
+
+
+def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Accuracy against speed of all contenders, and both along each option of the sampler.
+
+    Args:
+        rows: the ``extra_info`` of `as_json` of a recurrent-depth model on sums.
+        path: of the PNG.
+
+    Raises:
+        ValueError: no row of a recurrent-depth method on sums.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None]
+    check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on sums", "none")
+    options = ["inner_recurrence", "threshold", "noise", "momentum", "max_wavefront"]
+    figure, grid = plt.subplots(2, 3, figsize=(13.5, 7.4), layout="constrained")
+    _cloud(grid[0, 0], rows)
+    sampler = [row for row in rows if row["method"] == "recurrent_diffusion"]
+    for axis, option in zip(grid.flat[1:], options):
+        _sweep(axis, sampler, option)
+    figure.suptitle(f"Recurrent depth on {rows[0]['problems']} sums: what is right, and how fast", fontweight="bold")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _share(row: Mapping[str, Any]) -> float:
+    return 100 * row["right"] / row["problems"]
+
+
+def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for method, colour in _COLOURS.items():
+        own = [row for row in rows if row["method"] == method]
+        if method == "recurrent_static":
+            own = sorted(own, key=lambda row: row["tokens_per_second"])
+            axis.plot([row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, linewidth=1)
+            for row in own:
+                depth = row["settings"].get("recurrences")
+                text = "mean r" if depth is None else f"r={depth}"
+                axis.annotate(text, (row["tokens_per_second"], _share(row)), (3, 4), textcoords="offset points", fontsize=7.5)
+        label = method.removeprefix("recurrent_").replace("_", " ")
+        axis.scatter([row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, s=26, label=label, zorder=3)
+    axis.set(xlabel="tokens/s", ylabel="% right", title="All contenders", ylim=(-4, 104))
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _sweep(axis: Any, rows: Sequence[Mapping[str, Any]], option: str) -> None:
+    """The rows that differ from the default in `option` alone, and the default."""
+    default = decoding.default_option("recurrent_diffusion", option)
+    points = sorted((row["settings"].get(option, default), row) for row in rows if set(row["settings"]) <= {option})
+    names = [f"{value:g}" for value, _ in points]
+    axis.bar(names, [row["tokens_per_second"] for _, row in points], color="#b7c9de", width=0.6)
+    for place, (_, row) in enumerate(points):
+        if option == "max_wavefront" and row["extra_memory"] is not None:
+            axis.text(place, 0, f"{row['extra_memory'] / 1e6:.2f} MB", ha="center", va="bottom", fontsize=6.5)
+    axis.set(xlabel=option, ylabel="tokens/s (bars)", title=option.replace("_", " "))
+    right = axis.twinx()
+    right.plot(names, [_share(row) for _, row in points], color="#c44e52", marker="o", linewidth=1.2)
+    right.set(ylabel="% right (line)", ylim=(-4, 104))
+    for side in (axis, right):
+        side.spines["top"].set_visible(False)
+
+
+def plot_wave(trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = None, threshold: float | None = None) -> None:
+    """A run of the sampler as a picture: steps from top to bottom, positions from left to right, colours for distances.
+
+    A cell is a row of the wave in a step, with the token it stood for if there is room for text; its colour says how far its state
+    moved. The line at the left of the cells is the cursor: what lies left of it is frozen.
+
+    Args:
+        trace: ``stats.trace`` of one sequence of a `recurrent_diffusion` with ``trace=True``.
+        path: of the PNG.
+        tokenizer: turns ids into text; None: ids are shown.
+        threshold: the distance below which a row is settled, marked in the colour bar.
+
+    Raises:
+        ValueError: an empty trace.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+
+    check(bool(trace), "evaluation.plot_wave", "trace", "hold steps", "an empty one")
+    first = trace[0].cursor
+    columns = max(step.cursor + len(step.tokens) for step in trace) - first
+    grid = torch.full((len(trace), columns), torch.nan)
+    for number, step in enumerate(trace):
+        start = step.cursor - first
+        grid[number, start : start + len(step.tokens)] = torch.tensor(step.distance).clamp(1e-3, 2)
+    cell = 0.17
+    figure, axis = plt.subplots(figsize=(max(6, cell * columns + 2.4), max(3, cell * len(trace) + 1.3)), layout="constrained")
+    drawn = axis.imshow(grid.numpy(), aspect="auto", cmap="viridis_r", norm=LogNorm(1e-3, 2), interpolation="none")
+    bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="distance of the state from the step before")
+    if threshold is not None:
+        bar.ax.axhline(threshold, color="#c44e52", linewidth=2)
+    for number, step in enumerate(trace):
+        start = step.cursor - first
+        axis.plot([start - 0.5, start - 0.5], [number - 0.5, number + 0.5], color="#c44e52", linewidth=1.6)
+        if step.frozen:
+            axis.plot([start - 0.5, start + step.frozen - 0.5], [number + 0.5] * 2, color="#c44e52", linewidth=1.6)
+        if columns <= 140 and len(trace) <= 160:
+            for place, token in enumerate(step.tokens):
+                text = str(token) if tokenizer is None else tokenizer.decode([token])
+                text = text if text.isprintable() else "·"
+                pale = step.distance[place] > 0.3
+                axis.text(start + place, number, text, ha="center", va="center", fontsize=5.5, color="#555555" if pale else "white")
+    axis.set(xlabel="position behind the prompt", ylabel="step of the sampler", title="The wave: frozen rows leave at the red line")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,285 @@
+"""The diffusion-forcing sampler: step by step the plain reference, in a batch and alone, on every kind of cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import DecodeResult, _recurrent_published, generate, recurrent_diffusion
+from pdkernels.decoding._recurrent_wave import Wave
+from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.reference.philox import random_words
+from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
+from pdkernels.reference.recurrent_published import FREEZES, recurrent_published
+from pdkernels.reference.recurrent_sampling import RecurrentResult, choose
+from tests.decoding.recurrent_models import RECURRENCES, VOCABULARY, draws, init_of, models, page_sizes, prompts, seeds, token
+
+METHOD = "recurrent_diffusion"
+
+sampler_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "inner_recurrence": st.integers(1, 5),
+        "threshold": st.sampled_from([0, 1e-3, 0.03, 0.3, 2.0]),
+        "exit": st.sampled_from(["latent-diff", "latent-diff", "fixed", "token-stability", "latent-acceleration"]),
+        "noise": st.sampled_from([0.0, 0.2, 0.5]),
+        "schedule": st.sampled_from(["constant", "linear", "harmonic", "root"]),
+        "mixer": st.sampled_from(["linear", "sqrt"]),
+        "momentum": st.sampled_from([0, 0.1, 0.6]),
+        "headway": st.integers(1, 4),
+        "max_wavefront": st.integers(1, 6),
+        "rule": st.sampled_from(["prefix", "last"]),
+        "new_state": st.sampled_from(["fresh", "copied"]),
+        "guard": st.booleans(),
+        "recurrences": st.integers(1, 8),
+        "max_recurrences": st.integers(1, 20),
+        "stability": st.integers(1, 4),
+    },
+)
+
+
+def reference(
+    weights: tuple[int, float], prompt: list[int], limit: int, ends: list[int], draw: Any, seed: int, options: Any
+) -> RecurrentResult:
+    temperature, top_p, min_p = draw
+    return plain_diffusion(
+        models(*weights)[1], prompt, limit, init=init_of(seed), end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p,
+        seed=seed, **{"recurrences": RECURRENCES, **options},
+    )  # fmt: skip
+
+
+class WatchedWave(Wave):
+    """After every step: where the cursors stand and how wide the waves are; and how many rows the step ran."""
+
+    seen: list[tuple[int, list[int], list[int]]] = []
+
+    def step(self, rows: int, whole: bool) -> Any:
+        result = super().step(rows, whole)
+        self.seen.append((rows, self._cache.lengths.tolist(), self.width.tolist()))
+        return result
+
+
+def run(weights: tuple[int, float], batch: list[list[int]], limit: int, **options: Any) -> tuple[DecodeResult, list[Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recurrent_diffusion, "Wave", WatchedWave)
+        patch.setattr(WatchedWave, "seen", [])
+        result = generate(models(*weights)[0], batch, METHOD, max_new_tokens=limit, trace=True, **options)
+        return result, WatchedWave.seen
+
+
+def assert_same(result: DecodeResult, expected: list[RecurrentResult], limit: int, inner: int, prefill: int) -> None:
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    assert stats.forwards == max(one.forwards for one in expected)
+    assert stats.recurrences == (prefill + inner * (stats.forwards - 1) if limit else 0)
+    assert stats.accepted == [[step.frozen for step in one.trace] for one in expected]
+    for steps, one in zip(stats.trace, expected, strict=True):
+        for step, plain in zip(steps, one.trace, strict=True):
+            assert (step.cursor, step.tokens, step.predictions, step.frozen) == (
+                plain.cursor, plain.tokens, plain.predictions, plain.frozen)  # fmt: skip
+            assert step.distance == pytest.approx(plain.distance, rel=1e-6, abs=1e-9)
+    if limit:
+        assert stats.tokens_per_forward == sum(len(one.tokens) for one in expected) / sum(one.forwards for one in expected)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
+    batch=prompts,
+    limit=st.integers(0, 12),
+    ends=st.lists(token, max_size=2),
+    draw=draws,
+    seed=seeds,
+    options=sampler_options,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    weights: tuple[int, float],
+    batch: list[list[int]],
+    limit: int,
+    ends: list[int],
+    draw: Any,
+    seed: int,
+    options: Any,
+    page_size: int | None,
+) -> None:
+    temperature, top_p, min_p = draw
+    result, seen = run(
+        weights, batch, limit, end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p, seed=seed, page_size=page_size,
+        **options,
+    )  # fmt: skip
+    expected = [reference(weights, prompt, limit, ends, draw, seed, options) for prompt in batch]
+    assert_same(result, expected, limit, options.get("inner_recurrence", 4), options.get("recurrences", RECURRENCES))
+    # The cursor is the first position under way, and no step runs more rows than the widest wave has.
+    for number, (rows, cursors, widths) in enumerate(seen):
+        now = [one.trace[number] for one in expected if number < len(one.trace)]
+        assert rows == max(len(step.tokens) for step in now) <= options.get("max_wavefront", 128)
+        for prompt, one, cursor, width in zip(batch, expected, cursors, widths, strict=True):
+            assert cursor == len(prompt) + sum(step.frozen for step in one.trace[: number + 1])
+            assert width == (len(one.trace[number + 1].tokens) if number + 1 < len(one.trace) else 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
+    prompt=st.lists(token, min_size=1, max_size=5),
+    limit=st.integers(0, 12),
+    ends=st.lists(token, max_size=2),
+    draw=draws,
+    seed=seeds,
+    freeze=st.sampled_from(FREEZES),
+    options=st.fixed_dictionaries(
+        {"max_wavefront": st.integers(8, 30)},
+        optional={
+            "inner_recurrence": st.integers(1, 4),
+            "threshold": st.sampled_from([0.03, 0.1, 0.5]),
+            "noise": st.sampled_from([0, 0.2, 0.5]),
+            "schedule": st.sampled_from(["constant", "harmonic"]),
+            "mixer": st.sampled_from(["linear", "sqrt"]),
+            "momentum": st.sampled_from([0, 0.5]),
+            "headway": st.integers(1, 3),
+            "recurrences": st.integers(1, 4),
+            "new_state": st.sampled_from(["fresh", "copied"]),
+        },
+    ),
+    page_size=page_sizes,
+)
+def test_published_equals_the_reference(
+    weights: tuple[int, float],
+    prompt: list[int],
+    limit: int,
+    ends: list[int],
+    draw: Any,
+    seed: int,
+    freeze: str,
+    options: Any,
+    page_size: int | None,
+) -> None:
+    temperature, top_p, min_p = draw
+    model, plain = models(*weights)
+    with pytest.MonkeyPatch.context() as patch:  # what never settles would go on for 4096 steps
+        patch.setattr(_recurrent_published, "recurrent_published", partial(recurrent_published, max_steps=25))
+
+        def ours() -> DecodeResult:
+            return generate(
+                model, [prompt], METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, published=True, exit=freeze, seed=seed,
+                temperature=temperature, top_p=top_p, min_p=min_p, page_size=page_size, **options,
+            )  # fmt: skip
+
+        init = init_of(seed)
+        numbers = {"recurrences": RECURRENCES, "noise": 0.0, **options}
+        if limit == 0:
+            assert ours().stats.forwards == 0
+            return
+        try:
+            expected = recurrent_published(
+                plain, prompt, limit, init=init, freeze=freeze, stop_tokens=ends, max_steps=25, **numbers,
+                sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed),
+                guess=lambda step, count: [
+                    word % VOCABULARY for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
+                ],
+            )  # fmt: skip
+        except ValueError as error:
+            with pytest.raises(ValueError, match="max_wavefront must let the wave grow"):
+                ours()
+            assert "max_wavefront must let the wave grow" in str(error)
+            return
+        result = ours()
+    assert result.tokens[0].tolist() == expected.tokens[:limit]
+    assert result.stats.forwards == expected.forwards
+    assert result.stats.accepted == [[step.frozen for step in expected.trace]]
+    for step, other in zip(result.stats.trace[0], expected.trace, strict=True):
+        assert step[:3] == other[:3] and step.frozen == other.frozen
+        assert step.distance == pytest.approx(other.distance, rel=1e-6, abs=1e-9, nan_ok=True)
+
+
+BATCH = [[3, 1, 4], [1], [5, 9]]
+
+
+@pytest.mark.parametrize("max_wavefront", [1, 2, 128])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_all_recurrences_in_one_step_are_static_decoding(max_wavefront: int, temperature: float) -> None:
+    """Section 3.3: r' = r recovers autoregressive decoding."""
+    common = {"max_new_tokens": 9, "temperature": temperature, "seed": 7}
+    static = generate(models(2)[0], BATCH, "recurrent_static", **common)
+    wave = generate(models(2)[0], BATCH, METHOD, exit="fixed", inner_recurrence=RECURRENCES, max_wavefront=max_wavefront, **common)
+    assert all(map(torch.equal, wave.tokens, static.tokens))
+    assert (wave.stats.forwards, wave.stats.recurrences) == (static.stats.forwards, static.stats.recurrences)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"headway": 3}, {"rule": "last"}, {"momentum": 0.5, "inner_recurrence": 2}, {"new_state": "copied"}]
+)
+def test_a_contraction_gives_the_tokens_of_static_decoding(options: dict[str, Any]) -> None:
+    """Where a state has one fixed point it does not matter on which way it is approached, nor from where."""
+    model, batch = models(2, 0.1)[0], BATCH
+    static = generate(model, batch, "recurrent_static", recurrences=60, max_new_tokens=10)
+    result = generate(model, batch, METHOD, recurrences=60, threshold=1e-9, max_new_tokens=10, **options)
+    assert all(map(torch.equal, result.tokens, static.tokens))
+    assert result.stats.recurrences < static.stats.recurrences
+
+
+def test_a_low_threshold_waits_and_a_high_one_does_not() -> None:
+    forwards = [
+        generate(models(1)[0], [3, 1, 4], METHOD, threshold=threshold, max_new_tokens=10, max_recurrences=40).stats.forwards
+        for threshold in (2.0, 0.1, 0.0)
+    ]
+    assert forwards[0] < forwards[1] < forwards[2]
+    assert forwards[0] == 11  # the second step of a row freezes it: one row joins and one freezes in all steps but the first
+
+
+def test_a_shorter_generation_is_the_beginning_of_a_longer_one() -> None:
+    model = models(1)[0]
+    long = generate(model, BATCH, METHOD, max_new_tokens=14, temperature=0.8, noise=0.3).tokens
+    for limit in (1, 5, 9):
+        short = generate(model, BATCH, METHOD, max_new_tokens=limit, temperature=0.8, noise=0.3).tokens
+        assert all(torch.equal(a, b[:limit]) for a, b in zip(short, long, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+def test_poisoned_rows_behind_the_text_are_never_read(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache holds behind the rows that a step wrote does not matter; nor what a step left there."""
+    model, original = models(2)[0], RecurrentDepth.new_cache
+
+    def poisoned(self: RecurrentDepth, *sizes: int, **options: Any) -> Any:
+        cache = original(self, *sizes, **options)
+        cache.k.fill_(77.0), cache.v.fill_(-55.0)
+        return cache
+
+    options = {"max_new_tokens": 9, "page_size": page_size, "headway": 2}
+    clean = generate(model, BATCH, METHOD, **options).tokens
+    monkeypatch.setattr(RecurrentDepth, "new_cache", poisoned)
+    assert all(map(torch.equal, generate(model, BATCH, METHOD, **options).tokens, clean))
+
+
+def test_the_prefix_rule_and_the_last_one_part_ways() -> None:
+    """Equation 3 and line 16 of Algorithm 2: the second freezes rows that are not ready."""
+    options = {"inner_recurrence": 1, "threshold": 0.03, "guard": False, "max_recurrences": 30}
+    early = {}
+    for rule in ("prefix", "last"):
+        stats = generate(models(2)[0], BATCH, METHOD, rule=rule, max_new_tokens=10, trace=True, **options).stats
+        early[rule] = 0
+        for steps in stats.trace:
+            seen: Counter[int] = Counter()
+            for step in steps:
+                seen.update(range(step.cursor, step.cursor + len(step.tokens)))
+                early[rule] += sum(step.distance[i] >= 0.03 and seen[step.cursor + i] < 30 for i in range(step.frozen))
+    assert early["prefix"] == 0 < early["last"]
+
+
+@pytest.mark.parametrize("guard", [True, False])
+def test_the_guard_keeps_rows_whose_input_changed(guard: bool) -> None:
+    """Without it a row may freeze with K and V of a token that is not in the text."""
+    stale = 0
+    for seed in range(4):
+        options = {"threshold": 2.0, "inner_recurrence": 1, "guard": guard, "seed": seed, "headway": 2}
+        trace = generate(models(1)[0], BATCH, METHOD, max_new_tokens=16, trace=True, **options).stats.trace
+        for step in (step for steps in trace for step in steps):
+            stale += sum(step.predictions[i - 1] != step.tokens[i] for i in range(1, step.frozen))
+    assert (stale == 0) == guard

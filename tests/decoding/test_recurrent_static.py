@@ -1,0 +1,213 @@
+"""Token by token with a fixed number of recurrences: the plain reference's tokens, and those of plain autoregressive decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, suits
+from pdkernels.decoding._recurrent import filtered
+from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
+from pdkernels.reference.recurrent_static import recurrent_static
+from tests.decoding.fake_models import SCRIPTS, FakeModel
+from tests.decoding.recurrent_models import RECURRENCES, HostReads, draws, init_of, models, page_sizes, prompts, seeds, token
+
+METHOD = "recurrent_static"
+RECURRENT = [method for method in available() if method.startswith("recurrent_")]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
+    batch=prompts,
+    limit=st.integers(0, 10),
+    recurrences=st.sampled_from([None, 1, 2, 5]),
+    ends=st.lists(token, max_size=2),
+    draw=draws,
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    weights: tuple[int, float],
+    batch: list[list[int]],
+    limit: int,
+    recurrences: int | None,
+    ends: list[int],
+    draw: Any,
+    seed: int,
+    page_size: int | None,
+) -> None:
+    model, plain = models(*weights)
+    options = dict(zip(("temperature", "top_p", "min_p"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    result = generate(
+        model, batch, METHOD, max_new_tokens=limit, recurrences=recurrences, trace=True, page_size=page_size, **options
+    )
+    depth = recurrences or RECURRENCES
+    expected = [recurrent_static(plain, prompt, limit, init=init_of(seed), recurrences=depth, **options) for prompt in batch]
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    assert result.stats.forwards == max(one.forwards for one in expected)
+    assert result.stats.recurrences == max(one.recurrences for one in expected)
+    traces = [[tuple(step) for step in one.trace] for one in expected]
+    assert [[tuple(step) for step in steps] for steps in result.stats.trace] == traces
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
+    """A recurrent-depth model is an ordinary one where nobody asks for its depth."""
+    torch.manual_seed(1)
+    model = RecurrentDepth(models(2, hidden=32)[0].config).to(dtype).requires_grad_(False)
+    model.load_state_dict(models(2, hidden=32)[0].state_dict())
+    batch = [[1, 2, 3, 4], [5], [6, 7]]
+    greedy = generate(model, batch, max_new_tokens=12).tokens
+    static = generate(model, batch, METHOD, max_new_tokens=12).tokens
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(static, greedy, strict=True))
+    assert len({token for tokens in static for token in tokens.tolist()}) > 4
+    for prompt, tokens in zip(batch, static, strict=True):
+        assert torch.equal(generate(model, prompt, METHOD, max_new_tokens=12).tokens, tokens)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    numbers=st.lists(st.sampled_from([-1.0, 0.0, 0.3, 0.3, 2.0, 5.0]), min_size=1, max_size=7),
+    temperature=st.sampled_from([0.1, 1.0, 3.0]),
+    top_p=st.sampled_from([None, 0.0, 0.2, 0.7, 0.95, 1.0]),
+    min_p=st.sampled_from([None, 0.0, 0.2, 1.0]),
+)
+def test_filters_are_those_of_the_reference(numbers: list[float], temperature: float, top_p: float | None, min_p: float | None) -> None:
+    """Ties, a lone token, and lines that are crossed exactly."""
+    logits = torch.tensor([numbers, numbers[::-1]])
+    ours = filtered(logits[:, None], temperature, top_p, min_p)[:, 0].double()
+    plain = plain_filtered(logits, temperature, top_p, min_p)
+    assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
+
+
+@pytest.mark.parametrize("method", RECURRENT)
+def test_what_all_of_them_promise(method: str) -> None:
+    """Exact numbers of tokens, an end token at every place, streaming, the same alone and in a batch."""
+    model, _ = models(2, 0.3)
+    batch = [[3, 1, 4], [1], [5, 9]]
+    written = [tokens.tolist() for tokens in generate(model, batch, method, max_new_tokens=9).tokens]
+    assert [len(tokens) for tokens in written] == [9, 9, 9]
+    assert suits(method, model) and not suits(method, FakeModel(SCRIPTS["bigram"])) and suits("jacobi", model)
+    for limit in (0, 1, 2):
+        result = generate(model, batch, method, max_new_tokens=limit, trace=True)
+        assert [tokens.tolist() for tokens in result.tokens] == [tokens[:limit] for tokens in written]
+        assert result.stats.forwards == 0 if limit == 0 else result.stats.forwards >= limit
+        assert result.stats.recurrences >= RECURRENCES * (limit > 0)
+        assert [len(steps) for steps in result.stats.trace] == [len(counts) for counts in result.stats.accepted]
+    for end in set(written[0]):
+        heard: list[list[int]] = [[], [], []]
+        listen = {"on_tokens": lambda sequence, ids, accepted, heard=heard: heard[sequence].extend(ids)}
+        result = generate(model, batch, method, max_new_tokens=9, end_tokens=(end,), **listen)
+        for tokens, whole in zip(result.tokens, written, strict=True):
+            assert tokens.tolist() == (whole[: whole.index(end) + 1] if end in whole else whole)
+        assert heard == [tokens.tolist() for tokens in result.tokens]
+    for prompt, whole in zip(batch, written, strict=True):
+        assert generate(model, prompt, method, max_new_tokens=9).tokens.tolist() == whole
+
+
+@pytest.mark.parametrize("trace", [False, True])
+@pytest.mark.parametrize("headway", [1, 3])
+def test_one_read_of_the_device_in_a_step(trace: bool, headway: int) -> None:
+    """Static decoding and the sampler read once a step, adaptive exits once more for every check, drafts once a cycle."""
+    model, batch = models(2)[0], [[3, 1, 4], [1]]
+    common = {"max_new_tokens": 9, "trace": trace, "end_tokens": (11,)}
+    sampler = {"headway": headway, "noise": 0.1, "exit": "latent-acceleration"}
+    for method, options in ((METHOD, {}), ("recurrent_diffusion", sampler)):
+        with HostReads() as reads:
+            stats = generate(model, batch, method, temperature=0.5, **common, **options).stats
+        assert reads.count == stats.forwards > 8
+    with HostReads() as reads:
+        stats = generate(model, batch, "recurrent_self_speculation", **common).stats
+    assert reads.count == 1 + max(len(counts) for counts in stats.accepted)
+    with HostReads() as reads:
+        stats = generate(model, batch, "recurrent_adaptive", check_every=2, **common).stats
+    assert stats.forwards < reads.count <= stats.forwards + (stats.recurrences - RECURRENCES) // 2
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("recurrences", [1, 9])
+@pytest.mark.parametrize("method", RECURRENT)
+def test_the_cache_has_one_slot_per_layer(
+    method: str, recurrences: int, page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, caches = models(2)[0], []
+    original = RecurrentDepth.new_cache
+    monkeypatch.setattr(RecurrentDepth, "new_cache", lambda self, *a, **k: caches.append(original(self, *a, **k)) or caches[-1])
+    generate(model, [[3, 1, 4], [1]], method, max_new_tokens=6, recurrences=recurrences, page_size=page_size)
+    (cache,) = caches
+    assert cache.k.shape[0] == model.config.layers == 4
+    rows = cache.k.shape[1] * cache.k.shape[2]
+    assert rows == 2 * 9 if page_size is None else rows <= 2 * (9 + page_size)
+    assert cache.lengths.tolist() == [3 + 5, 1 + 5]
+
+
+STATIC, ADAPTIVE = "pdkernels.decoding.recurrent_static: ", "pdkernels.decoding.recurrent_adaptive: "
+SPECULATION, DIFFUSION = "pdkernels.decoding.recurrent_self_speculation: ", "pdkernels.decoding.recurrent_diffusion: "
+ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    (METHOD, {"recurrences": 0}, ValueError, STATIC + "recurrences must be at least 1, got 0."),
+    (METHOD, {"recurrences": 2.0}, TypeError, STATIC + "recurrences must be an int, got float."),
+    (METHOD, {"temperature": -1}, ValueError, STATIC + "temperature must be finite and at least 0, got -1."),
+    (METHOD, {"top_p": 1.5}, ValueError, STATIC + "top_p must be in 0 .. 1, got 1.5."),
+    (METHOD, {"min_p": "x"}, TypeError, STATIC + "min_p must be a number, got str."),
+    (METHOD, {"seed": None}, TypeError, STATIC + "seed must be an int, got NoneType."),
+    ("recurrent_adaptive", {"criterion": "luck"}, ValueError, ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', "),
+    ("recurrent_adaptive", {"threshold": -0.1}, ValueError, ADAPTIVE + "threshold must be at least 0, got -0.1."),
+    ("recurrent_adaptive", {"max_recurrences": 0}, ValueError, ADAPTIVE + "max_recurrences must be at least 1, got 0."),
+    ("recurrent_adaptive", {"min_recurrences": -1}, ValueError, ADAPTIVE + "min_recurrences must be at least 0, got -1."),
+    ("recurrent_adaptive", {"check_every": 0}, ValueError, ADAPTIVE + "check_every must be at least 1, got 0."),
+    ("recurrent_self_speculation", {"draft_len": -1}, ValueError, SPECULATION + "draft_len must be at least 0, got -1."),
+    ("recurrent_self_speculation", {"draft_recurrences": 0}, ValueError, SPECULATION + "draft_recurrences must be at least 1"),
+    ("recurrent_diffusion", {"inner_recurrence": 0}, ValueError, DIFFUSION + "inner_recurrence must be at least 1, got 0."),
+    ("recurrent_diffusion", {"max_wavefront": 0}, ValueError, DIFFUSION + "max_wavefront must be at least 1, got 0."),
+    ("recurrent_diffusion", {"headway": 0}, ValueError, DIFFUSION + "headway must be at least 1, got 0."),
+    ("recurrent_diffusion", {"momentum": 2}, ValueError, DIFFUSION + "momentum must be in 0 .. 1, got 2."),
+    ("recurrent_diffusion", {"exit": "now"}, ValueError, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
+    ("recurrent_diffusion", {"rule": "all"}, ValueError, DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'."),
+    ("recurrent_diffusion", {"guard": 1}, TypeError, DIFFUSION + "guard must be a bool, got int."),
+    ("recurrent_diffusion", {"max_recurrences": -1}, ValueError, DIFFUSION + "max_recurrences must be at least 0, got -1."),
+    ("recurrent_diffusion", {"stability": 0}, ValueError, DIFFUSION + "stability must be at least 1, got 0."),
+    ("recurrent_diffusion", {"published": True, "guard": False}, ValueError, DIFFUSION + "guard must not be given with published"),
+    ("recurrent_diffusion", {"published": True, "schedule": "root"}, ValueError, DIFFUSION + "schedule must be one of 'harmonic', "),
+    ("recurrent_diffusion", {"published": True, "max_wavefront": 1}, ValueError, DIFFUSION + "max_wavefront must be at least 2"),
+    ("recurrent_diffusion", {"published": True, "prompt": [[1], [2]]}, ValueError, DIFFUSION + "prompt must be a single one with"),
+]
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+@pytest.mark.parametrize(("method", "options", "error", "text"), ERRORS)
+def test_errors(method: str, options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+    with pytest.raises(error) as raised:
+        generate(models(1)[0], **{"prompt": [1], "method": method, "max_new_tokens": limit, **options})
+    assert str(raised.value).startswith(text)
+
+
+@pytest.mark.parametrize("method", RECURRENT)
+def test_other_models_are_refused(method: str) -> None:
+    with pytest.raises(TypeError, match=f"pdkernels.decoding.{method}: model must be a recurrent-depth model, got FakeModel."):
+        generate(FakeModel(SCRIPTS["bigram"]), [1], method)
+
+
+def test_lossless() -> None:
+    assert [method for method in RECURRENT if is_lossless(method)] == [METHOD]
+    trace = generate(models(1)[0], [4, 2], METHOD, max_new_tokens=3, trace=True).stats.trace[0]
+    assert all(isinstance(step, RecurrentStep) for step in trace) and [step.cursor for step in trace] == [2, 3]
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("method", RECURRENT)
+def test_kernels_and_the_plain_forms_give_the_same_tokens(method: str, page_size: int | None) -> None:
+    """In float32 kernels serve, in fp64 PyTorch; a sequence gets its tokens alone and in a batch."""
+    exact = models(2, 0.3, hidden=32)[0]
+    model = RecurrentDepth(exact.config).requires_grad_(False)
+    model.load_state_dict(exact.state_dict())
+    batch, options = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]], {"max_new_tokens": 12, "page_size": page_size}
+    together = generate(model, batch, method, **options).tokens
+    for prompt, tokens in zip(batch, together, strict=True):
+        assert torch.equal(tokens, generate(exact, prompt, method, **options).tokens)
+        assert torch.equal(tokens, generate(model, prompt, method, **options).tokens)

@@ -1,0 +1,152 @@
+"""What is shown of recurrent-depth models: who competes, memory that is really counted, pictures that show the figures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels import decoding
+from pdkernels.decoding.result import RecurrentStep
+from pdkernels.evaluation import Contender, as_json, contenders, evaluate, extra_memory, make_task, plot_recurrent, plot_wave
+from pdkernels.evaluation.recurrent import _Live
+from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
+
+
+def small_model() -> RecurrentDepth:
+    torch.manual_seed(5)
+    config = RecurrentDepthConfig(
+        vocab_size=257, hidden_size=32, heads=2, head_dim=16, intermediate_size=24, prelude_layers=1, core_layers=1, coda_layers=1,
+        mean_recurrence=3,
+    )  # fmt: skip
+    return RecurrentDepth(config, tokenizer=ByteTokenizer(), end_tokens=(256,)).requires_grad_(False)
+
+
+STATIC = Contender("small", "recurrent_static")
+
+
+def with_options(method: str, **options: Any) -> Contender:
+    return Contender("small", method, settings=tuple(options.items()))
+
+
+# ---- who competes
+
+
+def test_the_contenders_of_a_recurrent_model() -> None:
+    found, skipped = contenders({"small": small_model()})
+    assert skipped == [] and found[0] == STATIC and len(set(found)) == len(found)
+    assert {contender.method for contender in found} == {
+        "recurrent_static", "recurrent_adaptive", "recurrent_self_speculation", "recurrent_diffusion"
+    }  # fmt: skip
+    for contender in found:
+        assert set(contender.options) <= set(decoding.method_options(contender.method))
+        defaults = {name: decoding.default_option(contender.method, name) for name in contender.options}
+        assert not contender.options or contender.options != defaults, "the default would compete twice"
+
+
+def test_methods_go_with_their_models() -> None:
+    config = TransformerConfig(vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16)
+    plain = Transformer(config, tokenizer=ByteTokenizer(), end_tokens=(256,))
+    found, skipped = contenders({"small": small_model(), "plain": plain}, ["recurrent_diffusion", "jacobi"], [4])
+    assert [contender.label for contender in found if contender.model == "small"] == [
+        "recurrent_static", "recurrent_diffusion", "jacobi, 4"
+    ]  # fmt: skip
+    assert [contender.label for contender in found if contender.model == "plain"] == ["autoregressive", "jacobi, 4"]
+    assert skipped == ["plain with recurrent_diffusion: that method is for recurrent-depth models such as tiny-recurrent"]
+    assert all(decoding.suits(name, plain) != name.startswith("recurrent_") for name in decoding.available())
+
+
+def test_fewer_recurrences_promise_nothing() -> None:
+    assert STATIC.is_lossless and not with_options("recurrent_static", recurrences=2).is_lossless
+    assert not with_options("recurrent_diffusion").is_lossless
+
+
+def test_figures_of_a_recurrent_model() -> None:
+    task = make_task("sums", 3)._replace(limit=6)
+    competing = [STATIC, with_options("recurrent_self_speculation", draft_recurrences=3), with_options("recurrent_diffusion", threshold=3.0)]
+    static, speculating, diffusing = evaluate({"small": small_model()}, competing, task, memory=True)
+    assert static.yardstick and static.verdict == "is greedy" and static.speedup == 1
+    assert not speculating.lossless and speculating.tokens_per_cycle >= 1
+    assert not diffusing.lossless and diffusing.verdict == f"{diffusing.identical} of 3" and diffusing.speedup > 0
+    assert static.extra_memory > 0 and speculating.extra_memory > 0 and diffusing.extra_memory is None
+    (row,) = [row for row in as_json([diffusing])["benchmarks"]]
+    assert row["extra_info"]["settings"] == {"threshold": 3.0}
+
+
+# ---- memory
+
+
+def test_memory_counts_what_lives_at_once() -> None:
+    with _Live() as live:
+        first = torch.zeros(1000)  # 4000 bytes
+        second = first.view(10, 100)  # no memory of its own
+        third = first + 1
+        del third
+        fourth = torch.zeros(500)
+        del first, second, fourth
+        torch.zeros(10)
+    assert live.peak == 8000
+
+
+def test_memory_grows_with_the_wavefront() -> None:
+    model = small_model()
+    options = {"max_new_tokens": 24, "end_tokens": (), "threshold": 1e-9, "max_recurrences": 64, "inner_recurrence": 2}
+    small, large = (extra_memory(model, "a prompt", "recurrent_diffusion", max_wavefront=rows, **options) for rows in (2, 24))
+    cache = 2 * 3 * 2 * 16 * 4  # K and V of three layers, one position
+    assert large - small >= (24 - 2) * (cache + 2 * 32 * 4), "the wave's rows need a cache and states"
+
+
+# ---- pictures
+
+
+def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **more: (figures.append(self), save(self, *rest, **more))[1])
+    return figures
+
+
+def row(method: str, speed: float, right: int, **settings: Any) -> dict[str, Any]:
+    return {"method": method, "tokens_per_second": speed, "right": right, "problems": 20, "speedup": 1.0, "settings": settings,
+            "extra_memory": 10**6}  # fmt: skip
+
+
+def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = figures_of(monkeypatch)
+    rows = [
+        row("recurrent_static", 50, 16), row("recurrent_static", 200, 8, recurrences=2), row("recurrent_adaptive", 100, 16),
+        row("recurrent_diffusion", 150, 16), row("recurrent_diffusion", 180, 12, inner_recurrence=2),
+        row("recurrent_diffusion", 90, 15, max_wavefront=2), row("recurrent_diffusion", 120, 14, threshold=0.1),
+        row("autoregressive", 1, 1),
+    ]  # fmt: skip
+    plot_recurrent(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
+    axes = {axis.get_title(): axis for axis in figures[0].axes}
+    points = [tuple(point) for part in axes["All contenders"].collections for point in part.get_offsets().tolist()]
+    assert sorted(points) == sorted((row["tokens_per_second"], 5 * row["right"]) for row in rows[:-1])
+    assert [bar.get_height() for bar in axes["inner recurrence"].patches] == [180, 150], "2, then the default, 4"
+    assert [bar.get_height() for bar in axes["max wavefront"].patches] == [90, 150]
+    assert [text.get_text() for text in axes["max wavefront"].texts] == ["1.00 MB", "1.00 MB"]
+    with pytest.raises(ValueError, match="rows must hold figures of recurrent-depth methods on sums, got none"):
+        plot_recurrent(rows[-1:], tmp_path / "nothing.png")
+
+
+def test_the_wave_shows_every_distance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = figures_of(monkeypatch)
+    trace = [
+        RecurrentStep(cursor=7, tokens=[65], predictions=[66], distance=[float("inf")], frozen=0),
+        RecurrentStep(cursor=7, tokens=[65, 66], predictions=[66, 10], distance=[0.01, float("inf")], frozen=1),
+        RecurrentStep(cursor=8, tokens=[66, 10], predictions=[10, 68], distance=[0.5, 0.02], frozen=0),
+    ]
+    plot_wave(trace, tmp_path / "wave.png", tokenizer=ByteTokenizer(), threshold=0.03)
+    axis = figures[0].axes[0]
+    drawn = axis.images[0].get_array().filled(-1)
+    assert drawn == pytest.approx(torch.tensor([[2, -1, -1], [0.01, 2, -1], [-1, 0.5, 0.02]]).numpy())
+    assert [text.get_text() for text in axis.texts] == ["A", "A", "B", "B", "·"]
+    with pytest.raises(ValueError, match="trace must hold steps, got an empty one"):
+        plot_wave([], tmp_path / "nothing.png")
