@@ -202,12 +202,13 @@ def speculative_attention(rows: list[Row]) -> str:
     return f"{times}\n\n{table(['bf16, the prefix growing from 512', 'ms a step, all it needs', 'the longest of five'], steps)}\n\n{machine(rows)}"
 
 
-def recurrence(rows: list[Row], case: str) -> str:
-    """All widths of a case in bf16, then in fp32; beside each time the copy speed that it comes to."""
-    rows = [row for row in rows if row["op"] == "recurrence" and row["case"] == case]
+def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
+    """All numbers of rows in bf16, then in fp32; below the times the copy speed that those of pdkernels come to."""
+    rows = [row for row in rows if wanted.items() <= row.items()]
     if not rows:
         return "not measured"
-    cases = [(f"{dtype}, {width}", {"dtype": dtype, "width": width}) for dtype in ("bf16", "fp32") for width in (1, 16, 64, 128, 512)]
+    counts = sorted({row[count] for row in rows})
+    cases = [(f"{dtype}, {n}", {"dtype": dtype, count: n}) for dtype in ("bf16", "fp32") for n in counts]
     lines = []
     for name, found in by_contender(rows, cases):
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
@@ -215,6 +216,18 @@ def recurrence(rows: list[Row], case: str) -> str:
     ours = by_contender(rows, cases)[0][1]
     lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
     return f"{table(['µs, median; rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
+def recurrent_step(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] == "recurrent_step"]
+    if not rows:
+        return "not measured"
+    cases = [(f"{n} rows", {"rows": n}) for n in sorted({row["rows"] for row in rows})]
+    lines = [
+        [name, *(f"{row['median_us'] / 1e3:.1f} ({row['between_products']:.1%})" if row else "-" for row in found)]
+        for name, found in by_contender(rows, cases)
+    ]
+    return f"{table(['ms a step (share between the products)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
 def recurrence_advance(rows: list[Row]) -> str:
@@ -245,9 +258,14 @@ TABLES = {
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
-    "recurrence_inject": lambda rows: recurrence(rows, "inject"),
-    "recurrence_inject with noise": lambda rows: recurrence(rows, "inject with noise"),
-    "recurrence_exit": lambda rows: recurrence(rows, "exit"),
+    "recurrence_inject": lambda rows: by_rows(rows, "width", op="recurrence", case="inject"),
+    "recurrence_inject with noise": lambda rows: by_rows(rows, "width", op="recurrence", case="inject with noise"),
+    "recurrence_exit": lambda rows: by_rows(rows, "width", op="recurrence", case="exit"),
+    "recurrent step": recurrent_step,
+    "add_rms_norm": lambda rows: by_rows(rows, op="sandwich", kernel="add_rms_norm"),
+    "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
+    "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
+    "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
     "recurrence_advance_": recurrence_advance,
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),

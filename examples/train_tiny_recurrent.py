@@ -26,8 +26,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
+from train_tiny_code import score
 
-from pdkernels.decoding import generate
 from pdkernels.models import ByteTokenizer
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.zoo import WEIGHTS, save_tiny
@@ -105,11 +105,9 @@ def held_out_loss(model: RecurrentDepth, steps: int, rows: int = 64, context: in
     return float(loss_of(model, windows, counted, steps, 0, generator))
 
 
-def solved_share(model: RecurrentDepth, steps: int, problems: int = 50) -> float:
-    """Share of held-out sums that decoding with so many recurrences gets right."""
-    tests = list(islice(arithmetic(0, held_out=True), problems))
-    texts = generate(model, [test.prompt for test in tests], "recurrent_static", recurrences=steps, max_new_tokens=300).text
-    return sum(test.is_solved_by(text) for test, text in zip(tests, texts, strict=True)) / problems
+def solved_share(model: RecurrentDepth, problems: int) -> float:
+    """Share of held-out sums that decoding with the mean number of recurrences gets right."""
+    return score(model, "recurrent_static", list(islice(arithmetic(0, held_out=True), problems)))[0]
 
 
 def main(
@@ -123,6 +121,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 200,
+    scored: Annotated[int, typer.Option(help="Held-out sums that the stored model is scored on.")] = 200,
 ) -> None:
     """Train tiny-recurrent and save it, rounded to bf16."""
     if threads:
@@ -161,7 +160,7 @@ def main(
                 save_tiny(model, output)
 
     model.to(torch.bfloat16).float()
-    solved = solved_share(model, CONFIG.mean_recurrence, 200)
+    solved = solved_share(model, scored)
     save_tiny(model, output, description="recurrent depth, byte-level, arithmetic and Python's standard library",
               held_out_sums_right=solved)  # fmt: skip
     console.print(

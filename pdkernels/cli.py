@@ -197,15 +197,19 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
 
 @app.command("eval")
 def evaluate(
-    family: Annotated[str, typer.Option(help="'transformer' or 'recurrent': which tiny models and tasks stand for what is not given.")] = "transformer",
+    family: Annotated[
+        str, typer.Option(help="'transformer' or 'recurrent': which tiny models and tasks stand for what is not given.")
+    ] = "transformer",
     model: Annotated[
-        list[str] | None, typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default the family's tiny ones.")
+        list[str] | None,
+        typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default the family's."),
     ] = None,
     method: Annotated[
         list[str] | None, typer.Option(help="Decoding method. May be given several times; token-by-token decoding always runs too.")
     ] = None,
     width: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method.")
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."),
     ] = None,
     task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for recurrent models sums.")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,

@@ -27,7 +27,7 @@ from pdkernels.models.attention import Visibility, cached_visibility, uncached_v
 from pdkernels.models.caches import new_cache
 from pdkernels.models.rope import RopeTables, Rotation
 from pdkernels.models.sandwich import SandwichLayer, add_norm, rms_norm
-from pdkernels.models.transformer import _select_rows
+from pdkernels.models.transformer import select_rows
 from pdkernels.ops.recurrence import recurrence_inject
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class RecurrentDepth(nn.Module):
         x = rms_norm(state, self.norm, self.config.norm_eps)
         x = self._run(self.coda_layers, x, place, self.config.prelude_layers + self.config.core_layers)
         if rows is not None:
-            x = _select_rows(x, rows)
+            x = select_rows("RecurrentDepth", x, rows)
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
 
     def _run(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> torch.Tensor:

@@ -78,7 +78,8 @@ class Transformer(nn.Module):
     """A decoder-only language model on our KV caches.
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
-    the id of an open place, for models that were trained to fill those in. Parameters may be fp64, fp32, bf16 or fp16 (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
+    the id of an open place, for models that were trained to fill those in. Parameters may be fp64, fp32, bf16 or fp16
+    (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
     ...                            intermediate_size=24)
@@ -197,7 +198,7 @@ class Transformer(nn.Module):
         """
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
         if rows is not None:
-            x = _select_rows(x, rows)
+            x = select_rows("Transformer", x, rows)
         if cache is None:
             return self.logits(x)
         with torch.no_grad():
@@ -364,10 +365,11 @@ class Transformer(nn.Module):
         return visibility, table.at(cache.lengths[:, None] + offsets)
 
 
-def _select_rows(x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:
+def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:
+    """The rows of `x` `(batch, T, hidden_size)` that a forward of `op` was asked for: see `Transformer.forward`."""
     if isinstance(rows, slice):
         return x[:, rows]
-    op, (batch, length, _) = "Transformer", x.shape
+    batch, length, _ = x.shape
     if not isinstance(rows, torch.Tensor):
         for row in rows:
             check(-length <= row < length, op, "rows", f"lie in [{-length}, {length})", row)

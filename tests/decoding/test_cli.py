@@ -85,8 +85,8 @@ def test_all_methods() -> None:
     result = run(*GENERATE, "--method", "all", "--window", "6", "--seed", "3", "--page-size", "4", "--check")
     assert result.exit_code == 0, result.output
     for method in decoding.available():
-        needs_a_mask_token = "mask_token" in decoding.method_options(method)
-        assert (re.search(rf"^ +{method} +\d", result.stdout, re.M) is None) == needs_a_mask_token
+        asks_more = "mask_token" in decoding.method_options(method) or not decoding.suits(method, None)
+        assert (re.search(rf"^ +{method} +\d", result.stdout, re.M) is None) == asks_more
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_eval_shows_a_row_for_each_contender() -> None:
 
 def test_eval_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
-    monkeypatch.setattr(evaluation.contest, "_WIDTH_OPTIONS", {"quadratic_self_speculation": "block_size"})
+    monkeypatch.setitem(evaluation.contender.WIDTH_OPTIONS, "quadratic_self_speculation", "block_size")
     monkeypatch.setattr(evaluation.tasks, "_SUMS_LIMIT", 12)
     arguments = ["--task", "sums", "--method", "quadratic_self_speculation", "--width", "16"]
     result = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="80")

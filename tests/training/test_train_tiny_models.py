@@ -1,9 +1,10 @@
-"""The scripts that train tiny-trimode and tiny-jacobi, on models too small to learn anything."""
+"""The scripts that train tiny-trimode, tiny-jacobi and tiny-recurrent, on models too small to learn anything."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -139,3 +140,72 @@ def test_windows_of_sums_begin_where_a_sum_does() -> None:
     assert len(of_sums) > 40
     # All others are source: nothing begins inside a sum.
     assert all(set(row) <= set(b"x = 1\n") for row in seen if row not in beginnings)
+
+
+def test_recurrences_have_the_mean_they_should() -> None:
+    import train_tiny_recurrent as script
+
+    generator = torch.Generator().manual_seed(0)
+    for mean in (1.0, 4.0, 16.0):
+        draws = torch.tensor([script.recurrences(mean, generator) for _ in range(3000)], dtype=torch.float64)
+        assert draws.min() >= 1 and abs(draws.mean() - mean) < 0.05 * mean
+        if mean == 16:
+            assert draws.std() > 1.5 * (mean - 1) ** 0.5, "wider than a Poisson distribution"
+        if mean == 1:
+            assert draws.max() == 1
+
+
+def test_only_what_follows_a_question_counts() -> None:
+    import train_tiny_recurrent as script
+
+    rows, counted = script.rows_of_sums(arithmetic(3), 5, 150)
+    assert rows.shape == (5, 151) and counted.shape == (5, 150)
+    for row, marks in zip(rows, counted, strict=True):
+        text = "".join(chr(token) if token < 256 else "\0" for token in row.tolist())
+        answer = "".join(letter for letter, mark in zip(text[1:], marks.tolist(), strict=True) if mark)
+        assert text.index("?") < 20 and "?" not in answer and answer.count("\0") == text.count("\0")
+    batch, marks = next(script.batches(2, 3, 40, 0))
+    assert batch.shape == (5, 41) and marks[2:].all() and not marks[:2].all()
+
+
+def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
+    import train_tiny_recurrent as script
+
+    torch.manual_seed(0)
+    config = replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48)
+    model = script.RecurrentDepth(config)
+    rows, counted = next(script.batches(2, 1, 40, 0))
+    passes = []
+    core = model.core
+    model.core = lambda state, term, place: (passes.append(torch.is_grad_enabled()), core(state, term, place))[1]
+    loss = script.loss_of(model, rows, counted, 5, 2, torch.Generator().manual_seed(0))
+    loss.backward()
+    assert passes == [False] * 3 + [True] * 2
+    assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
+
+
+def test_the_recurrent_script_writes_a_model_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_tiny_recurrent as script
+
+    monkeypatch.setattr(script, "CONFIG", replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48))
+    monkeypatch.setattr(script, "SHOWN", (1,))
+    path = tmp_path / "recurrent.safetensors"
+    script.main(output=path, steps=3, sums=2, windows=1, context=32, lr=1e-3, warmup=2, seed=0, threads=0, evaluate_every=2, scored=1)
+    model = pd.models.zoo._load_tiny(path, None, "cpu")
+    assert isinstance(model, pd.models.RecurrentDepth) and model.config.hidden_size == 32
+    result = pd.decoding.generate(model, "1 + 2 = ?", "recurrent_diffusion", max_new_tokens=8)
+    assert len(result.tokens) <= 8 and result.stats.recurrences >= 16
+
+
+def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
+    """And the sampler writes what it writes token by token."""
+    model = pd.models.load("tiny-recurrent")
+    problems = list(islice(arithmetic(0, held_out=True), 12))
+    prompts = [problem.prompt for problem in problems]
+
+    def right(method: str, **options: object) -> int:
+        texts = pd.decoding.generate(model, prompts, method, max_new_tokens=120, **options).text
+        return sum(problem.is_solved_by(text) for problem, text in zip(problems, texts, strict=True))
+
+    hasty, thoughtful, sampled = right("recurrent_static", recurrences=1), right("recurrent_static"), right("recurrent_diffusion")
+    assert hasty == 0 and thoughtful >= 4 and abs(sampled - thoughtful) <= 1
