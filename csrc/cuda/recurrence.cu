@@ -1,8 +1,6 @@
 // A step of the recurrent-depth sampler on CUDA, one launch an op. What varies from step to step is read on the device; a value out of
 // range there is taken as the nearest one that is allowed, and recurrence_advance_ leaves its sequence alone.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+#include "elements.h"
 #include "kernels.h"
 #include "launch.h"
 #include "pdkernels/philox.h"
@@ -21,24 +19,6 @@ struct Rounded {
   static __device__ float multiply(float a, float b) { return __fmul_rn(a, b); }
   static __device__ float square_root(float x) { return __fsqrt_rn(x); }
 };
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-template <class T>
-__device__ T from_float(float x);
-template <>
-__device__ float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ __half from_float<__half>(float x) {
-  return __float2half_rn(x);
-}
-template <>
-__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
-  return __float2bfloat16_rn(x);
-}
 
 // 16 bytes of a row: in one access where every row starts and ends at a multiple of that, else element by element.
 template <class T>
@@ -124,21 +104,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) recurrence_inject_kern
 
 // --- recurrence_exit: a block a row -----------------------------------------------------------------------------------------
 
-// The sum over the block, the same in every thread and in every run. Each call has its own `shared`.
-__device__ float block_sum(float x, float* shared) {
-  for (int distance = kWarp / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kAllLanes, x, distance);
-  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = x;
-  __syncthreads();
-  float sum = 0.0f;
-  for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp];
-  return sum;
-}
-
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_constant__ ExitArgs args, bool staged) {
   constexpr int kSize = Pack<T>::kSize;
   PDK_DYNAMIC_SHARED(float, sums);  // [size]; a thread reads only what it wrote
-  __shared__ float shared[3][kWarps];
+  __shared__ float room[kWarps];
   const int64_t b = blockIdx.y, i = blockIdx.x;
   T* state = args.state.row<T>(b, i);
   const bool inside = args.in_wave(b, i);
@@ -164,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
       if (staged && at + j < args.size) sums[at + j] = row[j];
     }
   }
-  const float scale = 1.0f / sqrtf(block_sum(squares, shared[0]) / static_cast<float>(args.size) + args.eps);
+  const float scale = 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.size) + args.eps);
 
   const bool known = args.known(b, i);
   const T* before = known ? args.previous.row<const T>(b, args.before(b, i)) : nullptr;
@@ -180,7 +150,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
     }
     Pack<T> now = load<T, kWide>(static_cast<const T*>(args.weight) + at, count);
     for (int j = 0; j < kSize; ++j) {
-      now.value[j] = from_float<T>(to_float(from_float<T>(row[j] * scale)) * to_float(now.value[j]));
+      now.value[j] = from_float<T>(rounded<T>(row[j] * scale) * to_float(now.value[j]));
     }
     store<T, kWide>(now, state + at, count);
     if (!known) continue;
@@ -193,7 +163,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
       of_change += change * change;
     }
   }
-  const float moved = sqrtf(block_sum(of_change, shared[1])), length = sqrtf(block_sum(of_state, shared[2]));
+  const float moved = sqrtf(block_sum<kThreads>(of_change, room)), length = sqrtf(block_sum<kThreads>(of_state, room));
   if (threadIdx.x != 0) return;
   args.write(b, i, !known ? INFINITY : moved == 0.0f && length == 0.0f ? 0.0f : moved / length);
 }
@@ -267,18 +237,17 @@ bool aligned(const BatchedRows& view, int64_t element_bytes) {
 }
 
 template <class T>
-cudaError_t launch_inject(const InjectArgs& args, cudaStream_t stream) {
+void launch_inject(const InjectArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T), kTile = static_cast<int64_t>(kThreads) * Pack<T>::kSize;
   const dim3 grid(static_cast<unsigned>((args.size + kTile - 1) / kTile), static_cast<unsigned>(args.rows), static_cast<unsigned>(args.batch));
   const bool wide = args.size * kBytes % 16 == 0 && aligned(args.state, kBytes) && aligned(args.embedding, kBytes) &&
                     aligned(args.previous, kBytes) && aligned(args.out, kBytes);
   if (wide) PDK_LAUNCH((recurrence_inject_kernel<T, true>), grid, dim3(kThreads), 0, stream, args);
   else PDK_LAUNCH((recurrence_inject_kernel<T, false>), grid, dim3(kThreads), 0, stream, args);
-  return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t launch_exit(const ExitArgs& args, cudaStream_t stream) {
+void launch_exit(const ExitArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T);
   const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>(args.batch));
   const bool wide = args.size * kBytes % 16 == 0 && reinterpret_cast<int64_t>(args.weight) % 16 == 0 && aligned(args.x, kBytes) &&
@@ -289,29 +258,20 @@ cudaError_t launch_exit(const ExitArgs& args, cudaStream_t stream) {
   const size_t room = staged ? static_cast<size_t>(bytes) : 0;
   if (wide) PDK_LAUNCH((recurrence_exit_kernel<T, true>), grid, dim3(kThreads), room, stream, args, staged);
   else PDK_LAUNCH((recurrence_exit_kernel<T, false>), grid, dim3(kThreads), room, stream, args, staged);
-  return cudaGetLastError();
 }
 
 }  // namespace
 
 cudaError_t recurrence_inject(const InjectArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.rows == 0 || args.size == 0) return cudaSuccess;
-  switch (args.element) {
-    case Element::kFloat: return launch_inject<float>(args, stream);
-    case Element::kHalf: return launch_inject<__half>(args, stream);
-    case Element::kBfloat16: return launch_inject<__nv_bfloat16>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  with_element(args.element, [&](auto* element) { launch_inject<std::remove_pointer_t<decltype(element)>>(args, stream); });
+  return cudaGetLastError();
 }
 
 cudaError_t recurrence_exit(const ExitArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.rows == 0) return cudaSuccess;
-  switch (args.element) {
-    case Element::kFloat: return launch_exit<float>(args, stream);
-    case Element::kHalf: return launch_exit<__half>(args, stream);
-    case Element::kBfloat16: return launch_exit<__nv_bfloat16>(args, stream);
-  }
-  return cudaErrorInvalidValue;
+  with_element(args.element, [&](auto* element) { launch_exit<std::remove_pointer_t<decltype(element)>>(args, stream); });
+  return cudaGetLastError();
 }
 
 cudaError_t recurrence_advance(const AdvanceArgs& args, cudaStream_t stream) {

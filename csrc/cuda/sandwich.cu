@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
     sum(pack, sums);
     const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
     Elements y;
-    for (int j = 0; j < kSize; ++j) from_float(rounded<T>(sums[j] * scale) * to_float(weights.at[j]), y.at[j]);
+    for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(rounded<T>(sums[j] * scale) * to_float(weights.at[j]));
     return y;
   };
   squares = 0;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
   for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
     const Elements y = normed(pack), weights = Elements::load(static_cast<const T*>(args.next_weight), pack);
     Elements next;
-    for (int j = 0; j < kSize; ++j) from_float(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]), next.at[j]);
+    for (int j = 0; j < kSize; ++j) next.at[j] = from_float<T>(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]));
     next.store(args.next.row<T>(row), pack);
   }
 }
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads) silu_gate_kernel(SiluGateArgs args) 
   for (int j = 0; j < kSize; ++j) {
     const float value = to_float(gate.at[j]);
     const float e = expf(value > 0 ? -value : value);  // never grows
-    from_float((value > 0 ? value : value * e) / (1.0f + e) * to_float(up.at[j]), out.at[j]);
+    out.at[j] = from_float<T>((value > 0 ? value : value * e) / (1.0f + e) * to_float(up.at[j]));
   }
   out.store(args.out.row<T>(row), pack);
 }
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_co
         a += to_float(bias[low]);
         c += to_float(bias[high]);
       }
-      from_float(a * cos[low] + c * sin[low], first);
-      from_float(c * cos[high] + a * sin[high], second);
+      first = from_float<T>(a * cos[low] + c * sin[low]);
+      second = from_float<T>(c * cos[high] + a * sin[high]);
       x[low] = first;
       x[high] = second;
     }

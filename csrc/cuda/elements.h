@@ -1,0 +1,64 @@
+// Elements of tensors as floats, float, half or bfloat16, and sums over a block.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "pdkernels/block_sparse_attention.h"
+
+namespace pdkernels::cuda {
+
+__device__ inline float to_float(float x) { return x; }
+__device__ inline float to_float(__half x) { return __half2float(x); }
+__device__ inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ T from_float(float x);
+template <>
+__device__ inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+__device__ inline __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// x as T has it.
+template <class T>
+__device__ float rounded(float x) {
+  return to_float(from_float<T>(x));
+}
+
+// Calls launch(a null pointer to the element type).
+template <class Launch>
+void with_element(Element element, const Launch& launch) {
+  switch (element) {
+    case Element::kFloat: return launch(static_cast<float*>(nullptr));
+    case Element::kHalf: return launch(static_cast<__half*>(nullptr));
+    case Element::kBfloat16: return launch(static_cast<__nv_bfloat16*>(nullptr));
+  }
+}
+
+template <class T>
+__device__ T warp_sum(T x) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xffffffffu, x, lanes);
+  return x;
+}
+
+// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T a warp; calls that share it
+// need no barrier between them.
+template <int kThreads, class T>
+__device__ T block_sum(T x, T* room) {
+  x = warp_sum(x);
+  __syncthreads();  // the room may still be read by a call before
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  __syncthreads();
+  T total = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) total += room[warp];
+  return total;
+}
+
+}  // namespace pdkernels::cuda
