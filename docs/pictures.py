@@ -9,7 +9,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+import pdkernels as pd
 from pdkernels import masks as pdm
+from pdkernels.evaluation import plot_wave
 
 IMAGES = Path(__file__).resolve().parent / "images"
 COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#f2f2f2", "#f2cf5b"
@@ -262,6 +264,13 @@ def masks() -> None:
         mask.draw(IMAGES / f"mask_{name}.png", tile, title)
 
 
+def recurrent_wave() -> None:
+    """A run of the recurrent-depth sampler on a sum."""
+    model = pd.models.load("tiny-recurrent")
+    result = pd.decoding.generate(model, "482 + 967 = ?\n", "recurrent_diffusion", inner_recurrence=1, max_new_tokens=44, trace=True)
+    plot_wave(result.stats.trace[0], IMAGES / "recurrent_wave.png", tokenizer=model.tokenizer, threshold=0.03)
+
+
 if __name__ == "__main__":
     masks()
     block_sparse_attention()
@@ -271,3 +280,4 @@ if __name__ == "__main__":
     sandwich()
     logit_drift()
     recurrence()
+    recurrent_wave()

@@ -23,10 +23,10 @@ from pdkernels.evaluation.contender import Contender
 _RECURRENCES = (1, 2, 4, 8, 32)
 _SAMPLER: dict[str, tuple[Any, ...]] = {
     "inner_recurrence": (1, 2, 8),
-    "threshold": (0.01, 0.1, 0.3),
-    "noise": (0.1, 0.3),
-    "momentum": (0.0, 0.5),
-    "max_wavefront": (1, 2, 4, 8, 16),
+    "threshold": (0.01, 0.1),
+    "noise": (0.3,),
+    "momentum": (0.0,),
+    "max_wavefront": (1, 2, 4, 8),
 }
 _COLOURS = {
     "recurrent_static": "#777777",
@@ -217,8 +217,8 @@ def plot_wave(trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = No
             for place, token in enumerate(step.tokens):
                 text = str(token) if tokenizer is None else tokenizer.decode([token])
                 text = text if text.isprintable() else "·"
-                pale = step.distance[place] > 0.3
-                axis.text(start + place, number, text, ha="center", va="center", fontsize=5.5, color="#555555" if pale else "white")
+                colour = "#222222" if step.distance[place] < 0.01 else "white"
+                axis.text(start + place, number, text, ha="center", va="center", fontsize=6.5, color=colour)
     axis.set(xlabel="position behind the prompt", ylabel="step of the sampler", title="The wave: frozen rows leave at the red line")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
