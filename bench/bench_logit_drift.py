@@ -50,8 +50,11 @@ def test_logit_drift(benchmark, name: str, dtype: str, rows: int, device: str) -
     ours = partial(pd.logit_drift, logits, previous)
     call = {"pdkernels": ours, "torch eager": partial(formulas, logits, previous), "torch.compile": compiled}[name]
     with torch.inference_mode():
-        for tensors in zip(call(), reference(logits.double(), previous.double()), reference(logits, previous)):
-            assert_within_budget(*tensors, name=name)
+        for found, oracle, plain in zip(call(), reference(logits.double(), previous.double()), reference(logits, previous)):
+            if name == "torch.compile":  # its sums are up to thirty times as far off as the budget of a kernel of ours allows
+                torch.testing.assert_close(found.double(), oracle.double(), rtol=1e-3, atol=1e-4)
+            else:
+                assert_within_budget(found, oracle, plain, name=name)
         compare(
             benchmark,
             call,
