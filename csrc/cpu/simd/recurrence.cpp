@@ -124,7 +124,14 @@ PDK_INLINE void draw_row(const InjectArgs& args, const Latents& latents, const T
 template <class T>
 PDK_INLINE void blend_row(int64_t size, float keep, const T* x, float share, const T* y, T* to) {
   alignas(64) float a[kRun], b[kRun];
-  for (int64_t first = 0; first < size; first += kRun) {
+  int64_t done = 0;
+  if constexpr (sizeof(T) == sizeof(float)) {  // floats need no room of their own
+    for (; done + kLanes <= size; done += kLanes) {
+      const Vec from = reinterpret_cast<const LooseVec&>(x[done]), other = reinterpret_cast<const LooseVec&>(y[done]);
+      reinterpret_cast<LooseVec&>(to[done]) = blend<Rounded>(keep, from, share, other);
+    }
+  }
+  for (int64_t first = done; first < size; first += kRun) {
     const int64_t count = smaller(kRun, size - first);
     to_floats(x + first, a, count);
     to_floats(y + first, b, count);
