@@ -1,16 +1,11 @@
-// What goes into a step of the recurrent-depth sampler and what comes out of it: a work item is a row. Rows are taken in runs that
-// stay in the first cache, as floats.
+// What goes into a step of the recurrent-depth sampler and what comes out of it: a work item is a row.
 #include "kernels.h"
-#include "parallel.h"
 #include "pdkernels/philox.h"
 #include "pdkernels/recurrence.h"
-#include "vector.h"
+#include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
-
-constexpr int64_t kRun = 512;          // elements
-constexpr int64_t kSmallest = 16384;   // elements that are worth a thread
 
 typedef uint64_t Longs __attribute__((vector_size(4 * PDK_LANES), may_alias));
 constexpr int kLongs = kLanes / 2;
@@ -96,53 +91,30 @@ class Latents {
   float std_;
 };
 
-PDK_INLINE void blend_run(float keep, float* x, float share, const float* y, int64_t count) {
-  for (int64_t at = 0; at < count; at += kLanes) {
-    Vec& to = reinterpret_cast<Vec&>(x[at]);
-    to = blend<Rounded>(keep, to, share, reinterpret_cast<const Vec&>(y[at]));
-  }
-}
-
 // to = keep from + share number, or the number itself where nothing is kept
 template <class T>
 PDK_INLINE void draw_row(const InjectArgs& args, const Latents& latents, const T* from, NoiseMix mix, T* to) {
-  alignas(64) float drawn[kRun], kept[kRun];
-  for (int64_t first = 0; first < args.size; first += kRun) {
-    const int64_t count = smaller(kRun, args.size - first);
-    latents.write(drawn, first, count);
-    if (from == nullptr) {
-      from_floats(drawn, to + first, count);
-      continue;
-    }
-    to_floats(from + first, kept, count);
-    blend_run(mix.keep, kept, mix.share, drawn, count);
-    from_floats(kept, to + first, count);
-  }
+  alignas(64) float drawn[kStrip];
+  for_strips(0, args.size, [&](int64_t first, int64_t end) {
+    latents.write(drawn, first, end - first);
+    for_vectors(first, end, [&](int64_t at, auto lanes) {
+      const Vec number = load(drawn + (at - first), lanes);
+      store(to + at, from == nullptr ? number : blend<Rounded>(mix.keep, load(from + at, lanes), mix.share, number), lanes);
+    });
+  });
 }
 
 // to = keep x + share y
 template <class T>
 PDK_INLINE void blend_row(int64_t size, float keep, const T* x, float share, const T* y, T* to) {
-  alignas(64) float a[kRun], b[kRun];
-  int64_t done = 0;
-  if constexpr (sizeof(T) == sizeof(float)) {  // floats need no room of their own
-    for (; done + kLanes <= size; done += kLanes) {
-      const Vec from = reinterpret_cast<const LooseVec&>(x[done]), other = reinterpret_cast<const LooseVec&>(y[done]);
-      reinterpret_cast<LooseVec&>(to[done]) = blend<Rounded>(keep, from, share, other);
-    }
-  }
-  for (int64_t first = done; first < size; first += kRun) {
-    const int64_t count = smaller(kRun, size - first);
-    to_floats(x + first, a, count);
-    to_floats(y + first, b, count);
-    blend_run(keep, a, share, b, count);
-    from_floats(a, to + first, count);
-  }
+  for_vectors(0, size, [&](int64_t at, auto lanes) {
+    store(to + at, blend<Rounded>(keep, load(x + at, lanes), share, load(y + at, lanes)), lanes);
+  });
 }
 
 template <class T>
-PDK_INLINE void scale_row(int64_t size, float factor, const T* x, T* to) {
-  for (int64_t i = 0; i < size; ++i) to[i] = from_float<T>(to_float(x[i]) * factor);
+PDK_INLINE void multiply_row(int64_t size, float factor, const T* x, T* to) {
+  for_vectors(0, size, [&](int64_t at, auto lanes) { store(to + at, load(x + at, lanes) * factor, lanes); });
 }
 
 template <class T>
@@ -176,35 +148,12 @@ void inject_row(const InjectArgs& args, int64_t b, int64_t i) {
     if (args.momentum == 0) return copy_row(size, fresh, embedding);
     return blend_row(size, keep, fresh, args.momentum, args.previous.template row<const T>(b, args.before(b, i)), embedding);
   }
-  if (args.damp_new) return scale_row(size, keep, fresh, embedding);
+  if (args.damp_new) return multiply_row(size, keep, fresh, embedding);
   copy_row(size, fresh, embedding);
 }
 
-// Sums of squares, in lanes.
-struct Squares {
-  Vec sums[4] = {};
-  PDK_INLINE void add(int v, Vec x) { sums[v % 4] += x * x; }
-  PDK_INLINE float total() const {
-    const Vec sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
-    float result = 0;
-    for (int lane = 0; lane < kLanes; ++lane) result += sum[lane];
-    return result;
-  }
-};
-
-PDK_INLINE void add_squares(Squares& squares, const float* x, int64_t count) {
-  for (int64_t at = 0; at < count; at += 4 * kLanes) {
-    for (int v = 0; v < 4; ++v) squares.add(v, reinterpret_cast<const Vec*>(x + at)[v]);
-  }
-}
-
-// Numbers behind `count` that a run is padded with, so that whole vectors can be taken.
-PDK_INLINE void pad(float* x, int64_t count, int64_t room) {
-  for (int64_t i = count; i < room; ++i) x[i] = 0;
-}
-
 template <class T>
-void exit_row(const ExitArgs& args, int64_t b, int64_t i, float* total) {
+void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const int64_t size = args.size;
   T* state = args.state.template row<T>(b, i);
   if (!args.in_wave(b, i)) {
@@ -213,57 +162,31 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i, float* total) {
   }
   const T* x = args.x.template row<const T>(b, i);
   const T* residual = args.residual.template row<const T>(b, i);
-  const T* weight = static_cast<const T*>(args.weight);
-  for (int64_t at = 0; at < size; ++at) total[at] = to_float(x[at]) + to_float(residual[at]);
-  pad(total, size, rounded_up(size, 4 * kLanes));
-  Squares of_total;
-  add_squares(of_total, total, size);
-  const float scale = 1.0f / __builtin_sqrtf(of_total.total() / static_cast<float>(size) + args.eps);
+  float* row = reinterpret_cast<float*>(thread_scratch(size * static_cast<int64_t>(sizeof(float))));
+  const Vec squares = add_rows(x, residual, row, size);
+  const Vec of_state = scale_row(row, scale_of(squares, size, args.eps), static_cast<const T*>(args.weight), state, size);
+  if (!args.known(b, i)) return args.write(b, i, kInfinity);
 
-  const bool known = args.known(b, i);
-  const T* before = known ? args.previous.template row<const T>(b, args.before(b, i)) : nullptr;
-  const T* first = known && args.older.given() ? args.older.template row<const T>(b, args.long_before(b, i)) : nullptr;
-  alignas(64) float now[kRun], change[kRun];
-  Squares of_state, of_change;
-  for (int64_t start = 0; start < size; start += kRun) {
-    const int64_t count = smaller(kRun, size - start);
-    T* to = state + start;
-    for (int64_t at = 0; at < count; ++at) {
-      const float normed = to_float(from_float<T>(total[start + at] * scale));
-      to[at] = from_float<T>(normed * to_float(weight[start + at]));
-    }
-    if (!known) continue;
-    to_floats(to, now, count);
-    if (first == nullptr) {
-      for (int64_t at = 0; at < count; ++at) change[at] = now[at] - to_float(before[start + at]);
-    } else {
-      for (int64_t at = 0; at < count; ++at) change[at] = now[at] - 2 * to_float(before[start + at]) + to_float(first[start + at]);
-    }
-    pad(now, count, rounded_up(count, 4 * kLanes));
-    pad(change, count, rounded_up(count, 4 * kLanes));
-    add_squares(of_state, now, count);
-    add_squares(of_change, change, count);
-  }
-  if (!known) return args.write(b, i, kInfinity);
-  const float moved = __builtin_sqrtf(of_change.total()), length = __builtin_sqrtf(of_state.total());
+  const T* before = args.previous.template row<const T>(b, args.before(b, i));
+  const T* first = args.older.given() ? args.older.template row<const T>(b, args.long_before(b, i)) : nullptr;
+  Vec of_change{};
+  for_vectors(0, size, [&](int64_t at, auto lanes) {
+    const Vec now = load(row + at, lanes), then = load(before + at, lanes);
+    const Vec change = first == nullptr ? now - then : now - 2.0f * then + load(first + at, lanes);
+    of_change += change * change;
+  });
+  const float moved = __builtin_sqrtf(sum_of(of_change)), length = __builtin_sqrtf(sum_of(of_state));
   args.write(b, i, moved == 0 && length == 0 ? 0.0f : moved / length);
 }
 
-PDK_INLINE int64_t grain(int64_t size) { return kSmallest / (size > 0 ? size : 1) + 1; }
-
 template <class T>
 void inject(const InjectArgs& args) {
-  parallel_for(0, args.batch * args.rows, grain(args.size), [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) inject_row<T>(args, row / args.rows, row % args.rows);
-  });
+  for_rows(args.batch * args.rows, args.size, [&](int64_t item) { inject_row<T>(args, item / args.rows, item % args.rows); });
 }
 
 template <class T>
 void exit(const ExitArgs& args) {
-  parallel_for(0, args.batch * args.rows, grain(args.size), [&](int64_t begin, int64_t end) {
-    float* total = reinterpret_cast<float*>(thread_scratch(rounded_up(args.size, 4 * kLanes) * static_cast<int64_t>(sizeof(float))));
-    for (int64_t row = begin; row < end; ++row) exit_row<T>(args, row / args.rows, row % args.rows, total);
-  });
+  for_rows(args.batch * args.rows, args.size, [&](int64_t item) { exit_row<T>(args, item / args.rows, item % args.rows); });
 }
 
 }  // namespace

@@ -1,40 +1,17 @@
 // What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a single row is
 // too short to be cut.
 #include "kernels.h"
-#include "strips.h"
+#include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
-
-// 1 / root of (sum / width + eps), both exact operations.
-float scale_of(Vec squares, int64_t width, float eps) {
-  return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(width) + eps);
-}
-
-// row * scale, rounded to T, times the weight in T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
-template <class T>
-Vec scale_row(float* row, float scale, const T* weight, T* to, int64_t width) {
-  Vec squares{};
-  for_vectors(0, width, [&](int64_t at, auto lanes) {
-    const Vec y = as<T>(as<T>(load(row + at, lanes) * scale) * load(weight + at, lanes));
-    store(to + at, y, lanes);
-    store(row + at, y, lanes);
-    squares += y * y;
-  });
-  return squares;
-}
 
 template <class T>
 void add_rms_norm_of(const AddRmsNormArgs& args) {
   for_rows(args.rows, args.width, [&](int64_t i) {
     const T *x = args.x.row<const T>(i), *residual = args.residual.row<const T>(i);
     float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
-    Vec squares{};
-    for_vectors(0, args.width, [&](int64_t at, auto lanes) {
-      const Vec sum = load(x + at, lanes) + load(residual + at, lanes);
-      store(row + at, sum, lanes);
-      squares += sum * sum;
-    });
+    Vec squares = add_rows(x, residual, row, args.width);
     squares = scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.weight), args.y.row<T>(i), args.width);
     if (args.next_weight == nullptr) return;
     scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.next_weight), args.next.row<T>(i), args.width);

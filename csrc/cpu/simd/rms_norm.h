@@ -1,0 +1,38 @@
+// The norm of a row and its residual, in float32: what ends a sublayer of a sandwich block and a recurrence.
+#pragma once
+
+#include "strips.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+
+// row = x + residual, as floats. Returns the sum of its squares, in lanes.
+template <class T>
+PDK_INLINE Vec add_rows(const T* x, const T* residual, float* row, int64_t width) {
+  Vec squares{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec sum = load(x + at, lanes) + load(residual + at, lanes);
+    store(row + at, sum, lanes);
+    squares += sum * sum;
+  });
+  return squares;
+}
+
+// 1 / root of (sum / width + eps), both exact operations.
+PDK_INLINE float scale_of(Vec squares, int64_t width, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(width) + eps);
+}
+
+// row * scale, rounded to T, times the weight in T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
+template <class T>
+PDK_INLINE Vec scale_row(float* row, float scale, const T* weight, T* to, int64_t width) {
+  Vec squares{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec y = as<T>(as<T>(load(row + at, lanes) * scale) * load(weight + at, lanes));
+    store(to + at, y, lanes);
+    store(row + at, y, lanes);
+    squares += y * y;
+  });
+  return squares;
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA
