@@ -19,7 +19,8 @@ import torch.nn.functional as F
 
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
-from pdkernels.ops._attention import KERNEL_DTYPES, takes_head_dim
+from pdkernels.ops._attention import takes_head_dim
+from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention
 
@@ -92,6 +93,13 @@ def attend_cached(
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
     cache.append_(layer, k, v, counts)
+    return attend_stored(q, k, v, visibility, cache, layer)
+
+
+def attend_stored(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
+) -> torch.Tensor:
+    """The same where K and V stand behind the prefix already."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdkernels.models.attention import attend, attend_cached
+from pdkernels.models.attention import attend, attend_cached, attend_stored
 from pdkernels.models.layer import rms_norm
 from pdkernels.models.rope import rotate
-from pdkernels.ops.sandwich import KERNEL_DTYPES, add_rms_norm, rotate_append_, silu_gate
-from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
 
 if TYPE_CHECKING:
     from pdkernels.models.recurrent_depth import Place, RecurrentDepthConfig
@@ -74,19 +74,15 @@ class SandwichLayer(nn.Module):
 
     def _attention(self, qkv: torch.Tensor, place: Place, slot: int) -> torch.Tensor:
         """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""
-        heads, cache, visibility = self.config.heads, place.cache, place.visibility
-        if cache is None or isinstance(visibility.mask, torch.Tensor) or not fused(qkv):
+        heads, cache = self.config.heads, place.cache
+        if cache is None or not fused(qkv):
             qk, v = qkv.split((2 * heads, heads), -2)
             q, k = rotate(qk + self.qk_bias, place.rotation, "interleaved").split((heads, heads), -2)
             if cache is None:
-                return attend(q, k, v, visibility)
-            return attend_cached(q, k, v, visibility, cache, slot, place.counts)
-        k_cache, v_cache = cache.k[slot], cache.v[slot]
+                return attend(q, k, v, place.visibility)
+            return attend_cached(q, k, v, place.visibility, cache, slot, place.counts)
         rotate_append_(
-            qkv, self.qk_bias, place.table.cos, place.table.sin, k_cache, v_cache, cache.lengths, counts=place.counts,
-            block_table=cache.block_table,
+            qkv, self.qk_bias, place.table.cos, place.table.sin, cache.k[slot], cache.v[slot], cache.lengths,
+            counts=place.counts, block_table=cache.block_table,
         )  # fmt: skip
-        q, k, v = qkv.split(heads, -2)
-        if visibility.mask is None:
-            return attend(q, *cache.layer(slot, visibility.prefix + 1), visibility)
-        return speculative_attention(q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table)
+        return attend_stored(*qkv.split(heads, -2), place.visibility, cache, slot)

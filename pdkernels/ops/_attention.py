@@ -7,8 +7,6 @@ from torch import Tensor
 
 from pdkernels._validation import fail, message
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
 
 def takes_head_dim(head_dim: int) -> bool:
     """Whether the kernels are made for heads of that size.

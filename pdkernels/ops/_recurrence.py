@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail, message
-from pdkernels.ops._attention import KERNEL_DTYPES
+from pdkernels._validation import check_index, check_type, fail
+from pdkernels.ops._floats import check_floats, refuse_float64
 
 INJECT, EXIT, ADVANCE = "recurrence_inject", "recurrence_exit", "recurrence_advance_"
 
@@ -21,25 +21,12 @@ def check_name(op: str, argument: str, value: object, names: tuple[str, ...]) ->
 
 def _rows(op: str, name: str, x: object, like: Tensor | None, sizes: tuple[int | None, ...]) -> None:
     """A tensor of vectors, of the shape `sizes` (None: any size) and of the dtype and device of `like`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(message(op, name, "be a tensor", type(x).__name__))
+    check_floats(op, name, x, like=like)
     if x.dim() != len(sizes) or any(size is not None and size != have for size, have in zip(sizes, x.shape)):
         wanted = "(" + ", ".join("any" if size is None else str(size) for size in sizes) + ")"
         fail(op, name, f"have shape {wanted}", tuple(x.shape))
-    if like is None and x.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise TypeError(message(op, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
-    if like is not None and x.dtype != like.dtype:
-        raise TypeError(message(op, name, f"be {like.dtype} like the others", x.dtype, "Convert it with .to()."))
-    if like is not None and x.device != like.device:
-        fail(op, name, f"be on {like.device}", x.device, f"Move it with .to({str(like.device)!r}).")
     if x.shape[-1] > 1 and x.stride(-1) != 1:
         fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", "Call .contiguous() on it.")
-
-
-def _refuse_float64(op: str, name: str, x: Tensor) -> None:
-    if x.dtype == torch.float64:
-        remedy = "Pass backend='reference', which computes in float64."
-        raise TypeError(message(op, name, "be float32, float16 or bfloat16 for the kernels", x.dtype, remedy))
 
 
 def _counts(op: str, recurrences: object, rows: int, batch: int, device: torch.device) -> None:
@@ -73,7 +60,7 @@ def check_inject(
 
 def fake_inject(state: Tensor | None, embedding: Tensor, *rest: Any) -> Tensor:
     check_inject(state, embedding, *rest)
-    _refuse_float64(INJECT, "embedding", embedding)
+    refuse_float64(INJECT, "embedding", embedding)
     return embedding.new_empty((embedding.shape[0], embedding.shape[1], 2 * embedding.shape[2]))
 
 
@@ -102,7 +89,7 @@ def check_exit(
 
 def fake_exit(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     check_exit(x, *rest)
-    _refuse_float64(EXIT, "x", x)
+    refuse_float64(EXIT, "x", x)
     shape = (x.shape[0], x.shape[1])
     return x.new_empty(x.shape), x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.bool)
 

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_type, fail, message
+from pdkernels._validation import check_type, fail
 from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64
 from pdkernels.ops._library import call, define
 from pdkernels.reference import logit_drift as reference
 
 OP = "logit_drift"
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LogitDrift(NamedTuple):
@@ -68,19 +68,13 @@ def logit_drift(logits: Tensor, previous: Tensor | None = None, *, min_p: float 
 
 
 def _check(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> None:
-    check_type(isinstance(logits, Tensor), OP, "logits", "be a tensor", type(logits).__name__)
-    if logits.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise TypeError(message(OP, "logits", "be float32, float16 or bfloat16", logits.dtype, "Convert it with .to()."))
+    check_floats(OP, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
     if previous is not None:
-        check_type(isinstance(previous, Tensor), OP, "previous", "be a tensor", type(previous).__name__)
-        if previous.dtype != logits.dtype:
-            raise TypeError(message(OP, "previous", f"be {logits.dtype} like logits", previous.dtype, "Convert it with .to()."))
+        check_floats(OP, "previous", previous, like=logits)
         if previous.shape != logits.shape:
             fail(OP, "previous", f"have shape {tuple(logits.shape)} like logits", tuple(previous.shape))
-        if previous.device != logits.device:
-            fail(OP, "previous", f"be on {logits.device} like logits", previous.device, f"Move it with .to({str(logits.device)!r}).")
     check_type(isinstance(min_p, (int, float)), OP, "min_p", "be a number", type(min_p).__name__)
     if not 0 <= min_p <= 1:
         fail(OP, "min_p", "be in [0, 1]", min_p)
@@ -88,9 +82,7 @@ def _check(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -
 
 def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _check(logits, previous, min_p)
-    if logits.dtype == torch.float64:
-        remedy = "Pass backend='reference', which computes in float64."
-        raise TypeError(message(OP, "logits", "be float32, float16 or bfloat16 for the kernels", logits.dtype, remedy))
+    refuse_float64(OP, "logits", logits)
     rows = logits.shape[:-1]
     entropy, kl, minp_kl = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     return logits.new_empty(rows, dtype=torch.int64), entropy, kl, minp_kl

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail, message
 from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64
 from pdkernels.ops._library import call, define
 from pdkernels.reference import sandwich as reference
 
-KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 STYLES = ("half", "interleaved")
 
 
@@ -164,37 +164,20 @@ def _refuse_gradients(op: str, backend: Backend, **tensors: Tensor | None) -> No
             raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
 
 
-def _check_floats(op: str, argument: str, tensor: object, *, like: Tensor | None = None) -> None:
-    """A tensor of a dtype that kernels or the reference take, that of `like` where given."""
-    check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
-    if tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise TypeError(message(op, argument, "be float32, float16 or bfloat16", tensor.dtype, "Convert it with .to()."))
-    if like is not None and tensor.dtype != like.dtype:
-        raise TypeError(message(op, argument, f"be {like.dtype}", tensor.dtype, "Convert it with .to()."))
-    if like is not None and tensor.device != like.device:
-        fail(op, argument, f"be on {like.device}", tensor.device, f"Move it with .to({str(like.device)!r}).")
-
-
-def _refuse_float64(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.dtype == torch.float64:
-        remedy = "Pass backend='reference', which computes in float64."
-        raise TypeError(message(op, argument, "be float32, float16 or bfloat16 for the kernels", tensor.dtype, remedy))
-
-
 def _check_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> None:
     op = "add_rms_norm"
-    _check_floats(op, "x", x)
+    check_floats(op, "x", x)
     if x.dim() == 0:
         fail(op, "x", "have shape (..., E)", tuple(x.shape))
-    _check_floats(op, "residual", residual, like=x)
+    check_floats(op, "residual", residual, like=x)
     if residual.shape != x.shape:
         fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
     for name, tensor in (("weight", weight), ("next_weight", next_weight)):
         if tensor is None and name == "next_weight":
             continue
-        _check_floats(op, name, tensor, like=x)
+        check_floats(op, name, tensor, like=x)
         if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
             fail(op, name, f"have shape ({x.shape[-1]},)", tuple(tensor.shape))
     check_type(isinstance(eps, (int, float)), op, "eps", "be a number", type(eps).__name__)
@@ -206,19 +189,19 @@ def _fake_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     _check_add_rms_norm(x, residual, weight, next_weight, eps)
-    _refuse_float64("add_rms_norm", "x", x)
+    refuse_float64("add_rms_norm", "x", x)
     return x.new_empty(x.shape), x.new_empty(0 if next_weight is None else x.shape)
 
 
 def _check_silu_gate(x: Tensor) -> None:
-    _check_floats("silu_gate", "x", x)
+    check_floats("silu_gate", "x", x)
     if x.dim() == 0 or x.shape[-1] % 2 != 0:
         fail("silu_gate", "x", "have shape (..., 2F)", tuple(x.shape))
 
 
 def _fake_silu_gate(x: Tensor) -> Tensor:
     _check_silu_gate(x)
-    _refuse_float64("silu_gate", "x", x)
+    refuse_float64("silu_gate", "x", x)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -235,12 +218,12 @@ def _check_rotate_append(
     interleaved: bool = True,
 ) -> None:
     op = "rotate_append_"
-    _check_floats(op, "qkv", qkv)
+    check_floats(op, "qkv", qkv)
     if qkv.dim() != 4:
         fail(op, "qkv", "have shape (B, R, heads + 2 * kv_heads, D)", tuple(qkv.shape))
     batch, _, all_heads, head_dim = qkv.shape
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        _check_floats(op, name, tensor, like=qkv)
+        check_floats(op, name, tensor, like=qkv)
         if tensor.dim() != 4 or tensor.shape[3] != head_dim:
             fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
         if tensor.shape != k_cache.shape:
@@ -255,7 +238,7 @@ def _check_rotate_append(
     if head_dim < 2 or head_dim % 2 != 0:
         fail(op, "qkv", "have an even head_dim of at least 2", head_dim)
     if bias is not None:
-        _check_floats(op, "bias", bias, like=qkv)
+        check_floats(op, "bias", bias, like=qkv)
         if tuple(bias.shape) != (heads + kv_heads, head_dim):
             fail(op, "bias", f"have shape ({heads + kv_heads}, {head_dim})", tuple(bias.shape))
     for name, tensor in (("cos", cos), ("sin", sin)):
@@ -294,8 +277,8 @@ def _fake_rotate_append(
     interleaved: bool = True,
 ) -> None:
     _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved)
-    _refuse_float64("rotate_append_", "qkv", qkv)
-    _refuse_float64("rotate_append_", "cos", cos)
+    refuse_float64("rotate_append_", "qkv", qkv)
+    refuse_float64("rotate_append_", "cos", cos)
 
 
 def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:

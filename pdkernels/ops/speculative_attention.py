@@ -16,7 +16,8 @@ from torch import Tensor
 from pdkernels._validation import check, check_index, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import KERNEL_DTYPES, check_plan, takes_head_dim
+from pdkernels.ops._attention import check_plan, takes_head_dim
+from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
 
