@@ -319,7 +319,8 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
             colours = ["#1f77b4" if row["contender"] == "pdkernels" else "#bbbbbb" for row in part]
             bars = axis.barh([row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours)
             axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-            axis.set(xlabel="ms (median)", title=case)
+            axis.set_xlabel("ms (median)", fontsize=8)
+            axis.set_title(case, fontsize=10)
             axis.margins(x=0.15)
             axis.spines[["top", "right"]].set_visible(False)
             axis.tick_params(labelsize=7)
