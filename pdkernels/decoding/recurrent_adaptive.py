@@ -96,7 +96,7 @@ def decode(
         drift = Drift(criterion, state)
         open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
         needed, values = [0] * session.batch, [[] for _ in going]
-        count = 0
+        count, logits = 0, None
         while count < most and any(still_open):
             run = min(check_every, most - count)
             # A settled row runs too, but nothing of it is stored.
@@ -110,8 +110,13 @@ def decode(
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
             session.recurrences += run
             if run < check_every:
+                logits = None
                 break
-            value = drift.measure(state, None if criterion in _LATENT else model.coda(state, current_place))
+            if criterion not in _LATENT:
+                seen = model.coda(state, current_place)
+                # A settled row is padding of this forward: its logits are those of the check that settled it.
+                logits = seen if logits is None or still_open == going else torch.where(open_rows[:, None, None], seen, logits)
+            value = drift.measure(state, logits)
             done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
                 open_rows = open_rows & ~done
@@ -122,7 +127,8 @@ def decode(
                         values[sequence].append(number if counted else math.inf)
                         still_open[sequence] = is_open != 0
 
-        logits = model.coda(state, place)
+        if logits is None:
+            logits = model.coda(state, place)
         cache.commit_(active.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
