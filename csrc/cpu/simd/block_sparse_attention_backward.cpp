@@ -130,11 +130,12 @@ PDK_INLINE void ones(Vec* factor, int count) {
 // In the order in which scores() sums: where a query sees a single key the difference to the product is then exactly 0.
 template <class T>
 float dot(const T* a, const T* b, int64_t n) {
-  float pieces[256 / kPiece] = {}, sum = 0;
-  for (int64_t i = 0; i < kPiece; ++i) {
-    for (int64_t d = i, piece = 0; d < n; d += kPiece, ++piece) pieces[piece] += to_float(a[d]) * to_float(b[d]);
+  const int64_t size = piece_of(n);
+  float pieces[kMostPieces] = {}, sum = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    for (int64_t d = i, piece = 0; d < n; d += size, ++piece) pieces[piece] += to_float(a[d]) * to_float(b[d]);
   }
-  for (int64_t piece = 0; piece * kPiece < n; ++piece) sum += pieces[piece];
+  for (int64_t piece = 0; piece * size < n; ++piece) sum += pieces[piece];
   return sum;
 }
 

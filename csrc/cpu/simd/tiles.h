@@ -14,7 +14,10 @@ namespace pdkernels::cpu::PDK_ISA {
 
 constexpr int kBlock = 32;
 constexpr int kChunk = 128;
-constexpr int kPiece = 32;  // elements of a head that are summed before they join the others
+constexpr int kMostPieces = 8;
+
+// Elements of a head that are summed before they join the others: short rows of few keys are where a single rounding shows.
+PDK_INLINE int64_t piece_of(int64_t head_dim) { return head_dim <= 32 ? 8 : 32; }
 
 // A run of tokens of a chunk that a panel has to visit. Its scores stand at kBlock times its place in the list of blocks.
 struct Block {
@@ -81,14 +84,15 @@ struct VectorTiles {
 
   // scores[token][lane] = rows[token] . panel[:, lane], summed in pieces for smaller rounding errors
   static void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
+    const int64_t size = piece_of(head_dim);
     for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
       const float* block = rows + blocks[b].begin * kRowStride;
       in_groups(blocks[b].count, [&](auto group, int64_t first) {
         constexpr int kRows = decltype(group)::value;
         const float* at = block + first * kRowStride;
-        for (int64_t piece = 0; piece < head_dim; piece += kPiece) {
+        for (int64_t piece = 0; piece < head_dim; piece += size) {
           Vec sums[kRows][kVectors] = {};
-          const int64_t end = smaller(piece + kPiece, head_dim);
+          const int64_t end = smaller(piece + size, head_dim);
           for (int64_t d = piece; d < end; ++d) add_products<kRowStride>(sums, at + d, panel + d * kPanel);
           for (int i = 0; i < kRows; ++i) {
             Vec* score = vectors(scores + (first + i) * kPanel);

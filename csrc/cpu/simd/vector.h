@@ -45,30 +45,31 @@ PDK_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-// e^x for x <= 0 or a little above: 2^(x log2 e) = 2^n 2^f with n whole and |f| <= 1/2. Exactly 1 at 0, exactly 0 below about
-// -87.7, NaN for NaN. The polynomials are minimax in the relative error: 2e-9 (before rounding) for kExact, 3e-6 for results
-// that are rounded to 16 bits anyway.
+// e^x for x <= 0 or a little above: 2^n e^r with n whole and |r| <= log(2) / 2; n log(2) is taken off in two parts, the first of
+// which is exact (Cody and Waite), so that r is as good as x whatever n is. Exactly 1 at 0, exactly 0 below about -87.7, NaN for NaN.
+// The polynomials are minimax in the relative error: 2e-9 (before rounding) for kExact, 3e-6 for results that are rounded to 16
+// bits anyway.
 template <bool kExact>
 PDK_INLINE Vec exponential(Vec x) {
   constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
-  Vec z = x * 1.44269504f;
-  z = z < -127.0f ? splat(-127.0f) : z;
-  const Vec shifted = z + kRounder;
-  const Vec f = z - (shifted - kRounder);
+  x = x < -88.0f ? splat(-88.0f) : x;
+  const Vec shifted = x * 1.44269504f + kRounder;
+  const Vec n = shifted - kRounder;
+  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
   const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
   Vec p;
   if constexpr (kExact) {
-    p = f * 0.00015353366f + 0.0013398877f;
-    p = p * f + 0.009618437f;
-    p = p * f + 0.055503324f;
-    p = p * f + 0.24022648f;
-    p = p * f + 0.6931472f;
+    p = r * 0.0013843657f + 0.008374157f;
+    p = p * r + 0.041668f;
+    p = p * r + 0.16666431f;
+    p = p * r + 0.49999994f;
+    p = p * r + 1.0f;
   } else {
-    p = f * 0.0095828455f + 0.055906445f;
-    p = p * f + 0.24024099f;
-    p = p * f + 0.6931242f;
+    p = r * 0.041513815f + 0.1678748f;
+    p = p * r + 0.50003015f;
+    p = p * r + 0.99996685f;
   }
-  return (p * f + 1.0f) * reinterpret_cast<Vec>(exponent);
+  return (p * r + 1.0f) * reinterpret_cast<Vec>(exponent);
 }
 
 // One round of a transposition: swaps the off-diagonal squares of size kDistance between two rows.
