@@ -12,7 +12,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from pdkernels.evaluation import plot, plot_recurrent
+from pdkernels.evaluation import plot, plot_masked, plot_recurrent
+from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -81,7 +82,7 @@ def decoding(rows: list[Row]) -> str:
 
 def evaluation(rows: list[Row], task: str) -> str:
     """Of `python -m pdkernels eval --json`."""
-    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and not is_recurrent(row)]
+    rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and family(row) == "transformer"]
     if not rows:
         return "not measured"
     forms = {
@@ -101,27 +102,31 @@ def evaluation(rows: list[Row], task: str) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
-def is_recurrent(row: Row) -> bool:
-    return row["op"] == "evaluation" and row["method"].startswith("recurrent_")
+def family(row: Row) -> str | None:
+    """Which of the evaluation's families a row is of."""
+    if row["op"] != "evaluation":
+        return None
+    return "recurrent" if row["method"].startswith("recurrent_") else "masked" if row["method"] in MASKED_METHODS else "transformer"
 
 
-def recurrent(rows: list[Row]) -> str:
-    """Of `python -m pdkernels eval --family recurrent --json`."""
-    rows = [row for row in rows if is_recurrent(row)]
+def evaluation_of(rows: list[Row], name: str, step: str) -> str:
+    """Of `python -m pdkernels eval --family NAME --json`, a forward of which is called `step`."""
+    rows = [row for row in rows if family(row) == name]
     if not rows:
         return "not measured"
+    watched = rows[0]["extra_memory"] is not None
     lines = []
     for row in rows:
         cells = [f"{row['right'] / row['problems']:.0%}", f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:,.0f}"]
-        memory = "-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"
-        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", memory, row["verdict"]])
-    header = [f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}", "exact match", "tokens per step", "tokens/s", "speed",
-              "peak MB", "identical to greedy"]  # fmt: skip
+        memory = ["-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"] if watched else []
+        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", *memory, row["verdict"]])
+    header = [f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}", "exact match", f"tokens per {step}", "tokens/s", "speed",
+              *(["peak MB"] if watched else []), f"identical to {'greedy' if watched else 'the first'}"]  # fmt: skip
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
 def evaluation_picture(rows: list[Row]) -> str:
-    measured = any(row["op"] == "evaluation" and not is_recurrent(row) for row in rows)
+    measured = any(family(row) == "transformer" for row in rows)
     return "![Tokens per forward and speed by method](images/bench_evaluation.png)" if measured else "not measured"
 
 
@@ -252,7 +257,8 @@ TABLES = {
     "evaluation sums": lambda rows: evaluation(rows, "sums"),
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
-    "evaluation recurrent": recurrent,
+    "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
+    "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
@@ -329,18 +335,12 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_evaluation(rows: list[Row], path: Path) -> None:
-    """The picture that the command line draws too."""
-    rows = [row for row in rows if row["op"] == "evaluation" and not is_recurrent(row)]
-    if rows:
-        plot(rows, path)
-
-
-def plot_evaluation_recurrent(rows: list[Row], path: Path) -> None:
-    """The picture that the command line draws for the family."""
-    rows = [row for row in rows if is_recurrent(row)]
-    if rows:
-        plot_recurrent(rows, path)
+def plot_evaluations(rows: list[Row], images: Path) -> None:
+    """The pictures that the command line draws too."""
+    for name, suffix, draw in (("transformer", "", plot), ("recurrent", "_recurrent", plot_recurrent), ("masked", "_masked", plot_masked)):
+        own = [row for row in rows if family(row) == name]
+        if own:
+            draw(own, images / f"bench_evaluation{suffix}.png")
 
 
 def renew(path: Path, rows: list[Row]) -> None:
@@ -363,8 +363,7 @@ def main() -> None:
             renew(path, rows)
         plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
         plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
-        plot_evaluation(rows, ROOT / "docs/images/bench_evaluation.png")
-        plot_evaluation_recurrent(rows, ROOT / "docs/images/bench_evaluation_recurrent.png")
+        plot_evaluations(rows, ROOT / "docs/images")
     else:
         for name, make in TABLES.items():
             print(f"\n{name}\n{make(rows)}")

@@ -198,7 +198,7 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
 @app.command("eval")
 def evaluate(
     family: Annotated[
-        str, typer.Option(help="'transformer' or 'recurrent': which tiny models and tasks stand for what is not given.")
+        str, typer.Option(help="'transformer', 'recurrent' or 'masked': which tiny models and tasks stand for what is not given.")
     ] = "transformer",
     model: Annotated[
         list[str] | None,
@@ -211,7 +211,7 @@ def evaluate(
         list[int] | None,
         typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."),
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for recurrent models sums.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for the other families sums.")] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
@@ -236,7 +236,7 @@ def evaluate(
                 )
         demand(family in evaluation.FAMILIES, "eval", "--family", f"be one of {', '.join(evaluation.FAMILIES)}", repr(family))
         known = evaluation.FAMILIES[family]
-        tasks = [evaluation.make_task(name, problems, seed) for name in dict.fromkeys(task or known.tasks)]
+        tasks = [evaluation.make_task(name, problems, seed, canvas=known.canvas) for name in dict.fromkeys(task or known.tasks)]
         loaded, absent = _load_all(model or list(known.models))
         competing, unable = evaluation.contenders(loaded, method or (), width or ())
         skipped = absent + unable
@@ -264,7 +264,7 @@ def evaluate(
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
             plot.parent.mkdir(parents=True, exist_ok=True)
-            draw = evaluation.plot_recurrent if family == "recurrent" else evaluation.plot
+            draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(family, evaluation.plot)
             draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
         console.print(Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red"))

@@ -2,6 +2,7 @@
 
 from pdkernels.evaluation.contender import Contender
 from pdkernels.evaluation.contest import DEFAULT_METHODS, FAMILIES, Row, as_json, contenders, evaluate
+from pdkernels.evaluation.masked import plot_canvas, plot_masked
 from pdkernels.evaluation.plot import plot
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
@@ -19,6 +20,8 @@ __all__ = [
     "extra_memory",
     "make_task",
     "plot",
+    "plot_canvas",
+    "plot_masked",
     "plot_recurrent",
     "plot_wave",
 ]

@@ -16,6 +16,7 @@ from pdkernels._validation import check
 from pdkernels._version import __version__
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.evaluation.contender import WIDTH_OPTIONS, Contender
+from pdkernels.evaluation.masked import masked_contenders
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_contenders, with_full_wave
 from pdkernels.evaluation.tasks import TASKS, Task
 from pdkernels.models.recurrent_depth import RecurrentDepth
@@ -35,16 +36,20 @@ class Family(NamedTuple):
 
     models: tuple[str, ...]
     tasks: tuple[str, ...]
+    canvas: int | None = None
+    """New tokens that its models were trained to write; None: any number."""
 
 
 FAMILIES = {
     "transformer": Family(tuple(DEFAULT_METHODS), TASKS),
     # On source text nothing is right or wrong, and these methods are about how much thinking it takes to be right.
     "recurrent": Family(("tiny-recurrent",), ("sums",)),
+    "masked": Family(("tiny-masked",), ("sums",), canvas=128),
 }
 
-# With one of these, as it is, a model's contenders begin: its tokens and its speed are what the others are compared with.
-_YARDSTICKS = ("autoregressive", "recurrent_static")
+# With this method, as it is, the contenders of a model of such a family begin: its tokens and its speed are what the others are
+# compared with.
+_YARDSTICKS = {"transformer": "autoregressive", "recurrent": "recurrent_static", "masked": "llada"}
 # Those that draft tokens and judge the drafts.
 _JUDGING = ("jacobi", "jacobi_multiblock", "linear_self_speculation", "quadratic_self_speculation", "recurrent_self_speculation")
 # The widths a method is shown with. None: the one of `_TRIED` that is fastest on prompts that are not counted, so that no model is
@@ -136,6 +141,18 @@ class Row:
         return f"{'no, ' if self.lossless else ''}{self.identical} of {self.problems}"
 
 
+def family_of(model: Any) -> str:
+    """Which of `FAMILIES` a model belongs to.
+
+    >>> import pdkernels as pd
+    >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
+    ('transformer', 'recurrent')
+    """
+    if isinstance(model, RecurrentDepth):
+        return "recurrent"
+    return "masked" if model.config.attention == "bidirectional" else "transformer"
+
+
 def contenders(
     models: Mapping[str, Any], methods: Sequence[str] = (), widths: Sequence[int] = ()
 ) -> tuple[list[Contender], list[str]]:
@@ -155,15 +172,18 @@ def contenders(
     found: list[Contender] = []
     skipped = []
     for name, model in models.items():
-        recurrent = isinstance(model, RecurrentDepth)
-        if recurrent and not methods:
+        family = family_of(model)
+        if not methods and family == "recurrent":
             found += recurrent_contenders(name)
+            continue
+        if not methods and family == "masked":
+            found += masked_contenders(name)
             continue
         able = [method for method, needed in fills_masks.items() if not needed or model.mask_token is not None]
         shown = methods or DEFAULT_METHODS.get(name, [method for method in able if decoding.suits(method, model)])
-        for method in dict.fromkeys([_YARDSTICKS[recurrent], *shown]):
+        for method in dict.fromkeys([_YARDSTICKS[family], *shown]):
             if not decoding.suits(method, model):
-                skipped.append(f"{name} with {method}: that method is for recurrent-depth models such as tiny-recurrent")
+                skipped.append(f"{name} with {method}: that method is for models of another kind, such as {_fitting(method)}")
             elif fills_masks.get(method) and method not in able:
                 skipped.append(f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one")
             elif method in WIDTH_OPTIONS:
@@ -214,8 +234,8 @@ def evaluate(
     for contender in competing:
         yardsticks.setdefault(contender.model, contender)
     for name, first in yardsticks.items():
-        check(first.method in _YARDSTICKS and not first.settings, _OP, "competing",
-              f"begin with {' or '.join(_YARDSTICKS)} for {name}", first.label)  # fmt: skip
+        check(first.method == _YARDSTICKS[family_of(models[name])] and not first.settings, _OP, "competing",
+              f"begin with {_YARDSTICKS[family_of(models[name])]} for {name}", first.label)  # fmt: skip
         check(models[name].tokenizer is not None, _OP, "models", "have tokenizers", f"none in {name}",
               "A checkpoint's folder needs its tokenizer.json.")  # fmt: skip
     settled = []
@@ -271,6 +291,13 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
             "extra_info": {**facts, **known, "settings": dict(row.settings), "contender": row.label, "verdict": row.verdict},
         })  # fmt: skip
     return {"benchmarks": benchmarks, "skipped": list(skipped)}
+
+
+def _fitting(method: str) -> str:
+    """A model that shows what `method` is for."""
+    if method.startswith("recurrent_"):
+        return "tiny-recurrent"
+    return "tiny-trimode" if method in DEFAULT_METHODS["tiny-trimode"] or method == "fast_dllm_v2" else "tiny-masked"
 
 
 def _run(models: Mapping[str, Any], contender: Contender, task: Task, prompts: list[str]) -> DecodeResult:

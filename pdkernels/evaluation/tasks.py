@@ -31,7 +31,7 @@ class Task(NamedTuple):
     """One for each prompt, where answers are right or wrong."""
 
 
-def make_task(name: str, problems: int, seed: int = 0) -> Task:
+def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = None) -> Task:
     """`problems` prompts that no model was trained on, the same whenever the seed is (and, for "source", the Python version).
 
     Args:
@@ -39,6 +39,7 @@ def make_task(name: str, problems: int, seed: int = 0) -> Task:
             the standard library, to be continued by 64 tokens.
         problems: how many.
         seed: of the choice.
+        canvas: of sums, those alone whose solution and end token fit into so many tokens, which all contenders may write. None: any.
 
     Raises:
         ValueError: no such task, fewer than one problem, an interpreter without source files.
@@ -54,11 +55,12 @@ def make_task(name: str, problems: int, seed: int = 0) -> Task:
     if name == "sums":
         sums: dict[str, Problem] = {}
         for problem in arithmetic(seed, held_out=True):  # small ones come again
-            sums[problem.prompt] = problem
+            if canvas is None or len(problem.steps) < canvas:
+                sums[problem.prompt] = problem
             if len(sums) == count:
                 break
         prompts = list(sums)
-        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:])
+        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:])
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
     chance, prompts = random.Random(seed), []
     for _ in range(count):

@@ -1,0 +1,137 @@
+"""What is shown of a masked-diffusion model: who competes, and the pictures.
+
+Source: "Accelerating Diffusion Large Language Models with SlowFast Sampling", tables 1 to 4 and figures 2 and 3, in miniature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check
+from pdkernels.decoding.result import MaskedStep
+from pdkernels.evaluation.contender import Contender
+
+# Everybody but the yardstick, which fills one place a forward wherever it is surest.
+_COMPETING: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("llada", {"block_size": 32}),
+    ("llada", {"steps": 32}),
+    ("llada", {"block_size": 32, "steps": 32}),
+    ("dream", {}),
+    ("dllm_cache", {}),
+    ("fast_dllm", {"cache": "none"}),
+    ("fast_dllm", {"cache": "prefix"}),
+    ("fast_dllm", {"cache": "dual"}),
+    ("fast_dllm", {"cache": "dual", "threshold": None, "factor": 1.0}),
+    ("slowfast", {}),
+    ("slowfast", {"cycle": "mean"}),
+    ("slowfast", {"cycle": "published"}),
+    ("slowfast", {"max_exploration": 2, "window": 2}),
+    ("slowfast", {"prompt_interval": 100, "gen_interval": 5}),
+    ("slowfast", {"prompt_interval": 100, "gen_interval": 5, "transfer_ratio": 0.25}),
+)
+_COLOURS = {
+    "llada": "#777777",
+    "dream": "#b279a2",
+    "dllm_cache": "#e39c37",
+    "fast_dllm": "#54a24b",
+    "slowfast": "#4c78a8",
+}
+METHODS = tuple(_COLOURS)
+"""Those of masked-diffusion models."""
+
+
+def masked_contenders(name: str) -> list[Contender]:
+    """The sampler of the model called `name` one token a forward, in blocks and with fewer steps, and the faster ones."""
+    others = [Contender(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
+    return [Contender(name, "llada"), *others]
+
+
+def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Speed and forwards of all contenders, and what they get right.
+
+    Args:
+        rows: the ``extra_info`` of `as_json` of a masked-diffusion model on sums.
+        path: of the PNG.
+
+    Raises:
+        ValueError: no row of a method for masked diffusion on sums.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None]
+    check(bool(rows), "evaluation.plot_masked", "rows", "hold figures of masked-diffusion methods on sums", "none")
+    figure, (speed, forwards) = plt.subplots(1, 2, figsize=(12.5, 1.4 + 0.3 * len(rows)), sharey=True, layout="constrained")
+    for axis, figure_of, form, title in (
+        (speed, "speedup", "{:.1f}x", "speed: 1 is one token a forward"),
+        (forwards, "tokens_per_forward", "{:.2f}", "tokens per forward"),
+    ):
+        largest = max(row[figure_of] for row in rows)
+        for place, row in enumerate(rows):
+            axis.barh(place, row[figure_of], height=0.75, color=_COLOURS[row["method"]])
+            text = form.format(row[figure_of])
+            if axis is speed:
+                text += f"   {row['right'] / row['problems']:.0%} right"
+            axis.text(row[figure_of] + 0.015 * largest, place, text, va="center", fontsize=8)
+        axis.set(xlim=(0, 1.28 * largest), ylim=(len(rows) - 0.4, -0.6))
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.spines[["top", "right", "left"]].set_visible(False)
+        axis.tick_params(axis="y", length=0)
+    speed.set_yticks(range(len(rows)), [row["contender"] for row in rows], fontsize=8)
+    figure.suptitle(f"{rows[0]['model']} on {rows[0]['problems']} sums", fontweight="bold")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def plot_canvas(trace: Sequence[MaskedStep], path: Path, *, tokenizer: Any = None, mask_token: int | None = None) -> None:
+    """How a canvas was filled in: forwards from top to bottom, places from left to right, colours for confidence.
+
+    A coloured cell is a guess and how sure the model was of it; a framed one was committed in that forward and shows its token. Places
+    that are filled stay white. The lines at both ends of a row are the window that could be committed in.
+
+    Args:
+        trace: ``stats.trace`` of one sequence of a masked-diffusion method with ``trace=True``.
+        path: of the PNG.
+        tokenizer: turns ids into text; None: ids are shown.
+        mask_token: the model's; where it is given, the picture starts at the first place that was open.
+
+    Raises:
+        ValueError: an empty trace.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    check(bool(trace), "evaluation.plot_canvas", "trace", "hold steps", "an empty one")
+    first = 0 if mask_token is None else trace[0].tokens.index(mask_token)
+    columns = len(trace[0].tokens) - first
+    grid = torch.full((len(trace), columns), torch.nan)
+    for number, step in enumerate(trace):
+        for place, sure in step.confidence.items():
+            grid[number, place - first] = sure
+    cell = 0.14
+    figure, axis = plt.subplots(figsize=(max(6, cell * columns + 2), max(3, cell * len(trace) + 1.2)), layout="constrained")
+    drawn = axis.imshow(grid.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="none")
+    figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="confidence of a guess")
+    for number, step in enumerate(trace):
+        for edge in step.window:
+            axis.plot([edge - first - 0.5] * 2, [number - 0.5, number + 0.5], color="#c44e52", linewidth=1.4)
+        for place, token in step.committed.items():
+            axis.add_patch(plt.Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9))
+            text = str(token) if tokenizer is None else tokenizer.decode([token])
+            if text.isprintable() and columns <= 140:
+                dark = grid[number, place - first] > 0.6
+                axis.text(place - first, number, text, ha="center", va="center", fontsize=6, color="#222222" if dark else "white")
+    axis.set(xlabel="new places", ylabel="forward", title="Framed: committed in this forward")
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
