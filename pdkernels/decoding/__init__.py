@@ -13,14 +13,20 @@ from pdkernels._validation import check, check_type, message
 from pdkernels.decoding import (
     autoregressive,
     block_diffusion,
+    dllm_cache,
+    dream,
+    fast_dllm,
+    fast_dllm_v2,
     jacobi,
     jacobi_multiblock,
     linear_self_speculation,
+    llada,
     quadratic_self_speculation,
     recurrent_adaptive,
     recurrent_diffusion,
     recurrent_self_speculation,
     recurrent_static,
+    slowfast,
 )
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import (
@@ -29,6 +35,7 @@ from pdkernels.decoding.result import (
     DecodeStats,
     DenoiseStep,
     LinearStep,
+    MaskedStep,
     OnTokens,
     RecurrentStep,
     TraceStep,
@@ -41,6 +48,7 @@ __all__ = [
     "DecodeStats",
     "DenoiseStep",
     "LinearStep",
+    "MaskedStep",
     "RecurrentStep",
     "TraceStep",
     "available",
@@ -64,21 +72,29 @@ _METHODS: dict[str, Callable[..., int | None]] = {
     "recurrent_adaptive": recurrent_adaptive.decode,
     "recurrent_self_speculation": recurrent_self_speculation.decode,
     "recurrent_diffusion": recurrent_diffusion.decode,
+    "llada": llada.decode,
+    "dream": dream.decode,
+    "slowfast": slowfast.decode,
+    "dllm_cache": dllm_cache.decode,
+    "fast_dllm": fast_dllm.decode,
+    "fast_dllm_v2": fast_dllm_v2.decode,
 }
 
+# Methods for masked-diffusion models: they fill in places that they see both sides of.
+_MASKED = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
+
 # Methods that write tokens of their own; all others keep the tokens and change what they cost.
-_OWN_TOKENS = ("block_diffusion", "recurrent_adaptive", "recurrent_self_speculation", "recurrent_diffusion")
+_OWN_TOKENS = (
+    "block_diffusion",
+    "recurrent_adaptive",
+    "recurrent_self_speculation",
+    "recurrent_diffusion",
+    "fast_dllm_v2",
+    *_MASKED,
+)
 
 # Names of the other methods this library is about: asking for one is no typing error.
-_NAMED = (
-    "llada",
-    "dream",
-    "slowfast",
-    "dllm_cache",
-    "fast_dllm",
-    "fast_dllm_v2",
-    "planned",
-)
+_NAMED = ("planned",)
 
 _OP = "decoding.generate"
 
@@ -107,8 +123,8 @@ def method_options(method: str) -> tuple[str, ...]:
 def is_lossless(method: str) -> bool:
     """Whether `method` promises the tokens of greedy decoding, with default options and at temperature 0.
 
-    >>> [name for name in available() if not is_lossless(name)]
-    ['block_diffusion', 'recurrent_adaptive', 'recurrent_self_speculation', 'recurrent_diffusion']
+    >>> is_lossless("jacobi"), is_lossless("block_diffusion"), is_lossless("llada")
+    (True, False, False)
     """
     _method(method)
     return method not in _OWN_TOKENS
@@ -124,13 +140,17 @@ def default_option(method: str, option: str) -> Any:
 
 
 def suits(method: str, model: Any) -> bool:
-    """Whether `method` is for models of this kind: those for recurrent depth are for `RecurrentDepth`, the others for all.
+    """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for Transformers that see both sides
+    (``config.attention == "bidirectional"``), the others for all that go from left to right.
 
-    >>> suits("jacobi", object())
-    True
+    >>> suits("jacobi", object()), suits("llada", object())
+    (True, False)
     """
     _method(method)
-    return not method.startswith("recurrent_") or isinstance(model, RecurrentDepth)
+    if method.startswith("recurrent_"):
+        return isinstance(model, RecurrentDepth)
+    attention = getattr(getattr(model, "config", None), "attention", "causal")
+    return (attention == "bidirectional") == (method in _MASKED)
 
 
 def generate(
@@ -182,6 +202,23 @@ def generate(
 
             These four, for recurrent-depth models, take `recurrences` (the model's mean), `temperature` (0), `top_p`, `min_p`,
             `seed` (0) of states and draws, `page_size`.
+
+            - ``llada``: `block_size` (all), `steps` (one a token), `remasking` ("low_confidence"), `guidance` (0), `no_end` and
+              `late_end` (False).
+            - ``dream``: `steps` (one a token), `algorithm` ("entropy"), `eps` (1e-3), `top_p` (1), `order_temperature` (0).
+            - ``slowfast``: `block_size` (all), `max_exploration` (8), `window` (2), `variance` (1), `tau_min` (0.1), `tau_high`
+              (0.85), `k_slow` (1), `k_fast` (1), `cycle` ("last"), `drop_suffix` (True); `prompt_interval`, with which
+              `gen_interval` (1) and `transfer_ratio` (0) go.
+            - ``dllm_cache``: the options of ``llada``, and `prompt_interval` (25), `gen_interval` (5), `transfer_ratio` (0.25),
+              `baseline` ("last"), `page_size`.
+            - ``fast_dllm``: `block_size` (32), `cache` ("dual"), `threshold` (0.9) or None and `factor` or `steps` (one a token),
+              `page_size`.
+
+            These, for masked-diffusion models, take `mask_token` (the model's own), `temperature` (0) and `seed` (0) of the draws.
+            So does one for models that fill in blocks behind a prefix:
+
+            - ``fast_dllm_v2``: `block_size` (32), `small_block_size` (8), `threshold` (0.9), `block_cache` (True), `top_p` (1),
+              `page_size`.
 
             `page_size` is the number of rows per page of a paged KV cache; None, the default, keeps it contiguous.
 

@@ -15,20 +15,21 @@ import torch
 from pdkernels._validation import check, check_type
 
 OWN = 0  # step of the tokens that the model's own law puts at a position, whichever forward computes it
+ORDER = 2  # fourth word of the counter where a number is a place's turn; draws of tokens have 0, latent noise has 1
 
 _WORD = 0xFFFFFFFF
 
 
-def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int) -> torch.Tensor:
+def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0) -> torch.Tensor:
     """Philox4x32-10 words of ``(seed, step, row, 0 .. columns - 1)``: ``(*rows.shape, columns)`` int64 in 0 .. 2**32 - 1.
 
-    `step` broadcasts against `rows`. The same words as those of reference/philox.py.
+    `step` broadcasts against `rows`; `use` is the counter's fourth word. The same words as those of reference/philox.py.
     """
     blocks = -(-columns // 4)
     c0 = torch.arange(blocks, device=rows.device).expand(*rows.shape, blocks)
     c1 = rows.to(torch.int64)[..., None].expand_as(c0)
     c2 = (torch.zeros_like(rows, dtype=torch.int64) + step)[..., None].expand_as(c0)
-    c3 = torch.zeros_like(c0)
+    c3 = torch.full_like(c0, use)
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(10):
         # The product's low 64 bits are right even when int64 wraps; the mask removes the sign the shift brings in.
@@ -43,9 +44,9 @@ def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, column
     return torch.stack([c0, c1, c2, c3], dim=-1).flatten(-2)[..., :columns]
 
 
-def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int) -> torch.Tensor:
+def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0) -> torch.Tensor:
     """fp64 in (0, 1), ``(*rows.shape, columns)``."""
-    return (random_words(seed, step, rows, columns).double() + 0.5) / 2**32
+    return (random_words(seed, step, rows, columns, use).double() + 0.5) / 2**32
 
 
 def draw(

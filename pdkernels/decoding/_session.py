@@ -45,6 +45,11 @@ class Session:
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 
+    @property
+    def listens(self) -> bool:
+        """Whether somebody wants tokens as soon as they are final."""
+        return self._on_tokens is not None
+
     def new_cache(self, page_size: int | None, room: int = 0) -> Any:
         """A cache with room for every prompt, all its new tokens and `room` more; paged if `page_size` is given."""
         behind = self.max_new_tokens + room

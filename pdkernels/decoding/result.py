@@ -36,6 +36,15 @@ class DenoiseStep(NamedTuple):
     committed: dict[int, int]  # slot -> token
 
 
+class MaskedStep(NamedTuple):
+    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Places count from the prompt's start."""
+
+    tokens: list[int]  # the canvas before; open places hold the mask token
+    committed: dict[int, int]  # place -> token
+    confidence: dict[int, float]  # place -> score that places were chosen by, of all that had a guess
+    window: tuple[int, int]  # places that could be committed: the first, and the one behind the last
+
+
 class AdaptiveStep(NamedTuple):
     """One token of adaptive recurrent decoding."""
 
@@ -57,7 +66,12 @@ class RecurrentStep(NamedTuple):
 
 
 Trace = (
-    list[list[TraceStep]] | list[list[LinearStep]] | list[list[DenoiseStep]] | list[list[AdaptiveStep]] | list[list[RecurrentStep]]
+    list[list[TraceStep]]
+    | list[list[LinearStep]]
+    | list[list[DenoiseStep]]
+    | list[list[MaskedStep]]
+    | list[list[AdaptiveStep]]
+    | list[list[RecurrentStep]]
 )
 
 
@@ -74,8 +88,8 @@ class DecodeStats:
         seconds: wall time from the first allocation to the last token on the host, without the time spent in
             `on_tokens`.
         accepted: per sequence, the draft tokens committed by each forward that judged a draft, the always right first
-            one included; in block diffusion the slots that each forward filled; in recurrent diffusion the tokens that
-            each step froze. One list per sequence, also for a single prompt.
+            one included; in block diffusion and masked diffusion the places that each forward filled; in recurrent diffusion
+            the tokens that each step froze. One list per sequence, also for a single prompt.
         trace: per sequence, one `TraceStep` (or the method's own form of it) per judged draft; None unless asked for.
         recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
             None for a method that does not decide about them.

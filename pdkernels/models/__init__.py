@@ -2,6 +2,7 @@
 
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
+from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -22,8 +23,11 @@ __all__ = [
     "from_hf_state_dict",
     "from_huginn_config",
     "from_huginn_state_dict",
+    "from_llada_config",
+    "from_llada_state_dict",
     "load",
     "to_hf_state_dict",
     "to_huginn_config",
     "to_huginn_state_dict",
+    "to_llada_state_dict",
 ]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from pdkernels._validation import check_type, fail
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.ops._attention import takes_head_dim
@@ -41,10 +42,27 @@ class Visibility(NamedTuple):
     prefix: int = 0
 
 
-def uncached_visibility(mask: torch.Tensor | TilePlan | None) -> Visibility:
-    """A full forward: causal, or an explicit `(length, length)` or `(batch, length, length)` mask, or a plan."""
+def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length: int, device: torch.device) -> None:
+    """ValueError or TypeError for what a forward of `op` over `length` tokens cannot take as a mask."""
+    if isinstance(mask, TilePlan):
+        if (mask.q_len, mask.kv_len) != (length, length):
+            fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
+        if mask.batch not in (None, batch):
+            fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
+        if mask.device != device:
+            fail(op, "mask", f"be on the model's device ({device})", mask.device)
+    elif mask is not None:
+        check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
+                   type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
+        if mask.shape not in ((length, length), (batch, length, length)):
+            fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
+        check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
+
+
+def uncached_visibility(mask: torch.Tensor | TilePlan | None, *, causal: bool = True) -> Visibility:
+    """A full forward: a `(length, length)` or `(batch, length, length)` mask, or a plan; None: causal, or all see all."""
     if mask is None:
-        return Visibility(None, causal=True)
+        return Visibility(None, causal=causal)
     if isinstance(mask, TilePlan):
         return Visibility(mask)
     return Visibility(mask[None, None] if mask.dim() == 2 else mask[:, None])
@@ -116,8 +134,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     if isinstance(visibility.mask, TilePlan):
         return block_sparse_attention(q, k, v, visibility.mask)
-    if visibility.causal and q.requires_grad and q.device.type == "cpu":
-        return _causal_by_matmul(q, k, v)
+    if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
+        return _by_matmul(q, k, v, visibility.causal)
     return F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -128,14 +146,16 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
     ).transpose(1, 2)
 
 
-def _causal_by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
     """For training on a CPU, where SDPA's backward takes twice as long as that of two batched products."""
     batch, length, heads, head_dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     q = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * length, head_dim)
     k = k.permute(0, 2, 3, 1).reshape(batch * kv_heads, head_dim, length)
     v = v.transpose(1, 2).reshape(batch * kv_heads, length, head_dim)
-    hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device).masked_fill(hidden, -torch.inf).repeat(group, 1)
-    weights = torch.baddbmm(bias, q, k, alpha=head_dim**-0.5).softmax(-1).to(v.dtype)
+    bias = torch.zeros(length, length, dtype=q.dtype, device=q.device)
+    if causal:
+        hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        bias = bias.masked_fill(hidden, -torch.inf)
+    weights = torch.baddbmm(bias.repeat(group, 1), q, k, alpha=head_dim**-0.5).softmax(-1).to(v.dtype)
     return (weights @ v).view(batch, kv_heads, group, length, head_dim).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,4 +1,4 @@
-"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3): configuration and tensors, both ways."""
+"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3, Dream): configuration and tensors, both ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdkernels._validation import check, message
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.transformer import TransformerConfig
 
-ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3")
+ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3", "Dream")
 
 _OP = "models.load"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -31,10 +31,13 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     require(config, _REQUIRED)
     kind = config.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", repr(kind))
+    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, whose place may be a mask.
+    like_qwen2 = kind in ("qwen2", "Dream")
     activation = config.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
     max_positions = config.get("max_position_embeddings", 2048)
-    window = config.get("sliding_window") if config.get("use_sliding_window", kind != "qwen2") else None
+    demand(not config.get("use_mrope"), "use_mrope", "be false", config.get("use_mrope"))
+    window = config.get("sliding_window") if config.get("use_sliding_window", not like_qwen2) else None
     demand(window is None or window >= max_positions, "sliding_window",
            f"be absent or cover all {max_positions} positions", window)
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -49,8 +52,9 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
         yarn=_yarn(rope, max_positions),
         norm_eps=config.get("rms_norm_eps", 1e-6),
-        qkv_bias=kind == "qwen2" or bool(config.get("attention_bias", False)),
+        qkv_bias=like_qwen2 or bool(config.get("attention_bias", False)),
         tied_head=config.get("tie_word_embeddings", False),
+        attention="bidirectional" if kind == "Dream" else "causal",
         max_positions=max_positions,
     )
 
@@ -123,7 +127,7 @@ def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerCon
 
 
 def gather(
-    state: Mapping[str, torch.Tensor], names: Iterable[tuple[str, list[str]]], *, tied: bool
+    state: Mapping[str, torch.Tensor], names: Iterable[tuple[str, list[str]]], *, tied: bool, head: str = "lm_head.weight"
 ) -> dict[str, torch.Tensor]:
     """Our parameters, each with the published `names` of the tensors that stand one after the other in it."""
     # Some checkpoints store tables of RoPE, which follow from the configuration.
@@ -135,9 +139,9 @@ def gather(
     for name, parts in pairs:
         tensors = [left.pop(part) for part in parts]
         ours[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-    if tied and "lm_head.weight" in left:
-        same = torch.equal(left.pop("lm_head.weight"), ours["embedding"])
-        check(same, _OP, "lm_head.weight", "equal the embedding of a tied model", "another matrix",
+    if tied and head in left:
+        same = torch.equal(left.pop(head), ours["embedding"])
+        check(same, _OP, head, "equal the embedding of a tied model", "another matrix",
               "It is config.json that says whether they are tied.")
     check(not left, _OP, "checkpoint", "hold only tensors of its config.json", f"also {_some(sorted(left))}")
     return ours
@@ -145,10 +149,17 @@ def gather(
 
 def to_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_hf_state_dict`; the tensors are views of ours."""
+    return scatter(state, _names(config), config)
+
+
+def scatter(
+    state: Mapping[str, torch.Tensor], names: Iterable[tuple[str, list[str]]], config: TransformerConfig
+) -> dict[str, torch.Tensor]:
+    """The inverse of `gather`, for the parameters of a `Transformer`: views with the published names."""
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     sizes = {3: [query, key_value, key_value], 2: [config.intermediate_size] * 2}
     theirs = {}
-    for name, parts in _names(config):
+    for name, parts in names:
         tensors = [state[name]] if len(parts) == 1 else state[name].split(sizes[len(parts)])
         theirs.update(zip(parts, tensors, strict=True))
     return theirs

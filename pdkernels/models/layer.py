@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,23 +54,47 @@ class Layer(nn.Module):
         counts: torch.Tensor | None,
         adapted: torch.Tensor | None,
     ) -> torch.Tensor:
+        q, k, v = self._rotated(self.project(self.normed(x)), rotation)
+        if cache is None:
+            mixed = attend(q, k, v, visibility)
+        else:
+            mixed = attend_cached(q, k, v, visibility, cache, index, counts)
+        x = x + self.project_out(mixed, adapted)
+        return x + self.feed_forward(x)
+
+    # ---- the parts, `x` always (batch, rows, hidden_size)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What attention's projections read of `x`."""
+        return rms_norm(x, self.attention_norm, self.config.norm_eps)
+
+    def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
+        """q, k and v, or a part of them, head after head and not yet rotated: `(batch, rows, heads, head_dim)`."""
         config = self.config
-        heads, kv_heads = config.heads, config.kv_heads
-        qkv = F.linear(rms_norm(x, self.attention_norm, config.norm_eps), self.qkv, self.qkv_bias)
-        qkv = qkv.view(*x.shape[:2], heads + 2 * kv_heads, config.head_dim)
+        middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
+        rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
+        return F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(-1, (-1, config.head_dim))
+
+    def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+        """What attention adds to the residual, of `mixed` `(batch, rows, heads, head_dim)`."""
+        mixed = mixed.flatten(-2)
+        out = F.linear(mixed, self.output)
+        if adapted is None:
+            return out
+        return out + F.linear(F.linear(mixed, self.adapter_in), self.adapter_out) * adapted
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the second half adds to the residual `x`."""
+        gate, up = F.linear(rms_norm(x, self.mlp_norm, self.config.norm_eps), self.gate_up).chunk(2, -1)
+        return F.linear(F.silu(gate) * up, self.down)
+
+    def _rotated(self, qkv: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads, kv_heads = self.config.heads, self.config.kv_heads
         qk, v = qkv.split((heads + kv_heads, kv_heads), -2)
-        q, k = rotate(qk, rotation, config.rope_style).split((heads, kv_heads), -2)
+        q, k = rotate(qk, rotation, self.config.rope_style).split((heads, kv_heads), -2)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)
-        if cache is None:
-            mixed = attend(q, k, v, visibility).flatten(-2)
-        else:
-            mixed = attend_cached(q, k, v, visibility, cache, index, counts).flatten(-2)
-        x = x + F.linear(mixed, self.output)
-        if adapted is not None:
-            x = x + F.linear(F.linear(mixed, self.adapter_in), self.adapter_out) * adapted
-        gate, up = F.linear(rms_norm(x, self.mlp_norm, config.norm_eps), self.gate_up).chunk(2, -1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        return q, k, v
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:

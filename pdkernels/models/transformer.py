@@ -17,9 +17,10 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
+from pdkernels.models.attention import Visibility, cached_visibility, check_mask, uncached_visibility
 from pdkernels.models.caches import new_cache
 from pdkernels.models.layer import Layer, rms_norm
+from pdkernels.models.rewriting import places_of
 from pdkernels.models.rope import RopeStyle, RopeTables, Rotation, YarnScaling
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class TransformerConfig:
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     tied_head: bool = True
+    attention: Literal["causal", "bidirectional"] = "causal"
+    """What rows see in a forward without a cache and without a mask: those up to themselves, or all."""
+    predicts: Literal["next", "own"] = "next"
+    """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
     max_positions: int = 2048
     """Positions the model was trained for: a figure for users, not a limit that is enforced."""
 
@@ -65,6 +70,9 @@ class TransformerConfig:
         check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
         check(self.rope_style in ("half", "interleaved"), op, "rope_style", "be 'half' or 'interleaved'",
               repr(self.rope_style))
+        check(self.attention in ("causal", "bidirectional"), op, "attention", "be 'causal' or 'bidirectional'",
+              repr(self.attention))
+        check(self.predicts in ("next", "own"), op, "predicts", "be 'next' or 'own'", repr(self.predicts))
         check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
         check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
 
@@ -172,8 +180,9 @@ class Transformer(nn.Module):
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64.
 
-        Without a cache: a full forward, causal or under `mask` (bool, True = visible, `(T, T)` or `(batch, T, T)`; or the
-        `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`; default 0..T-1).
+        Without a cache: a full forward, as `config.attention` says or under `mask` (bool, True = visible, `(T, T)` or
+        `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`;
+        default 0..T-1).
 
         With a cache: row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and
         it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay.
@@ -226,12 +235,68 @@ class Transformer(nn.Module):
         self._validate(tokens, cache, counts, positions, mask)
         gate = self._gate(adapted, tokens.shape)
         if cache is None:
-            visibility = uncached_visibility(mask)
+            visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             return self._run(tokens, visibility, self._uncached_rotation(tokens, positions), None, None, gate)
         # The cache keeps no graph, so neither does a forward on it.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
             return self._run(tokens, visibility, rotation, cache, counts, gate)
+
+    def rewrite(
+        self,
+        tokens: torch.Tensor,
+        cache: Cache,
+        starts: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        visible: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run `tokens` `(batch, R)` in places of the cache, whatever stands there, each seeing all that the cache shows.
+
+        Row r of sequence b stands at position and place ``starts[b] + slots[b, r]``. Its K and V overwrite that place, then
+        every row sees the first ``visible[b]`` places of its sequence and no more, those of other rows included, whatever wrote
+        them. `cache.lengths` neither counts nor changes. For all rows of a text, and all its places visible, this is a forward
+        of a bidirectional model without a cache; with fewer rows the other places keep what was written there before.
+
+        Args:
+            tokens: int32 or int64.
+            cache: a paged one has to own the pages of all places that are written or visible.
+            starts: `(batch,)` int32 or int64.
+            slots: `(batch, R)` int32 or int64, different ones in a sequence; -1: the row is padding. None: 0 .. R-1.
+            counts: `(batch,)` int32 or int64: only the rows r < counts[b] count, the others are padding too. None: all.
+            visible: `(batch,)` int32 or int64, 0 .. capacity.
+
+        Returns:
+            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows mean nothing.
+
+        Raises:
+            ValueError: shapes; on the CPU also places outside the cache, before anything is written.
+            TypeError: dtypes.
+
+        On CUDA nothing waits for the device. Without a graph; a forward without a cache is there for training.
+
+        Example:
+            >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
+            ...                            intermediate_size=24, attention="bidirectional", predicts="own")
+            >>> model = Transformer(config, mask_token=10).requires_grad_(False)
+            >>> canvas, four = torch.tensor([[1, 2, 10, 10]]), torch.tensor([4])
+            >>> cache = model.new_cache(batch=1, capacity=4)
+            >>> hidden = model.rewrite(canvas, cache, torch.tensor([0]), visible=four)
+            >>> torch.allclose(model.logits(hidden), model(canvas), atol=1e-5)
+            True
+            >>> model.rewrite(torch.tensor([[7]]), cache, torch.tensor([2]), visible=four).shape
+            torch.Size([1, 1, 16])
+        """
+        self._check_tokens("Transformer.rewrite", tokens)
+        with torch.no_grad():
+            table = self._rope(cache.capacity)
+            places = places_of(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
+            x = self._embed(tokens)
+            for index, layer in enumerate(self.layers):
+                x = x + layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
+                x = x + layer.feed_forward(x)
+            return x
 
     def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
         """Give every layer's output projection W a low-rank rival ``W + scale * b @ a``, for the rows that a forward adapts.
@@ -280,15 +345,23 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
+        x = self._embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, rotation, visibility, index, cache, counts, gate)
+        return x
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         try:
-            x = F.embedding(tokens, self.embedding)
+            return F.embedding(tokens, self.embedding)
         except IndexError:
             expectation = f"hold ids in [0, {self.config.vocab_size})"
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, visibility, index, cache, counts, gate)
-        return x
+
+    def _check_tokens(self, op: str, tokens: torch.Tensor) -> None:
+        check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
+        check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
+        check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
 
     def _validate(
         self,
@@ -299,9 +372,7 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None,
     ) -> None:
         op = "Transformer"
-        check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
-        check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
-        check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
+        self._check_tokens(op, tokens)
         batch, length = tokens.shape
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
@@ -313,19 +384,7 @@ class Transformer(nn.Module):
             if positions.shape not in ((length,), (batch, length)):
                 fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
             check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
-        if isinstance(mask, TilePlan):
-            if (mask.q_len, mask.kv_len) != (length, length):
-                fail(op, "mask", f"be a plan of {length} x {length} tokens", f"{mask.q_len} x {mask.kv_len}")
-            if mask.batch not in (None, batch):
-                fail(op, "mask", f"be one plan, or {batch} stacked ones", f"{mask.batch} stacked ones")
-            if mask.device != self.device:
-                fail(op, "mask", f"be on the model's device ({self.device})", mask.device)
-        elif mask is not None:
-            check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
-                       type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
-            if mask.shape not in ((length, length), (batch, length, length)):
-                fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
-            check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
+        check_mask(op, mask, batch, length, self.device)
 
     def _rope(self, limit: int) -> Rotation:
         return self._tables.covering(limit, self.device, self.dtype)

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.models import huginn
+from pdkernels.models import huginn, llada
 from pdkernels.models.hf import ARCHITECTURES, demand, from_hf_config, from_hf_state_dict
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import YarnScaling
@@ -44,14 +44,16 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
-            with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model, or of Huginn, with the
-            published tensor names. Its ``tokenizer.json``, if there, needs the optional library `tokenizers`.
+            with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model, of Huginn, or of the
+            masked-diffusion models LLaDA and Dream, with the published tensor names. Its ``tokenizer.json``, if there, needs
+            the optional library `tokenizers`.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint.
         device: where the weights go.
 
     Returns:
-        A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so.
+        A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
+        the `mask_token` that their file names.
 
     Raises:
         ValueError: no such name or folder, or tensors that do not fit the configuration.
@@ -120,18 +122,22 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
     tokenizer = None
     if (folder / "tokenizer.json").exists():
         tokenizer = JsonTokenizer(folder / "tokenizer.json", end_tokens=end_tokens)
-    recurrent = isinstance(config, RecurrentDepthConfig)
-    state = huginn.from_huginn_state_dict(tensors, config) if recurrent else from_hf_state_dict(tensors, config)
-    return _assemble(config, state, dtype, device, tokenizer, end_tokens)
+    if isinstance(config, RecurrentDepthConfig):
+        state = huginn.from_huginn_state_dict(tensors, config)
+    elif fields.get("model_type") == llada.MODEL_TYPE:
+        state = llada.from_llada_state_dict(tensors, config)
+    else:
+        state = from_hf_state_dict(tensors, config)
+    return _assemble(config, state, dtype, device, tokenizer, end_tokens, fields.get("mask_token_id"))
 
 
 def _config(fields: Mapping[str, Any]) -> Config:
     """The configuration of a parsed config.json of any architecture that we know."""
     if huginn.is_huginn(fields):
         return huginn.from_huginn_config(fields)
-    kinds, kind = (*ARCHITECTURES, huginn.MODEL_TYPE), fields.get("model_type")
+    kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), fields.get("model_type")
     demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", repr(kind))
-    return from_hf_config(fields)
+    return llada.from_llada_config(fields) if kind == llada.MODEL_TYPE else from_hf_config(fields)
 
 
 def _assemble(

@@ -1,19 +1,26 @@
 """Tensor ops, one file a family."""
 
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
 from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
 from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops.token_statistics import TokenStatistics, token_statistics
+from pdkernels.ops.unmask import Unmasked, unmask_
 from pdkernels.ops.verify_draft import DraftVerdict, verify_draft
 
 __all__ = [
     "DraftVerdict",
     "LogitDrift",
     "RecurrenceExit",
+    "TokenStatistics",
+    "Unmasked",
+    "add_cached_rows_",
     "add_rms_norm",
     "block_sparse_attention",
+    "gather_rows",
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
@@ -24,5 +31,8 @@ __all__ = [
     "rotate_append_",
     "silu_gate",
     "speculative_attention",
+    "token_statistics",
+    "unmask_",
+    "value_drift_select_",
     "verify_draft",
 ]

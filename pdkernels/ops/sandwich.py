@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail, message
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64
+from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
 from pdkernels.ops._library import call, define
 from pdkernels.reference import sandwich as reference
 
@@ -58,7 +58,7 @@ def add_rms_norm(
         >>> y, following
         (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 2.2627]]))
     """
-    _refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
+    refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
     y, following = call(add_rms_norm_op, (x, residual, weight, next_weight, eps), x, backend)
     return y, None if next_weight is None else following
 
@@ -85,7 +85,7 @@ def silu_gate(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         >>> pd.silu_gate(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    _refuse_gradients("silu_gate", backend, x=x)
+    refuse_gradients("silu_gate", backend, x=x)
     return call(silu_gate_op, (x,), x, backend)
 
 
@@ -101,14 +101,20 @@ def rotate_append_(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     style: str = "interleaved",
+    slots: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Bias and rotary embedding of q and k in place; K and V go behind each sequence's committed rows in the cache.
+    """Bias and rotary embedding of q and k in place; K and V go to the cache, behind each sequence's committed rows or where `slots` say.
 
     Row i of sequence b stands at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
     bias and rounded once; v stays as it is. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
     `kv_commit_`. The other rows are rotated too and stored nowhere; where their position lies behind the tables they take the
     last one of them.
+
+    With `slots` row i stands at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
+    recomputed in place, whether they are neighbours or picked one by one. A row whose slot is -1 is padding: nothing of it is
+    read, changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored
+    there is that of one of them, and which is not said.
 
     Args:
         qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
@@ -118,19 +124,20 @@ def rotate_append_(
             first of each pair (as `pdkernels.models.rope.rope_tables` has it).
         k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
             dtype of `qkv`. Not the memory of `qkv`.
-        lengths: ``(B,)`` int32 or int64, committed rows of each sequence.
+        lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, where those count from.
         counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
         block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
         style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
+        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may lie anywhere.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts or pages out of range, or ``lengths + counts`` behind the tables
+        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts behind the tables
             (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic; a row's result does not depend on other rows.
+    Deterministic where slots differ; a row's result does not depend on other rows.
 
     Source: Su et al., "RoFormer", equation 34; the learned bias of Geiping et al., section 3.2.
 
@@ -149,19 +156,9 @@ def rotate_append_(
     op = "rotate_append_"
     if style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
-    _refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
-    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved")
+    refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
+    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
     call(rotate_append_op, arguments, qkv, backend)
-
-
-def _refuse_gradients(op: str, backend: Backend, **tensors: Tensor | None) -> None:
-    """Without a gradient of its own an op would cut the graph in silence."""
-    if not torch.is_grad_enabled() or backend == "reference":
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
-            raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
 
 
 def _check_add_rms_norm(
@@ -216,12 +213,13 @@ def _check_rotate_append(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     interleaved: bool = True,
+    slots: Tensor | None = None,
 ) -> None:
     op = "rotate_append_"
     check_floats(op, "qkv", qkv)
     if qkv.dim() != 4:
         fail(op, "qkv", "have shape (B, R, heads + 2 * kv_heads, D)", tuple(qkv.shape))
-    batch, _, all_heads, head_dim = qkv.shape
+    batch, rows, all_heads, head_dim = qkv.shape
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_floats(op, name, tensor, like=qkv)
         if tensor.dim() != 4 or tensor.shape[3] != head_dim:
@@ -262,6 +260,8 @@ def _check_rotate_append(
         check_index(op, "counts", counts, (batch,), qkv.device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (batch, None), qkv.device)
+    if slots is not None:
+        check_index(op, "slots", slots, (batch, rows), qkv.device)
 
 
 def _fake_rotate_append(
@@ -275,16 +275,17 @@ def _fake_rotate_append(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     interleaved: bool = True,
+    slots: Tensor | None = None,
 ) -> None:
-    _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved)
+    _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots)
     refuse_float64("rotate_append_", "qkv", qkv)
     refuse_float64("rotate_append_", "cos", cos)
 
 
 def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:
     # The schema's defaults arrive only where a caller gives them.
-    *tensors, interleaved = arguments if len(arguments) == 10 else (*arguments, True)
-    reference.rotate_append_(*tensors, style="interleaved" if interleaved else "half")
+    interleaved, slots = [*arguments[9:], *(True, None)[len(arguments[9:]) :]]
+    reference.rotate_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
 
 
 add_rms_norm_op = define(
@@ -298,7 +299,7 @@ silu_gate_op = define(
 )
 rotate_append_op = define(
     "rotate_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
-    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True) -> ()",
+    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True, Tensor? slots=None) -> ()",
     fake=_fake_rotate_append,
     reference=_reference_rotate_append,
     reference_check=_check_rotate_append,

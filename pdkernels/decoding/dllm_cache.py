@@ -1,0 +1,69 @@
+"""LLaDA's sampler on a feature cache: most of its forwards compute few rows of few layers.
+
+Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
+form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same places. What a
+forward computes says `pdkernels.models.feature_cache`.
+"""
+
+from __future__ import annotations
+
+from pdkernels.decoding._masked import KeptCanvas
+from pdkernels.decoding._recurrent import checked_name, checked_number
+from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.llada import begin, fill
+
+_OP = "decoding.dllm_cache"
+
+
+def decode(
+    session: Session,
+    *,
+    prompt_interval: int = 25,
+    gen_interval: int = 5,
+    transfer_ratio: float = 0.25,
+    baseline: str = "last",
+    block_size: int | None = None,
+    steps: int | None = None,
+    remasking: str = "low_confidence",
+    guidance: float = 0.0,
+    no_end: bool = False,
+    late_end: bool = False,
+    temperature: float = 0.0,
+    mask_token: int | None = None,
+    seed: int = 0,
+    page_size: int | None = None,
+) -> int:
+    """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
+
+    Options:
+        prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 for this and the next is `llada`.
+        gen_interval: forwards from one refresh of the new places to the next (K_r).
+        transfer_ratio: share of the new places that each layer computes in between, those whose values moved most (rho).
+        baseline: "last": moved since the forward before, as published; "recomputed": since the place was computed last.
+        page_size: rows per page of the KV cache; None keeps it contiguous.
+
+    `block_size`, `steps`, `remasking`, `guidance`, `no_end`, `late_end`, `temperature`, `mask_token` and `seed` are those of
+    `llada`. The texts with and without the prompt that `guidance` compares have a cache each.
+
+    The first layer is computed for all new places in each forward, as in the current revision of the code. That would have it
+    computed for the prompt as well, which gives K and V that it has already.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    for name, size in (("prompt_interval", prompt_interval), ("gen_interval", gen_interval)):
+        checked_size(_OP, name, size)
+    checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
+    checked_name(_OP, "baseline", baseline, ("last", "recomputed"))
+    canvas, blocks = begin(
+        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end,
+        late_end=late_end, temperature=temperature, mask_token=mask_token, seed=seed,
+    )  # fmt: skip
+    if not blocks:
+        return canvas.finish()
+    forward = KeptCanvas(
+        session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio,
+        baseline=baseline, page_size=page_size,
+    )  # fmt: skip
+    return fill(canvas, forward, blocks, steps, remasking == "random")

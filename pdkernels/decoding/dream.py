@@ -1,0 +1,96 @@
+"""Dream's sampler: a schedule of times says how many masks each forward leaves, a score says which.
+
+Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which says where
+that code differs; both take the same forwards, draw the same tokens and fill the same places.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, checked_masked_model
+from pdkernels.decoding._recurrent import checked_name, checked_number
+from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.ops import TokenStatistics
+from pdkernels.reference.dream import time_quota
+from pdkernels.reference.masked_sampling import timesteps
+
+_OP = "decoding.dream"
+
+ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+
+
+def decode(
+    session: Session,
+    *,
+    steps: int | None = None,
+    algorithm: str = "entropy",
+    eps: float = 1e-3,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    order_temperature: float = 0.0,
+    mask_token: int | None = None,
+    seed: int = 0,
+) -> int:
+    """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
+
+    Options:
+        steps: forwards; None: one for each token.
+        algorithm: what is filled first: "entropy" where the law has the least, "maskgit_plus" the most probable guesses,
+            "topk_margin" those furthest ahead of the second best; "origin": every place with probability ``1 - s / t``.
+        eps: the time of the last step; the first is 1.
+        temperature: of the guesses and of the law that scores them.
+        top_p: guess among the likeliest tokens that have this mass, and score the law of those.
+        order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
+        mask_token: id of open places; None: the model's.
+        seed: of the draws.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    mask_token = checked_masked_model(_OP, session, mask_token)
+    if steps is not None:
+        checked_size(_OP, "steps", steps)
+    checked_name(_OP, "algorithm", algorithm, ALGORITHMS)
+    check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
+    check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
+    checked_number(_OP, "top_p", top_p, 1.0)
+    checked_number(_OP, "order_temperature", order_temperature)
+    check(order_temperature == 0 or algorithm != "origin", _OP, "order_temperature", "be 0 with algorithm 'origin'",
+          order_temperature)  # fmt: skip
+    check_sampling(_OP, temperature, seed)
+    masks = session.max_new_tokens
+    steps = masks if steps is None else steps
+    canvas = Canvas(session, mask_token, Law(temperature, top_p, "sampling", seed))
+    if masks == 0:
+        return canvas.finish()
+    forward, times = WholeCanvas(session, canvas), timesteps(steps, eps)
+    for step in range(steps):
+        canvas.begin()
+        windows = canvas.windows(0, session.max_new_tokens)
+        places = canvas.open_places(windows, masks)
+        guesses = canvas.guess(forward(), places)
+        time, after = (times[step], times[step + 1]) if step < steps - 1 else (1.0, 0.0)
+        if algorithm == "origin":
+            left = canvas.commit(windows, places, guesses.ids, None, threshold=after / time, need=0).remaining
+            masks = max(fact[0] for fact in canvas.poll(left))
+        else:
+            quota = time_quota(masks, time, after)
+            scores = _scores(guesses, algorithm)
+            if order_temperature > 0:
+                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(places)))).to(scores.dtype)
+            canvas.commit(windows, places, guesses.ids, scores, quota=quota)
+            masks -= quota
+            if canvas.needs_polls:
+                canvas.poll()
+        if not canvas.unfinished:
+            break
+    return canvas.finish()
+
+
+def _scores(guesses: TokenStatistics, algorithm: str) -> torch.Tensor:
+    if algorithm == "maskgit_plus":
+        return guesses.probs
+    return guesses.margin if algorithm == "topk_margin" else -guesses.entropy

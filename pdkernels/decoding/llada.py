@@ -1,0 +1,96 @@
+"""LLaDA's sampler: a fixed number of forwards fills a canvas, the surest guesses of each first, for good.
+
+Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which says
+where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+"""
+
+from __future__ import annotations
+
+from pdkernels._validation import check
+from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model
+from pdkernels.decoding._recurrent import checked_flag, checked_name, checked_number
+from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._session import Session
+from pdkernels.reference.masked_sampling import quotas
+
+_OP = "decoding.llada"
+
+
+def decode(
+    session: Session,
+    *,
+    block_size: int | None = None,
+    steps: int | None = None,
+    remasking: str = "low_confidence",
+    guidance: float = 0.0,
+    no_end: bool = False,
+    late_end: bool = False,
+    temperature: float = 0.0,
+    mask_token: int | None = None,
+    seed: int = 0,
+) -> int:
+    """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
+
+    Options:
+        block_size: new places that are filled together; None: all of them.
+        steps: forwards, shared evenly by the blocks; None: one for each token. More than a block has places are not run.
+        remasking: "low_confidence" fills the surest places, "random" any.
+        guidance: w of classifier-free guidance, ``logits = without + (1 + w) (with - without)`` the prompt. Above 0 a forward
+            has two rows for each of a text.
+        no_end: end tokens are never guessed.
+        late_end: end tokens have confidence 0, so that they come last.
+        temperature: of the guesses; places are chosen by the confidence without it.
+        mask_token: id of open places; None: the model's.
+        seed: of the draws.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    canvas, blocks = begin(
+        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end, late_end=late_end,
+        temperature=temperature, mask_token=mask_token, seed=seed,
+    )  # fmt: skip
+    return fill(canvas, WholeCanvas(session, canvas), blocks, steps, remasking == "random")
+
+
+def begin(
+    op: str, session: Session, *, block_size: int | None, steps: int | None, remasking: str, guidance: float, no_end: bool,
+    late_end: bool, temperature: float, mask_token: int | None, seed: int,
+) -> tuple[Canvas, list[tuple[int, int]]]:  # fmt: skip
+    """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its places."""
+    mask_token = checked_masked_model(op, session, mask_token)
+    if block_size is not None:
+        checked_size(op, "block_size", block_size)
+    checked_name(op, "remasking", remasking, ("low_confidence", "random"))
+    checked_number(op, "guidance", guidance)
+    checked_flag(op, "no_end", no_end)
+    checked_flag(op, "late_end", late_end)
+    check_sampling(op, temperature, seed)
+    blocks = blocks_of(session.max_new_tokens, block_size)
+    if steps is not None:
+        checked_size(op, "steps", steps)
+        check(not blocks or steps % len(blocks) == 0, op, "steps", f"be a multiple of the number of blocks ({len(blocks)})",
+              steps)  # fmt: skip
+    check(not late_end or remasking != "random", op, "late_end", "be False with remasking='random', which asks no confidence",
+          late_end)  # fmt: skip
+    ends = session.end_tokens
+    law = Law(temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ())
+    return Canvas(session, mask_token, law), blocks
+
+
+def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[tuple[int, int]], steps: int | None, random: bool) -> int:
+    """The loop of the sampler with any forward: block after block, an equal share of its places in each of its steps."""
+    for first, last in blocks:
+        masks = last - first
+        for quota in filter(None, quotas(masks, masks if steps is None else steps // len(blocks))):
+            canvas.begin()
+            windows = canvas.windows(first, last)
+            places = canvas.open_places(windows, masks)
+            guesses = canvas.guess(forward(), places, forward.first_row)
+            canvas.commit(windows, places, guesses.ids, None if random else guesses.probs, quota=quota)
+            masks -= quota
+            if canvas.needs_polls:
+                canvas.poll()
+            if not canvas.unfinished:
+                return canvas.finish()
+    return canvas.finish()

@@ -1,0 +1,276 @@
+"""A canvas on a feature cache: most steps of a masked-diffusion model compute few of its rows, the others are what they were.
+
+Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
+form is reference/dllm_cache.py. What the code keeps and never reads has no place here:
+
+- Of a prompt K and V alone: its residual stream is computed anew whenever it is looked at. Models whose rows predict the next
+  token look at its last row in every step, and of that the cache keeps what the layers behind the first one add to it.
+- K behind the rotation: a row never moves.
+- The first layer is computed for all new rows in every step, as in the current revision. That of the prompt would give the
+  same K and V again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from pdkernels._validation import check, check_index, check_type
+from pdkernels.models.recurrent_depth import backend_of
+from pdkernels.models.rewriting import Places, places_of
+from pdkernels.models.transformer import Transformer
+from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_
+
+_OP = "FeatureCache"
+
+
+class _Step(NamedTuple):
+    """What a step is about, for all layers."""
+
+    tokens: torch.Tensor
+    prompt_lengths: torch.Tensor
+    counts: torch.Tensor | None
+    """How many new rows are not cut off; None: all."""
+    new_rows: torch.Tensor
+    """`(batch, generated)`, their numbers from 0; -1 for those that are."""
+    places: Places
+    """Of no rows."""
+
+    def places_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Of new rows, by their numbers; -1 stays."""
+        return torch.where(rows >= 0, rows + self.prompt_lengths[:, None], -1)
+
+
+class FeatureCache:
+    """K and V of a canvas, and what attention and feed-forward last gave each new row, layer by layer.
+
+    A canvas is a prompt and `generated` places behind it. Its steps are counted from 1, for all sequences of the batch
+    together. In step s the prompt is computed if ``(s - 1) % prompt_interval == 0``, and the new rows are if
+    ``(s - 1) % gen_interval == 0``: so step 1 computes everything. Of the new rows of other steps, each layer behind the first
+    one computes those whose values V have moved most, `transfer_ratio` of them; the others add to their residual stream what
+    they did last.
+
+    Args:
+        model: bidirectional.
+        batch: sequences.
+        prompt_capacity: tokens of the longest prompt.
+        generated: places behind each prompt.
+        prompt_interval, gen_interval: steps from one refresh to the next (the paper's K_p and K_r).
+        transfer_ratio: share of the new rows that a step between two refreshes computes (rho), 0 .. 1, rounded down; with 0 it
+            does not even look at their values.
+        baseline: values are compared with those of the "last" step, as published, or with those of the step that "recomputed"
+            the row last; these are then the values that others see.
+        page_size: rows per page of the KV cache; None keeps it contiguous.
+
+    Attributes:
+        step: steps so far.
+
+    Raises:
+        ValueError, TypeError: arguments.
+
+    >>> from pdkernels.models.transformer import TransformerConfig
+    >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
+    ...                            intermediate_size=24, attention="bidirectional", predicts="own")
+    >>> model = Transformer(config, mask_token=10).requires_grad_(False)
+    >>> cache = FeatureCache(model, 1, 2, 3, prompt_interval=25, gen_interval=5, transfer_ratio=0.5)
+    >>> canvas, prompt = torch.tensor([[1, 2, 10, 10, 10]]), torch.tensor([2])
+    >>> torch.allclose(model.logits(cache.forward(canvas, prompt)), model(canvas)[:, 2:], atol=1e-5)
+    True
+    >>> canvas[0, 3] = 7
+    >>> cache.forward(canvas, prompt).shape  # one of the new rows, apart from the first layer
+    torch.Size([1, 3, 16])
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        batch: int,
+        prompt_capacity: int,
+        generated: int,
+        *,
+        prompt_interval: int,
+        gen_interval: int,
+        transfer_ratio: float,
+        baseline: Literal["last", "recomputed"] = "last",
+        page_size: int | None = None,
+    ) -> None:
+        sizes = {"batch": batch, "prompt_capacity": prompt_capacity, "generated": generated, "prompt_interval": prompt_interval,
+                 "gen_interval": gen_interval}  # fmt: skip
+        for name, size in sizes.items():
+            check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
+            check(size >= 1, _OP, name, "be at least 1", size)
+        check_type(type(transfer_ratio) in (int, float), _OP, "transfer_ratio", "be a number", type(transfer_ratio).__name__)
+        check(0 <= transfer_ratio <= 1, _OP, "transfer_ratio", "be in 0 .. 1", transfer_ratio)
+        check(baseline in ("last", "recomputed"), _OP, "baseline", "be 'last' or 'recomputed'", repr(baseline))
+        check_type(isinstance(model, Transformer), _OP, "model", "be a Transformer", type(model).__name__)
+        attention = model.config.attention
+        check(attention == "bidirectional", _OP, "model", "be bidirectional", f"attention {attention!r}")
+        self.step = 0
+        self._model, self._generated = model, generated
+        self._intervals = prompt_interval, gen_interval
+        self._ratio, self._update = transfer_ratio, "all" if baseline == "last" else "selected"
+        self._backend = backend_of(model.dtype)
+        self._shift = 1 if model.config.predicts == "next" else 0
+        capacity = prompt_capacity + generated
+        if page_size is None:
+            self._kv = model.new_cache(batch, capacity)
+        else:
+            self._kv = model.new_cache(batch, capacity, kind="paged", page_size=page_size)
+            self._kv.reserve_([capacity] * batch)
+        features = (model.config.layers, batch, generated, model.config.hidden_size)
+        self._attention = torch.zeros(features, dtype=model.dtype, device=model.device)
+        self._feed_forward = torch.zeros_like(self._attention)
+        self._prompt_rows = torch.arange(prompt_capacity, device=model.device)
+        self._new_rows = torch.arange(generated, device=model.device)
+        self._behind_first: torch.Tensor | None = None  # what the layers behind the first one add to a prompt's last row
+
+    @torch.no_grad()
+    def forward(self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+        """One more step over the canvases: for each of the new places the hidden state that predicts it.
+
+        Args:
+            tokens: ``(batch, L)`` int32 or int64, the prompts with their new places; what ids stand behind those
+                does not matter.
+            prompt_lengths: ``(batch,)`` int32 or int64, 1 .. `prompt_capacity`, the same in all steps.
+            visible: ``(batch,)`` int32 or int64: the canvases are cut there, between the end of the prompt and that of the
+                canvas. The rows behind keep what was cached of them until a later step computes them again; their hidden
+                states mean nothing. None: nothing is cut. Nothing may be in the first step.
+
+        Returns:
+            ``(batch, generated, hidden_size)`` for `Transformer.logits`: row j predicts place ``prompt_lengths + j``.
+
+        Raises:
+            ValueError, TypeError: arguments; values only on the CPU.
+        """
+        self._check(tokens, prompt_lengths, visible)
+        model, ends = self._model, prompt_lengths + self._generated if visible is None else visible
+        prompt_due, new_due = (self.step % interval == 0 for interval in self._intervals)
+        self.step += 1
+        # Which rows are computed is for the layers to say.
+        nowhere = prompt_lengths.new_empty(len(tokens), 0)
+        places = places_of(self._kv, model._rope(self._kv.capacity), model.config.rope_style, nowhere.shape,
+                           torch.zeros_like(prompt_lengths), nowhere, None, ends)  # fmt: skip
+        rows = self._new_rows.expand(len(tokens), -1)
+        counts = None if visible is None else visible - prompt_lengths
+        if counts is not None:
+            rows = torch.where(rows < counts[:, None], rows, -1)
+        step = _Step(tokens, prompt_lengths, counts, rows, places)
+        return self._everything(step) if prompt_due and new_due else self._some(step, prompt_due, new_due)
+
+    def _check(self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None) -> None:
+        most, generated = len(self._prompt_rows), self._generated
+        batch = self._kv.batch
+        check_index(_OP, "tokens", tokens, (batch, most + generated), self._model.device)
+        check_index(_OP, "prompt_lengths", prompt_lengths, (batch,), tokens.device)
+        if visible is not None:
+            check_index(_OP, "visible", visible, (batch,), tokens.device)
+        if tokens.device.type != "cpu":
+            return
+        low, high = (int(value) for value in prompt_lengths.aminmax())
+        check(low >= self._shift and high <= most, _OP, "prompt_lengths", f"lie in [{self._shift}, {most}]", f"{low}..{high}")
+        if visible is not None:
+            least = 0 if self.step else generated
+            low, high = (int(value) for value in (visible - prompt_lengths).aminmax())
+            check(low >= least and high <= generated, _OP, "visible", f"be {least} to {generated} places behind the prompt",
+                  f"{low} to {high}")  # fmt: skip
+
+    def _everything(self, step: _Step) -> torch.Tensor:
+        """Row for row what `Transformer.rewrite` does; the features of the new rows are kept."""
+        model, tokens = self._model, step.tokens
+        place = torch.arange(tokens.shape[1], device=tokens.device)
+        places = step.places._replace(slots=torch.where(place < step.places.visible[:, None], place, -1))
+        new = step.places_of(step.new_rows)
+        x = F.embedding(tokens, model.embedding)
+        for index, layer in enumerate(model.layers):
+            added = layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
+            x = x + self._keep(self._attention[index], added, new)
+            x = x + self._keep(self._feed_forward[index], layer.feed_forward(x), new)
+            if index == 0:
+                first = x
+        if self._shift:
+            last = step.prompt_lengths[:, None] - 1
+            self._remember(self._gather(first, last), self._gather(x, last))
+        return self._gather(x, step.prompt_lengths[:, None] - self._shift + self._new_rows)
+
+    def _some(self, step: _Step, prompt_due: bool, new_due: bool) -> torch.Tensor:
+        """New rows, all or those that moved, and the prompt's where they are due, or in the first layer its last one."""
+        model, lengths = self._model, step.prompt_lengths[:, None]
+        new = F.embedding(step.tokens.gather(1, lengths + self._new_rows), model.embedding)
+        old, slots = None, lengths - 1
+        if prompt_due:
+            slots = torch.where(self._prompt_rows < lengths, self._prompt_rows, -1)
+        if prompt_due or self._shift:
+            old = F.embedding(step.tokens.gather(1, slots.clamp(min=0)), model.embedding)
+        last = lengths - 1 if prompt_due else torch.zeros_like(lengths)
+        for index in range(len(model.layers)):
+            new, old = self._layer(index, step, new, new_due or index == 0, old, slots)
+            if index == 0 and self._shift:
+                first = self._gather(old, last)
+            if not prompt_due:
+                old = None
+        if not self._shift:
+            return new
+        if prompt_due:
+            end = self._gather(old, last)
+            self._remember(first, end)
+        else:
+            end = (first + self._behind_first).to(first.dtype)
+        return torch.cat([end, new[:, :-1]], 1)
+
+    def _layer(
+        self, index: int, step: _Step, new: torch.Tensor, whole: bool, old: torch.Tensor | None, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One layer further: the residual streams of the new rows, of which it computes all or few, and of the prompt's at `slots`."""
+        layer, qkv, at, chosen = self._model.layers[index], [], [], None
+        if old is not None:
+            qkv.append(layer.project(layer.normed(old)))
+            at.append(slots)
+        normed = layer.normed(new)
+        if whole:
+            chosen = step.new_rows
+            qkv.append(layer.project(normed))
+        elif self._ratio > 0:
+            v = layer.project(normed, "v")
+            chosen = self._moved_(v, index, step)
+            if chosen is not None:
+                qkv.append(torch.cat([layer.project(self._gather(normed, chosen), "qk"), self._gather(v, chosen)], 2))
+        if chosen is not None:
+            at.append(step.places_of(chosen))
+        if at:  # all K and V go to their places before any row looks at them
+            added = layer.project_out(step.places._replace(slots=torch.cat(at, 1)).attend_(torch.cat(qkv, 1), index))
+        if old is not None:
+            old, added = old + added[:, : old.shape[1]], added[:, old.shape[1] :]
+            old = old + layer.feed_forward(old)
+        if chosen is None:
+            return self._add(self._add(new, self._attention[index]), self._feed_forward[index]), old
+        new = self._add(new, self._attention[index], added, chosen)
+        more = layer.feed_forward(new if whole else self._gather(new, chosen))
+        return self._add(new, self._feed_forward[index], more, chosen), old
+
+    def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
+        """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: of no row."""
+        most = int(self._generated * self._ratio)
+        wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
+        rows = value_drift_select_(v, self._kv.v[layer], step.prompt_lengths, count=most, wanted=wanted, counts=step.counts,
+                                   update=self._update, block_table=self._kv.block_table, backend=self._backend)  # fmt: skip
+        return rows if most else None
+
+    def _keep(self, cached: torch.Tensor, added: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """`added`, of which the rows at `places` ``(batch, generated)`` are cached."""
+        cached.copy_(torch.where((places >= 0)[..., None], self._gather(added, places), cached))
+        return added
+
+    def _remember(self, first: torch.Tensor, end: torch.Tensor) -> None:
+        """What the prompt's last row is behind the first layer and behind the last one: the difference, without a rounding."""
+        wide = torch.promote_types(end.dtype, torch.float32)
+        self._behind_first = end.to(wide) - first.to(wide)
+
+    def _gather(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return gather_rows(x, rows, backend=self._backend)
+
+    def _add(
+        self, x: torch.Tensor, cached: torch.Tensor, rows: torch.Tensor | None = None, index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return add_cached_rows_(x, cached, rows, index, backend=self._backend)

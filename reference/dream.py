@@ -1,0 +1,115 @@
+"""Dream's sampler: times that run from 1 down to eps say how many masks go, one of three scores which ones, or chance alone.
+
+Source: "Dream 7B: Diffusion Large Language Models" and the sampler published with it, which SlowFast Sampling and Planned
+Diffusion build on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from .autoregressive import Model
+from .masked_sampling import (
+    Canvas,
+    Guesses,
+    MaskedResult,
+    bidirectional,
+    guess,
+    margin,
+    negative_entropy,
+    probability,
+    surest,
+    timesteps,
+)
+from .unmask import random_order
+
+SCORES = {"origin": probability, "maskgit_plus": probability, "topk_margin": margin, "entropy": negative_entropy}
+
+
+def time_quota(masks: int, time: float, after: float) -> int:
+    """How many of `masks` go between two times: each with the probability ``1 - after / time``, rounded down together.
+
+    >>> time_quota(10, 0.5, 0.3)
+    4
+    """
+    return int(masks * (1 - after / time))
+
+
+@torch.no_grad()
+def dream(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    steps: int | None = None,
+    algorithm: str = "entropy",
+    eps: float = 1e-3,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    order_temperature: float = 0.0,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> MaskedResult:
+    """`steps` forwards over the whole canvas: forward i commits what :func:`time_quota` says, the last one all that is left.
+
+    The scores are of the law that the guess is drawn from: tempered and filtered. A forward may commit nothing; with as many
+    steps as tokens the first one does, and the last one commits two.
+
+    Where the published code differs: it takes the masks of a whole batch together, in one count and in one ranking. Its entropy
+    has 1e-10 in the logarithm; its filter cuts between equals (masked_sampling.py).
+
+    Args:
+        model, prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
+        steps: forwards; None: as many as tokens.
+        algorithm: "maskgit_plus": the probability of the guess; "topk_margin": how far the most probable token is ahead of the
+            second; "entropy": the negative entropy of the law; "origin": every mask goes by chance, with the probability
+            1 - s / t between the times t and s, if its uniform number (unmask.py) is at least s / t. The trace has
+            that number for its confidence.
+        eps: the last time.
+        temperature, top_p: of the law; the filter is one at temperature 0, too.
+        order_temperature: 0 takes the best scores. Above, places are drawn without putting back from
+            softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace has
+            for confidences, u being the place's uniform number. It must be 0 for "origin".
+
+    >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (9.0 - positions[..., None])
+    >>> result = dream(said, [0, 1], 4, mask_token=8)
+    >>> result.tokens, [list(step.committed) for step in result.trace]
+    ([2, 3, 4, 5], [[], [2], [3], [4, 5]])
+    """
+    op = "pdkernels.dream"
+    if algorithm not in SCORES:
+        raise ValueError(f"{op}: algorithm must be one of {tuple(SCORES)}, got {algorithm!r}.")
+    if algorithm == "origin" and order_temperature != 0:
+        raise ValueError(f"{op}: order_temperature must be 0 where chance decides, got {order_temperature}.")
+    steps = max_new_tokens if steps is None else steps
+    if steps < 1 and max_new_tokens > 0:
+        raise ValueError(f"{op}: steps must be at least 1, got {steps}.")
+    canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
+    forward, window = bidirectional(model), (canvas.start, canvas.end)
+    for step, (time, after) in enumerate(itertools.pairwise(timesteps(steps, eps) if max_new_tokens else ())):
+        if canvas.done:
+            break
+        canvas.forwards += 1
+        guesses = guess(
+            canvas, forward(canvas.tokens), window, temperature=temperature, seed=seed, law="sampling", top_p=top_p,
+            score=SCORES[algorithm],
+        )  # fmt: skip
+        uniform = dict(zip(guesses.tokens, random_order(seed, canvas.forwards, list(guesses.tokens))))
+        if algorithm == "origin":
+            guesses = Guesses(guesses.tokens, uniform)
+        elif order_temperature > 0:
+            noisy = {p: c / order_temperature - math.log(-math.log(uniform[p])) for p, c in guesses.confidence.items()}
+            guesses = Guesses(guesses.tokens, noisy)
+        if step == steps - 1:
+            chosen = list(guesses.tokens)
+        elif algorithm == "origin":
+            chosen = [p for p, u in uniform.items() if u >= after / time]
+        else:
+            chosen = surest(guesses.confidence, quota=time_quota(len(guesses.tokens), time, after))
+        canvas.commit(guesses, chosen, window)
+    return canvas.result()

@@ -1,0 +1,121 @@
+"""Fast-dLLM: all guesses that are sure enough become text at once, and K and V outside the current block are kept for a while.
+
+Source: "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding" and its code for
+LLaDA and Dream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .autoregressive import Model
+from .masked_model import KeyValues, MaskedTransformerReference
+from .masked_sampling import (
+    Canvas,
+    MaskedResult,
+    bidirectional,
+    blocks,
+    guess,
+    predicts,
+    quotas,
+    steps_per_block,
+    surest,
+)
+
+
+def rewritten(model: MaskedTransformerReference, canvas: Canvas, start: int, stop: int, past: KeyValues) -> Tensor:
+    """Logits, row p about place p, from a forward of the rows ``start .. stop - 1`` over `past`.
+
+    A model that predicts the next token says nothing about place `start`, and something about place `stop`. Rows of places that
+    nothing is said about are NaN.
+    """
+    logits = model.rewrite(canvas.tokens[start:stop], start, past)
+    silent = start + (model.predicts == "next")
+    return torch.cat([torch.full((silent, logits.shape[1]), torch.nan, dtype=logits.dtype), logits])
+
+
+@torch.no_grad()
+def fast_dllm(
+    model: Model | MaskedTransformerReference,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    block_size: int = 32,
+    cache: str = "dual",
+    threshold: float | None = 0.9,
+    factor: float | None = None,
+    steps: int | None = None,
+    temperature: float = 0.0,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> MaskedResult:
+    """Block after block, each until it has no mask.
+
+    On entry to a block all rows go through the model: every K and V is new, and tokens of the block are committed. After that
+
+    - cache="none": all rows go through the model again in every forward;
+    - cache="prefix": the rows from the block's start to the end of the canvas do, and see K and V of the rows before it as
+      they were on entry, when the block was all masks;
+    - cache="dual": the rows of the block alone do, and see K and V of the rows behind it as they were on entry, too.
+
+    Models that predict the next token (Dream): no row of a block is about the block's first place. With a cache the entry
+    therefore commits that place and no other, however sure it is; the forwards after it do the rest.
+
+    Where the published code differs: its first version runs a forward after the entry even if the block is complete already.
+    With a cache and batch > 1 it replaces rows of the wrong sequences. Dream commits by entropy on times of its own where there
+    is no threshold, here by the quotas of LLaDA; and its confidence has the temperature in it, here nobody's has.
+
+    Args:
+        model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
+            :func:`~pdkernels.reference.llada.llada`. A cache needs a model with parts, masked_model.py.
+        block_size: places of a block; the last one may be shorter.
+        cache: "none", "prefix" or "dual".
+        threshold: commit all guesses whose confidence reaches it (``>=``), and the most confident one anyway.
+        factor: commit by the factor rule of :func:`~pdkernels.reference.masked_sampling.surest`; needs ``threshold=None``.
+        steps: where neither is given, ``steps / blocks`` forwards of each block commit equal numbers of tokens, the first ones
+            one more; None: a token a forward. Behind an entry that commits one place only, the others share what is left.
+
+    >>> from pdkernels.reference.masked_model import random_weights
+    >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
+    >>> run = lambda cache: fast_dllm(model, [1, 2, 3], 8, mask_token=12, block_size=4, threshold=0.5, cache=cache)
+    >>> [run(cache).forwards for cache in ("none", "prefix", "dual")]
+    [5, 5, 5]
+    """
+    op = "pdkernels.fast_dllm"
+    if cache not in ("none", "prefix", "dual"):
+        raise ValueError(f"{op}: cache must be 'none', 'prefix' or 'dual', got {cache!r}.")
+    if threshold is not None and factor is not None:
+        raise ValueError(f"{op}: factor must be None beside a threshold, got {factor}. Pass threshold=None.")
+    if steps is not None and (threshold is not None or factor is not None):
+        raise ValueError(f"{op}: steps must be None beside a threshold or a factor, got {steps}. Pass threshold=None.")
+    canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
+    windows = blocks(canvas, block_size)
+    for window, count in zip(windows, steps_per_block("fast_dllm", steps, windows)):
+        start, stop = window
+        single = cache != "none" and predicts(model) == "next"
+        left = quotas(stop - start - 1, max(count - 1, 1)) if single else quotas(stop - start, count)
+        entry = True
+        while canvas.masks(window) and not canvas.done:
+            canvas.forwards += 1
+            if cache == "none":
+                logits = bidirectional(model)(canvas.tokens)
+            elif entry:
+                past = model.new_past()
+                logits = rewritten(model, canvas, 0, canvas.end, past)
+            else:
+                logits = rewritten(model, canvas, start, stop if cache == "dual" else canvas.end, past)
+            candidates = (start, start + 1) if single and entry else window
+            guesses = guess(canvas, logits, candidates, temperature=temperature, seed=seed)
+            if single and entry:
+                chosen = [start]
+            elif threshold is None and factor is None:
+                chosen = surest(guesses.confidence, quota=left.pop(0))
+            else:
+                chosen = surest(guesses.confidence, threshold=threshold, factor=factor)
+            canvas.commit(guesses, chosen, candidates)
+            entry = False
+    return canvas.result()

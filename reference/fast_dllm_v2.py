@@ -1,0 +1,102 @@
+"""Fast-dLLM v2: block after block on an exact past; in a block small blocks from left to right, each sees the whole block.
+
+Source: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the sampler published with it.
+
+Blocks stand at multiples of their size in the text, wherever the prompt ends. A row sees its own block and those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .fast_dllm import rewritten
+from .masked_model import MaskedTransformerReference
+from .masked_sampling import Canvas, Guesses, MaskedResult, Window, guess, surest
+
+
+@torch.no_grad()
+def fast_dllm_v2(
+    model: MaskedTransformerReference,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    block_size: int = 32,
+    small_block_size: int = 8,
+    threshold: float = 0.9,
+    block_cache: bool = True,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> MaskedResult:
+    """Fill the block that the prompt ends in, then one block after the other.
+
+    - The prompt's whole blocks are one forward, if it has any. Where they end with the prompt, the last row gives the next
+      token.
+    - In a block, the first small block with a mask is filled: commit all guesses in it whose confidence exceeds
+      `threshold`, and the most confident one anyway. The forward takes all rows of the block and keeps their K and V. With
+      `block_cache` it takes the small block's rows alone if those are there and the small block's first place is filled (no
+      row of the small block is about that place): the other rows are seen as they last went through.
+    - When the block is full, a forward of all its rows makes its K and V exact and gives the first token of the next block.
+      The last block needs none.
+
+    The confidence is the guess's probability in the law that it is drawn from, tempered and filtered; at temperature 0
+    there is no filter. Where the published code differs: the token that the prompt or a full block gives is the argmax at
+    any temperature, here it is drawn as all others are. Its last block is whole whatever the limit, here the canvas ends at
+    the limit. In a batch it draws from the laws of the first sequence.
+
+    Args:
+        model: with parts (masked_model.py), of a kind that predicts the next token.
+        prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
+        block_size, small_block_size: places.
+        threshold: 1 commits one token a forward.
+        block_cache: False: all forwards take the whole block.
+        temperature, top_p: of the guesses.
+
+    >>> from pdkernels.reference.masked_model import random_weights
+    >>> model = MaskedTransformerReference(random_weights("qwen2"), heads=4, names="qwen2")
+    >>> result = fast_dllm_v2(model, [1, 2, 3, 4], 6, mask_token=12, block_size=4, small_block_size=2, threshold=1.0)
+    >>> [step.window for step in result.trace]
+    [(4, 5), (4, 6), (6, 8), (6, 8), (8, 9), (8, 10)]
+    """
+    op = "pdkernels.fast_dllm_v2"
+    if model.predicts != "next":
+        raise ValueError(f"{op}: model must predict the next token, got one that predicts its {model.predicts}.")
+    if not 1 <= small_block_size <= block_size:
+        raise ValueError(f"{op}: small_block_size must be in 1 .. block_size ({block_size}), got {small_block_size}.")
+    canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
+    past = model.new_past()
+
+    def commit(logits: torch.Tensor, window: Window) -> None:
+        guesses = Guesses({}, {})
+        if canvas.masks(window):
+            kept = top_p if temperature > 0 else 1.0
+            guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, law="sampling", top_p=kept)
+        canvas.commit(guesses, surest(guesses.confidence, threshold=threshold, strict=True), window)
+
+    start = canvas.start // block_size * block_size
+    if start and not canvas.done:
+        canvas.forwards += 1
+        for first in range(0, start, block_size):  # which see no block behind them, in the published forward by its mask
+            logits = rewritten(model, canvas, first, first + block_size, past)
+        commit(logits, (canvas.start, canvas.start + (start == canvas.start)))
+    while not canvas.done:
+        stop = min(start + block_size, canvas.end)
+        kept = False
+        while canvas.masks((start, stop)) and not canvas.done:
+            place = canvas.masks((start, stop))[0]
+            small = place - (place - start) % small_block_size
+            small_stop = min(small + small_block_size, stop)
+            alone = block_cache and kept and place > small
+            canvas.forwards += 1
+            rows = (small, small_stop) if alone else (start, stop)
+            commit(rewritten(model, canvas, *rows, past), (small, small_stop))
+            kept = True
+        if not canvas.done:
+            canvas.forwards += 1
+            commit(rewritten(model, canvas, start, stop, past), (stop, stop + 1))
+            start = stop
+    return canvas.result()

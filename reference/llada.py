@@ -1,0 +1,135 @@
+"""LLaDA's sampler: in every forward the most confident guesses of the current block become text.
+
+Source: "Large Language Diffusion Models" (LLaDA), section 2.4, and the sampler published with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .autoregressive import Model
+from .masked_sampling import (
+    Canvas,
+    Forward,
+    Guesses,
+    MaskedResult,
+    bidirectional,
+    blocks,
+    guess,
+    quotas,
+    steps_per_block,
+    surest,
+)
+from .unmask import random_order
+
+
+def guided(given: Forward, free: Forward, canvas: Canvas, guidance: float) -> Forward:
+    """Classifier-free guidance: ``u + (w + 1) (c - u)``, u being the logits of `free` where the whole prompt is masked.
+
+    Two rows of one forward. With w = 0 nothing of u is left, and it is not computed.
+    """
+
+    def both(tokens: Sequence[int]) -> Tensor:
+        c, u = given(tokens), free([canvas.mask_token] * canvas.start + list(tokens[canvas.start :]))
+        return u + (guidance + 1) * (c - u)
+
+    return both if guidance else given
+
+
+def unmask_by_quota(
+    canvas: Canvas,
+    forward: Forward,
+    *,
+    op: str,
+    block_size: int | None,
+    steps: int | None,
+    remasking: str,
+    temperature: float,
+    no_end: bool,
+    late_end: bool,
+    seed: int,
+) -> MaskedResult:
+    """The loop of :func:`llada` with any forward."""
+    if remasking not in ("low_confidence", "random"):
+        raise ValueError(f"pdkernels.{op}: remasking must be 'low_confidence' or 'random', got {remasking!r}.")
+    if late_end and remasking == "random":
+        raise ValueError(f"pdkernels.{op}: late_end must be False where chance decides, got True.")
+    windows = blocks(canvas, block_size)
+    for window, count in zip(windows, steps_per_block(op, steps, windows)):
+        for quota in quotas(len(canvas.masks(window)), count):
+            if canvas.done or quota == 0:
+                break
+            canvas.forwards += 1
+            logits = forward(canvas.tokens)
+            banned = canvas.end_tokens if no_end else ()
+            guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=banned)
+            if remasking == "random":
+                places = list(guesses.tokens)
+                guesses = Guesses(guesses.tokens, dict(zip(places, random_order(seed, canvas.forwards, places))))
+            elif late_end:
+                # Same words, so a draw that was no end token is the same one without them.
+                rest = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=canvas.end_tokens)
+                confidence = {p: 0.0 if t in canvas.end_tokens else rest.confidence[p] for p, t in guesses.tokens.items()}
+                guesses = Guesses(guesses.tokens, confidence)
+            canvas.commit(guesses, surest(guesses.confidence, quota=quota), window)
+    return canvas.result()
+
+
+@torch.no_grad()
+def llada(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    block_size: int | None = None,
+    steps: int | None = None,
+    remasking: str = "low_confidence",
+    temperature: float = 0.0,
+    guidance: float = 0.0,
+    no_end: bool = False,
+    late_end: bool = False,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> MaskedResult:
+    """Block after block, each in ``steps / blocks`` forwards that commit equal numbers of tokens, the first ones one more.
+
+    Where the published code differs:
+
+    - If a block has fewer masks than steps, its last forwards commit nothing; the code runs them, here they are left out.
+    - Its candidates are all masks left of the block's end, those of the prompt included; here those of the block. Behind the
+      prompt that is the same.
+    - Its confidence comes from a softmax in the model's dtype: in bf16 all probabilities above 0.998 are 1. Here it is fp64.
+    - ``confidence_eos_eot_inf`` at T > 0 leaves the confidence of one of its two ids alone; `late_end` means what it does at
+      T = 0, for all end tokens. ``logits_eos_inf`` bans one id, `no_end` all end tokens.
+    - Guidance without an attention mask fails on a variable that was never assigned.
+
+    Args:
+        model, prompt, max_new_tokens: see masked_sampling.py. The prompt has at least one token.
+        mask_token: id that fills open places.
+        block_size: places of a block; None: all in one block ("pure diffusion"). The last block may be shorter.
+        steps: forwards of the whole generation, a multiple of the number of blocks; None: one for every token.
+        remasking: "low_confidence": the probability of the guess by softmax(logits), without temperature and noise, decides
+            what is committed; "random": chance does, and the trace has its uniform numbers for confidences.
+        temperature: of the guesses.
+        guidance: w of classifier-free guidance. A forward has two rows then, and is counted once.
+        no_end: no end token is ever a guess.
+        late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a law without end
+            tokens. Not with remasking="random".
+        end_tokens: stop behind one of these when no mask is left before it.
+        seed: of the draws.
+
+    >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (9.0 - positions[..., None])
+    >>> result = llada(said, [0, 1], 4, mask_token=8, steps=2)
+    >>> result.tokens, result.forwards, [step.committed for step in result.trace]
+    ([2, 3, 4, 5], 2, [{2: 2, 3: 3}, {4: 4, 5: 5}])
+    """
+    canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
+    forward = bidirectional(model)
+    return unmask_by_quota(
+        canvas, guided(forward, forward, canvas, guidance), op="llada", block_size=block_size, steps=steps, remasking=remasking,
+        temperature=temperature, no_end=no_end, late_end=late_end, seed=seed,
+    )  # fmt: skip

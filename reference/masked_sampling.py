@@ -1,0 +1,252 @@
+"""What the samplers of masked-diffusion models share: the canvas, the guesses for its masks and how sure they are, schedules.
+
+The *canvas* is the prompt and behind it a mask token for every new token. A forward looks at all of it, gives a guess and a
+confidence for every mask of a *window*, and some of them are committed: their guess is written and never changes. A place is
+a position in the sequence's own text. All samplers agree on this:
+
+- Masks behind the prompt alone are filled; a mask token inside the prompt is part of the prompt. LLaDA's code fills those as
+  well, though it does not count them.
+- The mask token is never a guess: its logit counts as -inf, in the law that the confidence comes from too. In the published
+  codes it may win, and such a commit leaves the place as it was.
+- Of equal confidences the lowest place comes first, of equal logits the lowest id; NaN confidences come last.
+- A sequence ends when an end token stands behind the prompt with no mask between, or when no mask is left.
+- Token draws of place p in forward f of this sequence, counted from 1, use the numbers of step f and row p (sampling.py), and
+  where chance decides what is committed, that number of step f and position p which unmask.py has for the order.
+
+A model is a callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Its attribute `predicts`
+says what row i is about: "own" (token i, LLaDA; a callable without the attribute means it too) or "next" (token i + 1, Dream).
+
+Sources: "Large Language Diffusion Models" (LLaDA) and its sampler; Dream 7B's sampler for the scores and the timesteps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autoregressive import Model
+from .sampling import draw, without
+from .token_statistics import kept
+from .unmask import count_to_commit, ranked
+
+Window = tuple[int, int]  # places start .. end - 1
+
+# Logits (T, V) of the first T places of a canvas: row p is about place p.
+Forward = Callable[[Sequence[int]], Tensor]
+
+
+class MaskedStep(NamedTuple):
+    """One forward and what came of it."""
+
+    tokens: list[int]  # the whole canvas before the step
+    committed: dict[int, int]  # place -> token
+    confidence: dict[int, float]  # of every mask in the window
+    window: Window
+
+
+class MaskedResult(NamedTuple):
+    tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
+    forwards: int
+    trace: list[MaskedStep]
+
+
+class Guesses(NamedTuple):
+    tokens: dict[int, int]  # place -> token
+    confidence: dict[int, float]
+
+
+class Canvas:
+    """A prompt and masks behind it.
+
+    >>> canvas = Canvas([5, 9], 3, mask_token=9, end_tokens=(7,))
+    >>> canvas.masks((0, 5)), canvas.done
+    ([2, 3, 4], False)
+    >>> canvas.commit(Guesses({2: 4, 3: 7}, {2: 0.5, 3: 0.9}), [2, 3], (2, 4))
+    >>> canvas.done, canvas.result().tokens
+    (True, [4, 7])
+    """
+
+    def __init__(self, prompt: Sequence[int], max_new_tokens: int, mask_token: int, end_tokens: Sequence[int] = ()) -> None:
+        self.start, self.end = len(prompt), len(prompt) + max_new_tokens
+        self.tokens = [*prompt, *[mask_token] * max_new_tokens]
+        self.mask_token, self.end_tokens = mask_token, tuple(end_tokens)
+        self.forwards = 0
+        self.trace: list[MaskedStep] = []
+
+    def masks(self, window: Window) -> list[int]:
+        """Places of the window that are still to be filled, in order."""
+        start, end = max(window[0], self.start), min(window[1], self.end)
+        return [place for place in range(start, end) if self.tokens[place] == self.mask_token]
+
+    @property
+    def text(self) -> list[int]:
+        """The new tokens before the first mask, cut behind the first end token."""
+        closed = self.tokens[self.start : next(iter(self.masks((self.start, self.end))), self.end)]
+        ends = [i + 1 for i, token in enumerate(closed) if token in self.end_tokens]
+        return closed[: ends[0]] if ends else closed
+
+    @property
+    def done(self) -> bool:
+        written = self.text
+        return len(written) == self.end - self.start or (bool(written) and written[-1] in self.end_tokens)
+
+    def commit(self, guesses: Guesses, chosen: Iterable[int], window: Window) -> None:
+        """Write the guesses of the places `chosen`, and the step into the trace."""
+        committed = {place: guesses.tokens[place] for place in sorted(chosen)}
+        self.trace.append(MaskedStep(list(self.tokens), committed, guesses.confidence, window))
+        for place, token in committed.items():
+            self.tokens[place] = token
+
+    def result(self) -> MaskedResult:
+        return MaskedResult(self.text, self.forwards, self.trace)
+
+
+def predicts(model: object) -> str:
+    return getattr(model, "predicts", "own")
+
+
+def about_places(logits: Tensor, predicted: str) -> Tensor:
+    """Rows of logits ``(T, V)``, moved so that row p is about place p. Row 0 of a model that predicts the next token stays
+    as it is (so Dream's code has it), and no one may read it: place 0 belongs to the prompt.
+
+    >>> about_places(torch.tensor([[1.0], [2.0], [3.0]]), "next").flatten().tolist()
+    [1.0, 1.0, 2.0]
+    """
+    return torch.cat([logits[:1], logits[:-1]]) if predicted == "next" else logits
+
+
+def bidirectional(model: Model) -> Forward:
+    """Every row sees all that is fed; positions count from 0."""
+
+    def forward(tokens: Sequence[int]) -> Tensor:
+        length = len(tokens)
+        visible = torch.ones(length, length, dtype=torch.bool)
+        logits = model(torch.tensor([list(tokens)], dtype=torch.int64), torch.arange(length)[None], visible)[0]
+        return about_places(logits, predicts(model))
+
+    return forward
+
+
+def probability(law: Tensor, tokens: Sequence[int]) -> Tensor:
+    return law[range(len(tokens)), tokens]
+
+
+def margin(law: Tensor, tokens: Sequence[int]) -> Tensor:
+    """How far the most probable token is ahead of the second one; ahead of nothing where there is one token only."""
+    top = law.topk(min(2, law.shape[-1]), -1).values
+    return top[:, 0] - (top[:, 1] if top.shape[-1] > 1 else 0.0)
+
+
+def negative_entropy(law: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Sum of p ln p, where 0 ln 0 is 0 (published: p ln(p + 1e-10), less than 2e-5 away)."""
+    return torch.special.xlogy(law, law).sum(-1)
+
+
+def guess(
+    canvas: Canvas,
+    logits: Tensor,
+    window: Window,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    banned: Sequence[int] = (),
+    law: str = "model",
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    score: Callable[[Tensor, Sequence[int]], Tensor] = probability,
+) -> Guesses:
+    """A token for every mask of the window, drawn with the numbers of the canvas's last forward, and its confidence.
+
+    Args:
+        logits: ``(T, V)``, row p about place p; T may end anywhere behind the window.
+        banned: ids beside the mask token that count as impossible.
+        law: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
+        top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
+            token at which the mass before it is `top_p` exactly.
+        score: of a law ``(R, V)`` and the tokens; the token's probability by default.
+    """
+    places = canvas.masks(window)
+    if not places:
+        return Guesses({}, {})
+    rows = logits[places].double()
+    for token in (canvas.mask_token, *banned):
+        rows = without(rows, token)
+    if (rows == -torch.inf).all(-1).any():
+        raise ValueError("pdkernels.guess: logits must allow a token at every place, got a row of -inf alone.")
+    drawn = rows.masked_fill(~kept(rows, temperature or 1.0, top_p, min_p), -torch.inf)
+    tokens = draw(drawn, places, temperature, seed, canvas.forwards)
+    scores = drawn / (temperature or 1.0) if law == "sampling" else rows
+    confidence = score(torch.softmax(scores, -1), tokens).tolist()
+    return Guesses(dict(zip(places, tokens)), dict(zip(places, confidence)))
+
+
+def surest(
+    confidence: Mapping[int, float],
+    *,
+    quota: int = 1,
+    threshold: float | None = None,
+    factor: float | None = None,
+    strict: bool = False,
+) -> list[int]:
+    """The places to commit, the most confident one first (unmask.py has the order and the rules).
+
+    - quota: so many, or all there are.
+    - threshold: all that reach it (strict: exceed it); if none does, `quota` of them.
+    - factor: Fast-dLLM's rule as its code has it: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
+      c_n < 1 - factor / (n + 1) and commit n - 1 places; but all m if n = m, or if there is no such n. The paper commits the
+      largest n with (n + 1) (1 - c_n) < factor: that a failure of the last rank alone counts for nothing is the code's slip.
+
+    >>> surest({3: 0.5, 4: float("nan"), 5: 0.9, 6: 0.5}, quota=4)
+    [5, 3, 6, 4]
+    >>> surest({3: 0.9, 4: 0.5}, threshold=0.9), surest({3: 0.9, 4: 0.5}, threshold=0.9, quota=2, strict=True)
+    ([3], [3, 4])
+    >>> surest({0: 0.99, 1: 0.01}, factor=1.0), surest({0: 0.99, 1: 0.01, 2: 0.01}, factor=1.0)
+    ([0, 1], [0])
+    """
+    places = sorted(confidence)
+    places = [places[rank] for rank in ranked([confidence[place] for place in places])]
+    count = count_to_commit(
+        [confidence[place] for place in places], quota=quota, threshold=threshold, need=1, factor=factor, strict=strict
+    )
+    return places[:count]
+
+
+def quotas(masks: int, steps: int) -> list[int]:
+    """Commits of each of `steps` forwards: `masks` spread evenly, the remainder first. With more steps than masks the last
+    ones have none.
+
+    >>> quotas(7, 3), quotas(3, 8)
+    ([3, 2, 2], [1, 1, 1, 0, 0, 0, 0, 0])
+    """
+    return [masks // steps + (step < masks % steps) for step in range(steps)]
+
+
+def blocks(canvas: Canvas, block_size: int | None) -> list[Window]:
+    """Windows of `block_size` places counted from the end of the prompt, the last one shorter if it must be; None: one window.
+
+    >>> blocks(Canvas([1, 2], 5, 9), 2)
+    [(2, 4), (4, 6), (6, 7)]
+    """
+    size = block_size or max(canvas.end - canvas.start, 1)
+    return [(start, min(start + size, canvas.end)) for start in range(canvas.start, canvas.end, size)]
+
+
+def steps_per_block(op: str, steps: int | None, windows: Sequence[Window]) -> list[int]:
+    """`steps` shared out evenly among the blocks; None: as many for each block as it has places, which is a token a step."""
+    if steps is None:
+        return [end - start for start, end in windows]
+    if steps < 1 or steps % max(len(windows), 1):
+        raise ValueError(f"pdkernels.{op}: steps must be a multiple of the number of blocks ({len(windows)}), got {steps}.")
+    return [steps // max(len(windows), 1)] * len(windows)
+
+
+def timesteps(steps: int, eps: float = 1e-3) -> list[float]:
+    """Dream's times 1 .. eps, ``steps + 1`` of them: forward i goes from time i to time i + 1.
+
+    >>> timesteps(2, 0.5)
+    [1.0, 0.75, 0.5]
+    """
+    return [1 + (eps - 1) * step / max(steps, 1) for step in range(steps + 1)]

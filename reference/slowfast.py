@@ -1,0 +1,173 @@
+"""SlowFast Sampling: explore how far the text is clear, then fill that span quickly, and go on behind it.
+
+Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3, and the code of its LLaDA sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import pvariance
+
+import torch
+
+from .autoregressive import Model
+from .dllm_cache import FeatureCache
+from .masked_model import MaskedTransformerReference
+from .masked_sampling import (
+    Canvas,
+    Forward,
+    Guesses,
+    MaskedResult,
+    Window,
+    bidirectional,
+    blocks,
+    guess,
+    surest,
+)
+
+
+def horizon(
+    canvas: Canvas,
+    look: Callable[[], Guesses],
+    span: Window,
+    *,
+    max_exploration: int,
+    window: int,
+    variance: float,
+    tau_min: float,
+    tau_high: float,
+    k_slow: int,
+    cycle: str,
+) -> int:
+    """The slow phase between the start and the end of `span`; returns the end of the fast phase's span, behind its start.
+
+    `look` makes a forward and guesses every mask of the span.
+    """
+    start, stop = span
+    published = cycle == "published"
+    ends: list[int] = []  # candidates, each the place behind the last one that is clear
+    stable = False
+    for _ in range(max_exploration):
+        if canvas.done or (not published and (stable or not canvas.masks(span))):
+            break
+        guesses = look()
+        if not stable:
+            clear = [p for p, c in guesses.confidence.items() if c > tau_min or (published and c == tau_min)]
+            ends.append(max(clear, default=start) + 1)
+            stable = len(ends) >= window and pvariance(ends[-window:]) < variance
+        if published:
+            canvas.commit(guesses, surest(guesses.confidence, threshold=tau_high, quota=k_slow), span)
+        else:
+            canvas.commit(guesses, surest(guesses.confidence, quota=k_slow), span)
+    recent = ends[-window:]
+    if not recent:
+        return stop
+    return recent[-1] if stable and cycle != "mean" else sum(recent) // len(recent)
+
+
+@torch.no_grad()
+def slowfast(
+    model: Model | MaskedTransformerReference,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    mask_token: int,
+    block_size: int | None = None,
+    max_exploration: int = 8,
+    window: int = 2,
+    variance: float = 1.0,
+    tau_min: float = 0.1,
+    tau_high: float = 0.85,
+    k_slow: int = 1,
+    k_fast: int = 1,
+    cycle: str = "last",
+    drop_suffix: bool = True,
+    prompt_interval: int | None = None,
+    gen_interval: int = 1,
+    transfer_ratio: float = 0.0,
+    temperature: float = 0.0,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> MaskedResult:
+    """Cycles of a slow and a fast phase, each from where the last one ended, until a block has no mask.
+
+    *Slow*, at most `max_exploration` forwards: note how far guesses go whose confidence exceeds `tau_min` (one place, if none
+    does), from the cycle's start to the block's end, and commit the `k_slow` most confident ones there. The phase is over when
+    the population variance of the last `window` notes is below `variance`, or no mask is left. Masks alone count: what is
+    written has no confidence (the paper does not say).
+
+    *Fast*, until the span from the cycle's start to that end has no mask: commit all guesses in it whose confidence exceeds
+    `tau_high`; if none does, the `k_fast` most confident ones.
+
+    The paper contradicts itself on the end of the span: equation 9 takes the mean of the last `window` notes, the sentences
+    behind it the last note if they are stable, and a position to be determined conservatively if not. cycle="mean" is the
+    equation, rounded down to a place; cycle="last" the sentences, where the conservative position is that mean, as in the code.
+
+    cycle="published" is the loop of the released code. The span ends as for "last". No slow phase ends early: if the notes are
+    stable no more are taken, but `max_exploration` forwards are made, even of a full block. Slow forwards commit all guesses
+    that reach `tau_high`, or else the `k_slow` best ones (the code's "two or more, else the best one" is the same), and
+    equality reaches both thresholds.
+
+    Where the published code differs otherwise: in a batch a full span still takes a place of confidence -inf and overwrites its
+    token. It stores the logits of the suffix that it leaves out and never commits by them; here they are not kept. Its softmax
+    is in the model's dtype. Its cycles are at most 256. Dream's variant has the unbiased variance, rounds the mean, and counts
+    two notes of zero before the first.
+
+    Args:
+        model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
+            :func:`~pdkernels.reference.llada.llada`.
+        block_size: places of a block; None: all in one, as the paper has it.
+        max_exploration: K_max. With 0 the span is the whole block.
+        window: W_hist, at least 1.
+        variance: sigma squared, below which the last notes are stable. With the paper's, two notes may be one place apart.
+        tau_min, tau_high: of the slow and the fast phase.
+        k_slow, k_fast: never given by the paper; 1 in the code. k_fast is at least 1.
+        cycle: "last", "mean" or "published".
+        drop_suffix: the fast forwards of a cycle, but for its first, leave out what stands behind the span. That is what the
+            paper's out-of-span caching comes to in the code; the span no longer sees the masks behind it, so results change.
+        prompt_interval, gen_interval, transfer_ratio: of a :class:`~pdkernels.reference.dllm_cache.FeatureCache` that all
+            forwards go through, the model being one with parts (masked_model.py). None: no cache. A forward without the suffix
+            leaves the cached rows of the suffix as they are.
+
+    >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (8.0 - positions[..., None])
+    >>> result = slowfast(said, [0, 1], 5, mask_token=8, tau_min=0.5)
+    >>> result.tokens, [(step.window, list(step.committed)) for step in result.trace]
+    ([2, 3, 4, 5, 6], [((2, 7), [2]), ((2, 7), [3]), ((2, 7), [4]), ((2, 7), [5]), ((2, 7), [6])])
+    """
+    op = "pdkernels.slowfast"
+    if cycle not in ("last", "mean", "published"):
+        raise ValueError(f"{op}: cycle must be 'last', 'mean' or 'published', got {cycle!r}.")
+    sizes = {"max_exploration": (max_exploration, 0), "window": (window, 1), "k_slow": (k_slow, 0), "k_fast": (k_fast, 1)}
+    for name, (value, least) in sizes.items():
+        if value < least:
+            raise ValueError(f"{op}: {name} must be at least {least}, got {value}.")
+    canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
+    if prompt_interval is None:
+        if gen_interval != 1 or transfer_ratio != 0:
+            actual = f"{gen_interval} and {transfer_ratio}"
+            raise ValueError(f"{op}: gen_interval and transfer_ratio must be 1 and 0 without prompt_interval, got {actual}.")
+        forward: Forward = bidirectional(model)
+    else:
+        forward = FeatureCache(
+            model, canvas.start, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
+        )
+
+    def look(span: Window, rows: int) -> Guesses:
+        """A forward of the first `rows` places, and what it says about the masks of the span."""
+        canvas.forwards += 1
+        return guess(canvas, forward(canvas.tokens[:rows]), span, temperature=temperature, seed=seed)
+
+    for start, stop in blocks(canvas, block_size):
+        while canvas.masks((start, stop)) and not canvas.done:
+            end = horizon(
+                canvas, lambda: look((start, stop), canvas.end), (start, stop), max_exploration=max_exploration, window=window,
+                variance=variance, tau_min=tau_min, tau_high=tau_high, k_slow=k_slow, cycle=cycle,
+            )  # fmt: skip
+            rows = canvas.end
+            while canvas.masks((start, end)) and not canvas.done:
+                guesses = look((start, end), rows)
+                chosen = surest(guesses.confidence, threshold=tau_high, quota=k_fast, strict=cycle != "published")
+                canvas.commit(guesses, chosen, (start, end))
+                rows = end if drop_suffix else canvas.end
+            start = end
+    return canvas.result()

@@ -1,0 +1,233 @@
+"""Masked-diffusion models for tests, small random ones and scripted ones, and what all their decoders promise."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdkernels.decoding import DecodeResult, generate
+from pdkernels.models.transformer import Transformer, TransformerConfig
+from tests.decoding.tri_mode import reads_of_the_device
+
+VOCABULARY, MASK = 13, 12
+
+# A batch. A mask token inside a prompt is part of it; a canvas of nothing else would have all its rows alike.
+prompt = st.lists(st.integers(0, MASK), min_size=1, max_size=6).filter(lambda ids: min(ids) < MASK)
+prompts = st.lists(prompt, min_size=1, max_size=3)
+
+# What a scripted model thinks of every place of a text: the token and its probability.
+Script = Callable[[list[int]], list[tuple[int, float]]]
+
+
+@cache
+def small_masked(seed: int, predicts: Any = "own", head_dim: int = 8) -> Transformer:
+    """Random fp64 weights, large enough that tokens depend on the whole context; the last id is the mask."""
+    torch.manual_seed(seed)
+    config = TransformerConfig(
+        vocab_size=VOCABULARY, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24,
+        attention="bidirectional", predicts=predicts,
+    )  # fmt: skip
+    model = Transformer(config, mask_token=MASK).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.5)
+    return model.requires_grad_(False)
+
+
+class Plain:
+    """The interface of the reference samplers: a forward over everything, without a cache."""
+
+    def __init__(self, model: Any) -> None:
+        self.predicts = model.config.predicts
+        self._model = model
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        return self._model(tokens, positions=positions, mask=mask)
+
+
+class Scripted:
+    """A `Transformer` by what it says: rows that may not be read are poison, and every call is written down.
+
+    Attributes:
+        visible: of each forward, how many places each sequence showed.
+        head_rows: of each call of the head, how many rows it ran.
+    """
+
+    tokenizer = None
+
+    dtype = torch.float64
+
+    def __init__(self, script: Script, predicts: str = "own", end_tokens: tuple[int, ...] = ()) -> None:
+        self.script, self.end_tokens, self.mask_token = script, end_tokens, MASK
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, attention="bidirectional", predicts=predicts)
+        self.device = torch.device("cpu")
+        self.visible: list[list[int]] = []
+        self.head_rows: list[int] = []
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        return SimpleNamespace(batch=batch, capacity=capacity)
+
+    def rows(self, text: list[int]) -> Tensor:
+        """Logits ``(len(text), V)``: all that is not the guess is equally likely, the mask impossible."""
+        out = torch.full((len(text) + 1, VOCABULARY), torch.nan, dtype=self.dtype)
+        for place, (token, sure) in enumerate(self.script(text)):
+            out[place] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
+            out[place, token] = math.log(sure)
+            out[place, MASK] = -1e4
+        return out[1:] if self.config.predicts == "next" else out[:-1]
+
+    def rewrite(
+        self, tokens: Tensor, cache: Any, starts: Tensor, *, visible: Tensor, slots: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        batch, width = tokens.shape
+        assert (cache.batch, slots, starts.tolist()) == (batch, None, [0] * batch) and width <= cache.capacity
+        shown = visible.tolist()
+        assert (shown if counts is not None else [width] * batch) == shown
+        out = torch.full((batch, width, VOCABULARY), torch.nan, dtype=self.dtype)
+        for b, end in enumerate(shown):
+            out[b, :end] = self.rows(tokens[b, :end].tolist())
+        self.visible.append(shown)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.head_rows.append(hidden.shape[1])
+        return hidden
+
+    def __call__(self, tokens: Tensor, *, positions: Tensor, mask: Tensor) -> Tensor:
+        assert mask.all() and positions.tolist() == [list(range(tokens.shape[1]))]
+        return self.rows(tokens[0].tolist())[None]
+
+
+def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u) -> Script:
+    """Every token of the text counts; `sure` turns a number in 0 .. 1 into a probability."""
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        state = seed + 7
+        for token in text:
+            state = (state * 31 + token + 1) % 1000003
+        said = []
+        for place in range(len(text)):
+            word = (state + 7919 * place) * 2654435761 % 2**32
+            said.append((word % MASK, sure((word >> 8) / 2**24)))
+        return said
+
+    return script
+
+
+def assert_same(result: DecodeResult, expected: list[Any]) -> None:
+    """A batch is what the reference gives for each of its sequences: tokens, forwards, and what every one of them filled."""
+    assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
+    stats = result.stats
+    forwards = [one.forwards for one in expected]
+    assert stats.forwards == max(forwards)
+    assert stats.accepted == [[len(step.committed) for step in one.trace] for one in expected]
+    for steps, one in zip(stats.trace, expected, strict=True):
+        for step, plain in zip(steps, one.trace, strict=True):
+            assert (step.tokens, step.committed, step.window) == (plain.tokens, plain.committed, tuple(plain.window))
+            assert step.confidence == pytest.approx(plain.confidence, rel=1e-9, abs=1e-12)
+    if sum(forwards):
+        assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
+    batch = [[3, 1, 4, 1, 5], [9], [2, 6]]
+    model = small_masked(1)
+    options = {"max_new_tokens": 9, "temperature": 0.7, "trace": True, "seed": 5, "end_tokens": (2,)} | options
+    together = generate(model, batch, method, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model, prompt, method, **options)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.accepted[0] == together.stats.accepted[index]
+        for step, other in zip(alone.stats.trace[0], together.stats.trace[index], strict=True):
+            assert (step.tokens, step.committed, step.window) == (other.tokens, other.committed, other.window)
+            assert step.confidence == pytest.approx(other.confidence, rel=1e-9)
+
+
+def assert_float32_fills_the_same_places(method: str, **options: Any) -> None:
+    """With kernels for everything, in a ragged batch; and bfloat16 fills all places as well."""
+    exact = small_masked(1, head_dim=16)
+    options = {"max_new_tokens": 12, "trace": True} | options
+    wide, narrow, half = (
+        generate(model, [[3, 1, 4], [5]], method, **options)
+        for model in (exact, copy.deepcopy(exact).float(), copy.deepcopy(exact).bfloat16())
+    )
+    assert all(map(torch.equal, wide.tokens, narrow.tokens))
+    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
+        for step, other in zip(steps, others, strict=True):
+            assert (step.committed, step.window) == (other.committed, other.window)
+            assert step.confidence == pytest.approx(other.confidence, rel=1e-3, abs=1e-4)
+    assert [len(tokens) for tokens in half.tokens] == [12, 12] and MASK not in torch.cat(half.tokens)
+
+
+def assert_end_tokens_of_the_model(method: str, **options: Any) -> None:
+    """They are the default. Guesses are sure from left to right, so that nothing is open before the end token when it comes."""
+    end = 4
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        return [(end if place == 5 else 7, 0.9 - 0.01 * place) for place in range(len(text))]
+
+    model = Scripted(script, end_tokens=(end,))
+    assert generate(model, [3, 1], method, max_new_tokens=20, **options).tokens.tolist() == [7, 7, 7, end]
+    assert len(generate(model, [3, 1], method, max_new_tokens=20, end_tokens=(), **options).tokens) == 20
+
+
+def assert_streaming_gives_every_token_once(method: str, **options: Any) -> None:
+    heard: list[list[int]] = [[], []]
+    parts = 0
+
+    def listen(sequence: int, ids: list[int], accepted: int) -> None:
+        nonlocal parts
+        assert accepted == len(ids) > 0
+        heard[sequence] += ids
+        parts += 1
+        ids.clear()  # the list is the listener's
+
+    model = Scripted(hashed(3))
+    result = generate(model, [[1, 2], [5]], method, max_new_tokens=13, on_tokens=listen, **options)
+    assert heard == [tokens.tolist() for tokens in result.tokens] and parts > 2
+
+
+def assert_one_read_per_step(monkeypatch: pytest.MonkeyPatch, method: str, **options: Any) -> None:
+    """And one more at the end, for the record."""
+    options = {"max_new_tokens": 12, "end_tokens": (4,)} | options
+    arguments = Scripted(hashed(2)), [[1, 2], [5]], method
+    forwards = generate(*arguments, **options).stats.forwards
+    assert reads_of_the_device(monkeypatch, *arguments, **options) == forwards + 1
+
+
+def assert_no_tokens_need_no_forward(method: str) -> None:
+    model = Scripted(hashed(0))
+    result = generate(model, [[1], [2, 3]], method, max_new_tokens=0, trace=True)
+    assert [tokens.tolist() for tokens in result.tokens] == [[], []] and model.visible == []
+    assert (result.stats.forwards, result.stats.accepted, result.stats.trace) == (0, [[], []], [[], []])
+    one = generate(model, [[1], [2, 3]], method, max_new_tokens=1)
+    assert [len(tokens) for tokens in one.tokens] == [1, 1] and one.stats.forwards >= 1
+
+
+def assert_errors(method: str, cases: list[tuple[dict[str, Any], type[Exception], str]]) -> None:
+    """Messages begin with the method's name; options are checked even when no token is asked for."""
+    for options, error, text in cases:
+        for limit in (4, 0):
+            if "number of blocks" in text and limit == 0:
+                continue
+            with pytest.raises(error) as raised:
+                generate(Scripted(hashed(0)), [1], method, **({"max_new_tokens": limit} | options))
+            assert str(raised.value) == f"pdkernels.decoding.{method}: {text}"
+    causal = Scripted(hashed(0))
+    causal.config.attention = "causal"
+    with pytest.raises(TypeError, match="model must be a masked-diffusion model .* got attention 'causal'"):
+        generate(causal, [1], method)
+    causal.config.attention, causal.mask_token = "bidirectional", None
+    with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
+        generate(causal, [1], method)

@@ -1,0 +1,152 @@
+"""LLaDA's sampler on a feature cache: tokens, forwards and filled places of the plain reference."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdkernels.decoding import generate
+from pdkernels.reference.dllm_cache import FeatureCache as Reference
+from pdkernels.reference.dllm_cache import dllm_cache
+from pdkernels.reference.llada import unmask_by_quota
+from pdkernels.reference.masked_sampling import Canvas
+from tests.decoding import masked_models as shared
+from tests.decoding.masked_models import MASK, assert_same, small_masked
+from tests.decoding.masked_parts import deep_masked, with_parts
+from tests.decoding.tri_mode import page_sizes, prompts, reads_of_the_device, seeds
+
+METHOD = "dllm_cache"
+EXACT: dict[str, Any] = {"prompt_interval": 1, "gen_interval": 1}
+
+
+def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 1), st.sampled_from(["own", "own", "next"])),
+    batch=prompts(MASK + 2),  # a mask token inside a prompt is part of it
+    limit=st.integers(1, 10),
+    intervals=st.sampled_from([(25, 5), (3, 2), (2, 3), (1, 4), (100, 100)]),
+    ratio=st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    baseline=st.sampled_from(["last", "recomputed"]),
+    block_size=st.sampled_from([None, 3, 4]),
+    per_block=st.sampled_from([None, None, 2, 5]),
+    order=st.sampled_from([{}, {}, {"late_end": True}, {"no_end": True}, {"remasking": "random"}, {"temperature": 0.8}]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=2),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, intervals: tuple[int, int], ratio: float, baseline: str,
+    block_size: int | None, per_block: int | None, order: dict[str, Any], ends: list[int], seed: int, page_size: int | None,
+) -> None:  # fmt: skip
+    steps = None if per_block is None else per_block * -(-limit // (block_size or limit))
+    options: dict[str, Any] = {
+        "prompt_interval": intervals[0], "gen_interval": intervals[1], "transfer_ratio": ratio, "baseline": baseline,
+        "block_size": block_size, "steps": steps, "end_tokens": ends, "seed": seed, **order,
+    }  # fmt: skip
+    transformer = deep_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    assert_same(result, reference(transformer, batch, limit, **options))
+
+
+@pytest.mark.parametrize("predicts", ["own", "next"])
+def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
+    """And both count the same steps."""
+    model, batch, guidance = deep_masked(0, predicts), [[3, 1, 4], [5]], 1.5
+    intervals: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 3, "transfer_ratio": 0.5}
+    schedule: dict[str, Any] = {"block_size": 5, "steps": None, "no_end": False, "late_end": False, "temperature": 0.0, "seed": 0}
+    expected = []
+    for prompt in batch:
+        canvas = Canvas(prompt, 10, MASK)
+        given_, free = (Reference(with_parts(model), len(prompt), **intervals) for _ in range(2))
+
+        def forward(tokens: list[int], canvas: Canvas = canvas, given_: Any = given_, free: Any = free) -> Tensor:
+            without = free([MASK] * canvas.start + list(tokens[canvas.start :]))
+            return without + (1 + guidance) * (given_(tokens) - without)
+
+        expected.append(unmask_by_quota(canvas, forward, op=METHOD, remasking="low_confidence", **schedule))
+    result = generate(model, batch, METHOD, max_new_tokens=10, trace=True, guidance=guidance, **intervals, **schedule)
+    assert_same(result, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"}])
+@pytest.mark.parametrize("predicts", ["own", "next"])
+def test_without_intervals_it_is_llada(predicts: str, options: dict[str, Any]) -> None:
+    model, batch = deep_masked(1, predicts), [[3, 1, 4], [5]]
+    cached, plain = (
+        generate(model, batch, method, max_new_tokens=9, trace=True, **options, **more) for method, more in ((METHOD, EXACT), ("llada", {}))
+    )
+    assert all(map(torch.equal, cached.tokens, plain.tokens)) and cached.stats.trace == plain.stats.trace
+
+
+def test_the_interval_and_the_ratio_matter() -> None:
+    """Random weights: what is stale changes tokens, so that the tests above look at something."""
+    model, batch = deep_masked(0), [[3, 1, 4], [5]]
+    kinds = [EXACT, {}, {"prompt_interval": 2}, {"gen_interval": 2}, {"transfer_ratio": 0.5}, {"baseline": "recomputed"}]
+    tokens = [generate(model, batch, METHOD, max_new_tokens=16, **kind).tokens for kind in kinds]
+    assert len({str(one) for one in tokens}) == len(kinds)
+
+
+def test_new_rows_may_be_so_few_that_none_is_chosen() -> None:
+    """A quarter of three rows: their values are replaced all the same, which the prompt sees where it is due."""
+    model, batch = deep_masked(0), [[3, 1, 4], [5]]
+    options: dict[str, Any] = {"prompt_interval": 2, "gen_interval": 100, "transfer_ratio": 0.25}
+    result = generate(model, batch, METHOD, max_new_tokens=3, trace=True, **options)
+    assert_same(result, reference(model, batch, 3, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "gen_interval": 2}, {"transfer_ratio": 0.0}, {"guidance": 1.5}])
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
+    shared.assert_alone_as_in_a_batch(METHOD, **options)
+
+
+def test_float32_fills_the_same_places() -> None:
+    exact = deep_masked(0, "own", 16)
+    options: dict[str, Any] = {"max_new_tokens": 16, "prompt_interval": 6, "gen_interval": 3, "transfer_ratio": 0.5, "trace": True}
+    wide, narrow = (generate(m, [[3, 1, 4], [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
+    assert all(map(torch.equal, wide.tokens, narrow.tokens))
+    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
+        for step, other in zip(steps, others, strict=True):
+            assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
+
+
+def test_end_tokens_streaming_and_reads_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token is heard once; a step is polled once where something may end a text, else never; the record is read once."""
+    heard: list[list[int]] = [[], []]
+    arguments = small_masked(0), [[1, 2], [5]], METHOD
+    options: dict[str, Any] = {"max_new_tokens": 12, "end_tokens": (4, 5)}
+    result = generate(*arguments, on_tokens=lambda sequence, ids, accepted: heard[sequence].extend(ids), **options)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    assert reads_of_the_device(monkeypatch, *arguments, **options) == result.stats.forwards + 1
+    assert reads_of_the_device(monkeypatch, *arguments, max_new_tokens=12) == 2
+
+
+def test_no_tokens_need_no_forward() -> None:
+    result = generate(small_masked(0), [[1], [2, 3]], METHOD, max_new_tokens=0, trace=True)
+    assert [tokens.tolist() for tokens in result.tokens] == [[], []]
+    assert (result.stats.forwards, result.stats.accepted, result.stats.trace) == (0, [[], []], [[], []])
+
+
+def test_errors() -> None:
+    shared.assert_errors(METHOD, [
+        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
+        ({"gen_interval": 2.0}, TypeError, "gen_interval must be an int, got float."),
+        ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
+        ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
+        ({"baseline": "first"}, ValueError, "baseline must be one of 'last', 'recomputed', got 'first'."),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+        ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
+        ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
+        ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ])  # fmt: skip

@@ -1,0 +1,157 @@
+"""Dream's sampler: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from pdkernels.reference.dream import dream
+from tests.decoding import masked_models as shared
+from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
+from tests.decoding.tri_mode import seeds
+
+METHOD = "dream"
+ALGORITHMS = ["origin", "maskgit_plus", "topk_margin", "entropy"]
+
+
+def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [dream(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 2), st.sampled_from(["next", "next", "own"])),
+    batch=prompts,
+    limit=st.integers(0, 10),
+    order=st.one_of(
+        st.just(("origin", 0.0)), st.tuples(st.sampled_from(ALGORITHMS[1:]), st.sampled_from([0.0, 0.0, 0.3, 2.0]))
+    ),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "steps": st.integers(1, 12),
+            "eps": st.sampled_from([1e-3, 0.1, 0.6]),
+            "temperature": st.sampled_from([0.0, 0.2, 1.0]),
+            "top_p": st.sampled_from([1.0, 0.9, 0.4]),
+        },
+    ),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+)
+def test_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, order: tuple[str, float], options: Any, ends: list[int], seed: int
+) -> None:
+    options = {"algorithm": order[0], "order_temperature": order[1], "end_tokens": ends, "seed": seed} | options
+    transformer = small_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    assert_same(result, reference(transformer, batch, limit, **options))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
+def test_the_head_runs_for_open_places_alone(algorithm: str) -> None:
+    batch, limit = [[1, 2, 3], [4]], 12
+    model = Scripted(hashed(5), "next")
+    result = generate(model, batch, METHOD, max_new_tokens=limit, steps=5, algorithm=algorithm, trace=True)
+    assert_same(result, reference(Scripted(hashed(5), "next"), batch, limit, steps=5, algorithm=algorithm))
+    assert result.stats.accepted == [[2, 2, 2, 2, 4]] * 2
+    assert model.head_rows == [12, 10, 8, 6, 4]
+
+
+def test_as_many_steps_as_tokens_begin_with_an_idle_one() -> None:
+    """1 - s / t of m masks is a hair below 1, whatever m: published as it is here."""
+    result = generate(Scripted(hashed(0)), [1], METHOD, max_new_tokens=16)
+    assert sum(result.stats.accepted[0]) == 16 and result.stats.accepted[0][-1] == 2
+
+
+def test_one_step_is_the_argmax_of_one_forward() -> None:
+    model = small_masked(0, "next")
+    result = generate(model, [3, 1], METHOD, max_new_tokens=7, steps=1)
+    logits = model(torch.tensor([[3, 1] + [MASK] * 7]))[0, 1:-1]
+    logits[:, MASK] = -torch.inf
+    assert result.tokens.tolist() == logits.argmax(-1).tolist() and result.stats.forwards == 1
+
+
+def test_scores_differ() -> None:
+    """Where the law is flat but for its first, the margin is small and the probability is not; entropy looks at all of it."""
+    laws = {1: [0.5, 0.45, 0.05], 2: [0.45, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05], 3: [0.4, 0.2, 0.2, 0.2]}
+
+    class Laws(Scripted):
+        def rows(self, text: list[int]) -> torch.Tensor:
+            out = torch.full((len(text), MASK + 1), -1e4, dtype=torch.float64)
+            for place, law in laws.items():
+                out[place, : len(law)] = torch.tensor(law, dtype=torch.float64).log()
+            return out
+
+    first = {}
+    for algorithm in ALGORITHMS[1:]:
+        result = generate(Laws(hashed(0)), [1], METHOD, max_new_tokens=3, steps=2, eps=0.3, algorithm=algorithm, trace=True)
+        first[algorithm] = sorted(result.stats.trace[0][0].committed)
+    assert first == {"maskgit_plus": [1], "topk_margin": [2], "entropy": [1]}
+
+
+def test_order_temperature_draws_the_order() -> None:
+    model = small_masked(0, "next")
+
+    def orders(temperature: float) -> set[tuple[int, ...]]:
+        options: dict[str, Any] = {"max_new_tokens": 5, "eps": 0.2, "order_temperature": temperature, "trace": True}
+        runs = [generate(model, [3], METHOD, seed=seed, **options) for seed in range(4)]
+        return {tuple(place for step in run.stats.trace[0] for place in step.committed) for run in runs}
+
+    assert len(orders(0.0)) == len(orders(1e-6)) == 1 and orders(0.0) == orders(1e-6)
+    assert len(orders(100.0)) > 2
+
+
+@pytest.mark.parametrize("options", [{"algorithm": name} for name in ALGORITHMS] + [{"order_temperature": 0.5, "top_p": 0.8}])
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
+    shared.assert_alone_as_in_a_batch(METHOD, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "order_temperature": 0.5}])
+def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+    shared.assert_float32_fills_the_same_places(METHOD, **options)
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    shared.assert_end_tokens_of_the_model(METHOD, algorithm="maskgit_plus")
+
+
+def test_streaming_gives_every_token_once() -> None:
+    shared.assert_streaming_gives_every_token_once(METHOD)
+
+
+@pytest.mark.parametrize("algorithm", ["origin", "entropy"])
+def test_one_read_of_the_device_per_step(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.assert_one_read_per_step(monkeypatch, METHOD, algorithm=algorithm)
+
+
+def test_no_read_where_the_schedule_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
+    assert shared.reads_of_the_device(monkeypatch, Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
+
+
+def test_no_tokens_need_no_forward() -> None:
+    shared.assert_no_tokens_need_no_forward(METHOD)
+
+
+def test_errors() -> None:
+    shared.assert_errors(METHOD, [
+        ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
+        ({"steps": 2.0}, TypeError, "steps must be an int, got float."),
+        ({"algorithm": "best"}, ValueError,
+         "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', got 'best'."),
+        ({"eps": 1.0}, ValueError, "eps must lie between 0 and 1, got 1.0."),
+        ({"eps": 0}, ValueError, "eps must lie between 0 and 1, got 0."),
+        ({"eps": None}, TypeError, "eps must be a number, got NoneType."),
+        ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
+        ({"order_temperature": -1}, ValueError, "order_temperature must be at least 0, got -1."),
+        ({"order_temperature": 0.5, "algorithm": "origin"}, ValueError,
+         "order_temperature must be 0 with algorithm 'origin', got 0.5."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ])  # fmt: skip

@@ -1,0 +1,181 @@
+"""Fast-dLLM: tokens, forwards and filled places of the plain reference, with what its caches leave stale."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from pdkernels.reference.fast_dllm import fast_dllm
+from tests.decoding import masked_models as shared
+from tests.decoding.masked_models import MASK, Plain, hashed
+from tests.decoding.masked_parts import Remembering, assert_same, deep_masked, with_parts
+from tests.decoding.tri_mode import page_sizes, prompts, reads_of_the_device, seeds
+
+METHOD = "fast_dllm"
+CACHES = ("none", "prefix", "dual")
+RULES: list[dict[str, Any]] = [
+    {}, {"threshold": 0.3}, {"threshold": 0.6}, {"threshold": 0.0}, {"threshold": None, "factor": 0.5}, {"threshold": None, "factor": 1.4},
+    {"threshold": None},
+]  # fmt: skip
+
+
+def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [fast_dllm(model, prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 1), st.sampled_from(["own", "next"])),
+    batch=prompts(MASK + 2),  # a mask token inside a prompt is part of it
+    limit=st.integers(1, 10),
+    block_size=st.sampled_from([1, 3, 4, 4, 5, 32]),
+    cache=st.sampled_from(CACHES),
+    rule=st.sampled_from(RULES),
+    per_block=st.sampled_from([None, 1, 2, 5]),
+    temperature=st.sampled_from([0.0, 0.0, 0.7]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, block_size: int, cache: str, rule: dict[str, Any], per_block: int | None,
+    temperature: float, ends: list[int], seed: int, page_size: int | None,
+) -> None:  # fmt: skip
+    options = {"block_size": block_size, "cache": cache, "temperature": temperature, "end_tokens": ends, "seed": seed, **rule}
+    if rule == {"threshold": None} and per_block is not None:
+        options["steps"] = per_block * -(-limit // block_size)
+    transformer = deep_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    assert_same(result, reference(with_parts(transformer), batch, limit, **options), waits=cache != "none")
+
+
+@pytest.mark.parametrize("predicts", ["own", "next"])
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("rule", RULES[:3] + RULES[4:])
+def test_which_rows_a_forward_takes(cache: str, predicts: str, rule: dict[str, Any]) -> None:
+    """Whole canvases, and behind them the rows from the block on or the block's own; the head runs for a block's open places."""
+    batch, limit, size = [[1, 2, 3], [4]], 11, 4
+    script = hashed(5, lambda u: 0.2 + 0.75 * u)
+    model = Remembering(script, predicts)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=size, cache=cache, trace=True, **rule)
+    if cache == "none" or predicts == "own":  # what no token shows, a script cannot: its caches are exact
+        plain = Plain(Remembering(script, predicts))
+        assert_same(result, reference(plain, batch, limit, block_size=size, cache="none", **rule), waits=cache != "none")
+    for sequence, (prompt, steps) in enumerate(zip(batch, result.stats.trace, strict=True)):
+        taken = iter(model.forwards)
+        for step in steps:
+            block = (step.window[0] - len(prompt)) // size * size + len(prompt)
+            end = len(prompt) + limit
+            entry = all(token == MASK for token in step.tokens[block : block + size])
+            expected = [(0, end)] if entry or cache == "none" else [(block, end if cache == "prefix" else min(block + size, end))]
+            # Forwards in between are those of the other sequence, which this one waits for.
+            assert next(rows for rows in (forward[sequence] for forward in taken) if [rows] == expected) == expected[0]
+            alone = entry and cache != "none" and predicts == "next"
+            assert step.window == (block, block + 1 if alone else min(block + size, end))
+    assert max(model.head_rows) <= size and len(model.forwards) == result.stats.forwards
+
+
+def test_a_block_that_the_first_forward_completes_has_no_other() -> None:
+    model = Remembering(lambda text: [(7, 0.95)] * len(text))
+    for cache in CACHES:
+        result = generate(model, [[1, 2], [3]], METHOD, max_new_tokens=9, block_size=4, cache=cache)
+        assert result.stats.accepted == [[4, 4, 1]] * 2 and result.stats.forwards == 3
+    shifted = Remembering(lambda text: [(7, 0.95)] * len(text), "next")
+    result = generate(shifted, [[1, 2], [3]], METHOD, max_new_tokens=9, block_size=4)
+    assert result.stats.accepted == [[1, 3, 1, 3, 1]] * 2
+
+
+def test_a_sequence_waits_for_the_block_of_another() -> None:
+    """The first sequence is sure of everything, the second of nothing: one forward a block against four."""
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        return [(7, 0.95 if text[0] == 1 else 0.5)] * len(text)
+
+    result = generate(Remembering(script), [[1], [2]], METHOD, max_new_tokens=8, block_size=4)
+    assert result.stats.accepted == [[4, 4], [1] * 8] and result.stats.forwards == 8
+    assert result.stats.tokens_per_forward == 16 / 10
+    alone = generate(Remembering(script), [[1], [2]], METHOD, max_new_tokens=8, block_size=4, cache="none")
+    assert alone.stats.accepted == result.stats.accepted and alone.stats.forwards == 8
+
+
+def test_the_released_slip_of_the_factor_rule() -> None:
+    """A failure at the last rank alone counts for nothing, one before it does."""
+    sure = {1: 0.99, 2: 0.01}
+    model = Remembering(lambda text: [(7, sure.get(place, 0.02)) for place in range(len(text))])
+    for limit, accepted in ((2, [2]), (3, [1, 2])):
+        result = generate(model, [1], METHOD, max_new_tokens=limit, threshold=None, factor=1.0)
+        assert result.stats.accepted == [accepted]
+
+
+@pytest.mark.parametrize("predicts", ["own", "next"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_blocks_of_one_place_are_the_same_with_every_cache(cache: str, predicts: str) -> None:
+    model = deep_masked(0, predicts)
+    result = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache=cache, trace=True)
+    expected = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache="none", trace=True)
+    assert all(map(torch.equal, result.tokens, expected.tokens)) and result.stats.forwards == 7
+
+
+@pytest.mark.parametrize("rule", [*RULES[1:], {"threshold": None, "steps": 6}])
+@pytest.mark.parametrize("cache", CACHES)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(cache: str, rule: dict[str, Any]) -> None:
+    shared.assert_alone_as_in_a_batch(METHOD, cache=cache, block_size=4, **rule)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_float32_fills_the_same_places(cache: str) -> None:
+    exact = deep_masked(0, "own", 16)
+    model = copy.deepcopy(exact).float()
+    options: dict[str, Any] = {"max_new_tokens": 20, "block_size": 8, "cache": cache, "threshold": 0.4, "trace": True}
+    wide, narrow = (generate(m, [[3, 1, 4], [5]], METHOD, **options) for m in (exact, model))
+    assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
+    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
+        for step, other in zip(steps, others, strict=True):
+            assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    shared.assert_end_tokens_of_the_model(METHOD, cache="none")
+
+
+def test_streaming_gives_every_token_once() -> None:
+    shared.assert_streaming_gives_every_token_once(METHOD, cache="none", block_size=4)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+    """And one more at the end, for the record."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "block_size": 4, "end_tokens": (4,), "cache": cache}
+    arguments = Remembering(hashed(2)), [[1, 2], [5]], METHOD
+    forwards = generate(*arguments, **options).stats.forwards
+    assert reads_of_the_device(monkeypatch, *arguments, **options) == forwards + 1
+
+
+def test_no_tokens_need_no_forward() -> None:
+    shared.assert_no_tokens_need_no_forward(METHOD)
+
+
+def test_errors() -> None:
+    shared.assert_errors(METHOD, [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+        ({"cache": "double"}, ValueError, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
+        ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
+        ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
+        ({"factor": 1.0}, ValueError, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
+        ({"factor": -1, "threshold": None}, ValueError, "factor must be at least 0, got -1."),
+        ({"factor": float("inf"), "threshold": None}, ValueError, "factor must be finite, got inf."),
+        ({"steps": 4}, ValueError, "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None."),
+        ({"steps": 4, "threshold": None, "factor": 1}, ValueError,
+         "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None."),
+        ({"steps": 0, "threshold": None}, ValueError, "steps must be at least 1, got 0."),
+        ({"steps": 3, "block_size": 2, "threshold": None}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ])  # fmt: skip

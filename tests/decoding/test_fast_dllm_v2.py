@@ -1,0 +1,210 @@
+"""Fast-dLLM v2: tokens, forwards and filled places of the plain reference; a cache that is exact behind finished blocks."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdkernels.decoding import generate
+from pdkernels.masks import block_causal
+from pdkernels.models import Transformer, load
+from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
+from tests.decoding.fake_models import SCRIPTS, FakeModel
+from tests.decoding.masked_models import MASK, hashed
+from tests.decoding.masked_parts import Remembering, assert_same, deep_masked, with_parts
+from tests.decoding.tri_mode import KeepsCache, page_sizes, prompts, reads_of_the_device, seeds
+
+METHOD = "fast_dllm_v2"
+
+
+def model_of(seed: int, head_dim: int = 8) -> Transformer:
+    return deep_masked(seed, "next", head_dim, "causal")
+
+
+def reference(model: Transformer, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.integers(0, 1),
+    batch=st.lists(st.lists(st.integers(0, MASK), min_size=1, max_size=9), min_size=1, max_size=3),
+    limit=st.integers(0, 12),
+    sizes=st.sampled_from([(4, 2), (4, 2), (4, 4), (4, 3), (2, 1), (1, 1), (6, 2), (32, 8)]),
+    threshold=st.sampled_from([0.9, 0.6, 0.35, 0.0, 1.0]),
+    block_cache=st.sampled_from([True, True, False]),
+    law=st.sampled_from([(0.0, 1.0), (0.0, 0.5), (0.8, 1.0), (0.8, 0.6)]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    weights: int, batch: list[list[int]], limit: int, sizes: tuple[int, int], threshold: float, block_cache: bool,
+    law: tuple[float, float], ends: list[int], seed: int, page_size: int | None,
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {
+        "block_size": sizes[0], "small_block_size": sizes[1], "threshold": threshold, "block_cache": block_cache,
+        "temperature": law[0], "top_p": law[1], "end_tokens": ends, "seed": seed,
+    }  # fmt: skip
+    model = model_of(weights)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    assert_same(result, reference(model, batch, limit, **options), waits=True)
+
+
+@settings(max_examples=10, deadline=None)
+@given(batch=prompts(MASK), limit=st.integers(1, 12), seed=seeds, ends=st.lists(st.integers(0, MASK - 1), max_size=2))
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(batch: list[list[int]], limit: int, seed: int, ends: list[int]) -> None:
+    options: dict[str, Any] = {
+        "max_new_tokens": limit, "block_size": 4, "small_block_size": 2, "threshold": 0.4, "temperature": 0.7, "seed": seed,
+        "end_tokens": ends, "trace": True,
+    }  # fmt: skip
+    together = generate(model_of(0), batch, METHOD, **options)
+    for index, prompt in enumerate(batch):
+        alone = generate(model_of(0), prompt, METHOD, **options)
+        assert torch.equal(alone.tokens, together.tokens[index]) and alone.stats.accepted[0] == together.stats.accepted[index]
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+def test_the_cache_of_finished_blocks_is_exact(page_size: int | None) -> None:
+    """All but the last block are as one forward causal by blocks makes them."""
+    keeper, batch = KeepsCache(model_of(0)), [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10, 11]]
+    options: dict[str, Any] = {"max_new_tokens": 11, "block_size": 4, "small_block_size": 2, "threshold": 0.3}
+    result = generate(keeper, batch, METHOD, page_size=page_size, **options)
+    for index, (prompt, tokens) in enumerate(zip(batch, result.tokens, strict=True)):
+        text = prompt + tokens.tolist()
+        length = (len(text) - 1) // 4 * 4
+        fresh = keeper.model.new_cache(1, length)
+        keeper.model(torch.tensor([text[:length]]), cache=fresh, mask=block_causal(length, 4).dense())
+        for layer in range(3):
+            for actual, expected in zip(keeper.cache.layer(layer, length), fresh.layer(layer, length), strict=True):
+                torch.testing.assert_close(actual[index], expected[0], rtol=1e-10, atol=1e-10)
+
+
+class Blockwise(Remembering):
+    """A causal one: the prompt's blocks come through `hidden`."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, predicts="next", **options)
+        self.config.attention = "causal"
+
+    def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor, mask: Any) -> Tensor:
+        out = torch.full((*tokens.shape, MASK + 1), torch.nan, dtype=self.dtype)
+        for b, count in enumerate(counts.tolist()):
+            cache.texts[b, :count] = tokens[b, :count]
+            if count:
+                out[b, :count] = self.rows(tokens[b, :count].tolist())
+        self.forwards.append([(0, count) for count in counts.tolist()])
+        return out
+
+
+def test_which_rows_a_forward_takes() -> None:
+    """Prompts of two blocks and a bit, of one, and of less: each is in a phase of its own."""
+    model = Blockwise(lambda text: [(7, 0.95 if place % 4 else 0.5) for place in range(len(text))])
+    options: dict[str, Any] = {"max_new_tokens": 7, "block_size": 4, "small_block_size": 4}
+    result = generate(model, [[1] * 9, [2] * 4, [3] * 2], METHOD, **options)
+    # The prompts; what is open of the block; the finished block for the first token of the next one; what is open of that; none.
+    first, second, third = ([forward[row] for forward in model.forwards] for row in range(3))
+    assert first == [(0, 8), (8, 12), (8, 12), (12, 16), (12, 12)]
+    assert second == [(0, 4), (4, 8), (4, 8), (8, 11), (8, 8)]
+    assert third == [(0, 0), (0, 4), (0, 4), (4, 8), (4, 8)]  # waits while the others' prompts go through
+    assert result.stats.accepted == [[0, 3, 1, 3], [1, 3, 1, 2], [2, 1, 3, 1]]
+    assert result.stats.forwards == 5 and result.stats.tokens_per_forward == 21 / 12
+    assert max(model.head_rows) <= 4
+
+
+@pytest.mark.parametrize("block_cache", [True, False])
+def test_a_small_block_goes_alone_once_its_first_place_is_filled(block_cache: bool) -> None:
+    """Unsure everywhere, from left to right: the first forward of each small block takes the whole block."""
+    model = Blockwise(lambda text: [(7, 0.5)] * len(text))
+    generate(model, [1], METHOD, max_new_tokens=7, block_size=8, small_block_size=3, block_cache=block_cache)
+    narrow = [(0, 8), (0, 3), (0, 8), (3, 6), (3, 6), (0, 8), (6, 8)]
+    assert [forward[0] for forward in model.forwards] == (narrow if block_cache else [(0, 8)] * 7)
+
+
+def test_a_threshold_is_exceeded_or_the_surest_place_is_filled() -> None:
+    """A half is exact: two tokens have it each, whatever the others."""
+
+    class Halves(Blockwise):
+        def rows(self, text: list[int]) -> Tensor:
+            out = torch.full((len(text), MASK + 1), -torch.inf, dtype=self.dtype)
+            out[:, [3, 5]] = 0.0
+            return out
+
+    for threshold, accepted in ((0.5, [1, 1, 1]), (0.49, [3])):
+        model = Halves(lambda text: [])
+        result = generate(model, [1], METHOD, max_new_tokens=3, block_size=4, small_block_size=4, threshold=threshold)
+        assert result.stats.accepted == [accepted] and result.tokens.tolist() == [3, 3, 3]
+
+
+def test_float32_fills_the_same_places() -> None:
+    exact = model_of(0, 16)
+    options: dict[str, Any] = {"max_new_tokens": 20, "block_size": 8, "small_block_size": 4, "threshold": 0.4, "trace": True}
+    wide, narrow = (generate(m, [[3, 1, 4] * 4, [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
+    assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
+    for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
+        for step, other in zip(steps, others, strict=True):
+            assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
+
+
+def test_a_trained_model_with_a_mask_token_runs() -> None:
+    result = generate(load("tiny-trimode"), "def ", METHOD, max_new_tokens=40)
+    assert len(result.tokens) <= 40 and isinstance(result.text, str) and result.stats.forwards > 1
+
+
+END = 4
+
+
+def test_end_tokens_streaming_and_reads_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End tokens are the model's by default; every token is heard once; a step is polled once, and the record once more."""
+    script = hashed(3)
+    model = Blockwise(lambda text: [(END if place == 9 else 7, 0.95) for place in range(len(text))], end_tokens=(END,))
+    assert generate(model, [3, 1], METHOD, max_new_tokens=20).tokens.tolist() == [7] * 7 + [END]
+    assert len(generate(model, [3, 1], METHOD, max_new_tokens=20, end_tokens=()).tokens) == 20
+    heard: list[list[int]] = [[], []]
+    arguments = Blockwise(script), [[1, 2], [5] * 9], METHOD
+    options: dict[str, Any] = {"max_new_tokens": 13, "block_size": 4, "small_block_size": 2, "end_tokens": (2,)}
+    result = generate(*arguments, on_tokens=lambda sequence, ids, accepted: heard[sequence].extend(ids), **options)
+    assert heard == [tokens.tolist() for tokens in result.tokens]
+    assert reads_of_the_device(monkeypatch, *arguments, **options) == result.stats.forwards + 1
+
+
+def test_no_tokens_need_no_forward() -> None:
+    model = Blockwise(hashed(0))
+    result = generate(model, [[1] * 40, [2]], METHOD, max_new_tokens=0, trace=True)
+    assert [tokens.tolist() for tokens in result.tokens] == [[], []] and model.head_rows == []
+    assert (result.stats.forwards, result.stats.accepted, result.stats.trace) == (0, [[], []], [[], []])
+
+
+@pytest.mark.parametrize("limit", [0, 4])
+@pytest.mark.parametrize(("options", "error", "text"), [
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+    ({"small_block_size": 0}, ValueError, "small_block_size must be at least 1, got 0."),
+    ({"small_block_size": 9, "block_size": 8}, ValueError, "small_block_size must be at most block_size (8), got 9."),
+    ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
+    ({"block_cache": 1}, TypeError, "block_cache must be a bool, got int."),
+    ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
+    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+    ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+])  # fmt: skip
+def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+    with pytest.raises(error) as raised:
+        generate(Blockwise(hashed(0)), [1], METHOD, max_new_tokens=limit, **options)
+    assert str(raised.value) == f"pdkernels.decoding.fast_dllm_v2: {text}"
+
+
+def test_errors_of_the_model() -> None:
+    with pytest.raises(TypeError, match=r"model must be a causal one that predicts the next token, got attention 'bidirectional' and predicts 'own'"):
+        generate(deep_masked(0), [1], METHOD)
+    with pytest.raises(TypeError, match="model must be a causal one that predicts the next token, got FakeModel"):
+        generate(FakeModel(SCRIPTS["position"]), [1], METHOD)
+    with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
+        model = Blockwise(hashed(0))
+        model.mask_token = None
+        generate(model, [1], METHOD)

@@ -1,0 +1,176 @@
+"""LLaDA's sampler: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from pdkernels.reference.llada import llada
+from tests.decoding import masked_models as shared
+from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
+from tests.decoding.tri_mode import seeds
+
+METHOD = "llada"
+
+
+def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [llada(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 2), st.sampled_from(["own", "own", "next"])),
+    batch=prompts,
+    limit=st.integers(0, 10),
+    block_size=st.sampled_from([None, None, 1, 3, 4]),
+    per_block=st.sampled_from([None, 1, 2, 5]),
+    options=st.fixed_dictionaries(
+        {"temperature": st.sampled_from([0.0, 0.5, 1.5])},
+        optional={"guidance": st.sampled_from([0, 0.5, 2.0]), "no_end": st.booleans()},
+    ),
+    order=st.sampled_from([{}, {"late_end": True}, {"late_end": True}, {"remasking": "random"}]),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=3),
+    seed=seeds,
+)
+def test_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, block_size: int | None, per_block: int | None, options: Any,
+    order: Any, ends: list[int], seed: int,
+) -> None:  # fmt: skip
+    blocks = -(-limit // (block_size or max(limit, 1)))
+    steps = None if per_block is None else per_block * max(blocks, 1)
+    options = {"block_size": block_size, "steps": steps, "end_tokens": ends, "seed": seed} | options | order
+    transformer = small_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    assert_same(result, reference(transformer, batch, limit, **options))
+
+
+@pytest.mark.parametrize("predicts", ["own", "next"])
+@pytest.mark.parametrize(("block_size", "steps"), [(None, 4), (4, 6), (None, None), (5, 3)])
+def test_quotas_on_a_scripted_model(block_size: int | None, steps: int | None, predicts: str) -> None:
+    """Each forward fills its share, and the head runs for the open places of the block alone."""
+    batch, limit = [[1, 2, 3], [4]], 11
+    model = Scripted(hashed(5), predicts)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=block_size, steps=steps, trace=True)
+    assert_same(result, reference(Scripted(hashed(5), predicts), batch, limit, block_size=block_size, steps=steps))
+    shares = {(None, 4): [3, 3, 3, 2], (4, 6): [2, 2, 2, 2, 2, 1], (None, None): [1] * 11, (5, 3): [5, 5, 1]}
+    assert result.stats.accepted == [shares[block_size, steps]] * 2
+    assert result.stats.tokens_per_forward == 11 / result.stats.forwards
+    size = block_size or limit
+    open_ = [min(size, limit - first) for first in range(0, limit, size)]
+    expected = []
+    for share in result.stats.accepted[0]:
+        expected.append(open_[0])
+        open_[0] -= share
+        open_ = open_[1:] if open_[0] == 0 else open_
+    assert model.head_rows == expected
+    assert model.visible == [[14, 12]] * result.stats.forwards
+
+
+def test_equal_confidences_fill_from_the_left() -> None:
+    model = Scripted(lambda text: [(7, 0.5)] * len(text))
+    result = generate(model, [1, 2], METHOD, max_new_tokens=6, steps=3, trace=True)
+    assert [sorted(step.committed) for step in result.stats.trace[0]] == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_blocks_of_one_place_go_from_left_to_right() -> None:
+    """The degenerate setting: one place a forward, in order."""
+    model = small_masked(0)
+    result = generate(model, [3, 1], METHOD, max_new_tokens=7, block_size=1, trace=True)
+    assert [list(step.committed) for step in result.stats.trace[0]] == [[place] for place in range(2, 9)]
+
+
+def test_one_step_is_the_argmax_of_one_forward() -> None:
+    model = small_masked(0)
+    result = generate(model, [3, 1], METHOD, max_new_tokens=7, steps=1)
+    logits = model(torch.tensor([[3, 1] + [MASK] * 7]))[0, 2:]
+    logits[:, MASK] = -torch.inf
+    assert result.tokens.tolist() == logits.argmax(-1).tolist() and result.stats.forwards == 1
+
+
+END = 4
+
+
+def test_end_tokens_late_or_never() -> None:
+    """Everywhere the likeliest token ends the text; late, it is what comes last; never, something else comes."""
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        return [(END if place % 2 else 7, 0.5 + 0.01 * place) for place in range(len(text))]
+
+    model = Scripted(script)
+    options: dict[str, Any] = {"max_new_tokens": 6, "end_tokens": (END,), "trace": True}
+    first = generate(model, [1], METHOD, **options)
+    assert [list(step.committed)[0] for step in first.stats.trace[0]] == [6, 5, 4, 3, 2, 1]
+    late = generate(model, [1], METHOD, late_end=True, **options)
+    assert [list(step.committed)[0] for step in late.stats.trace[0]] == [6, 4, 2, 1]
+    assert late.tokens.tolist() == [END] and late.stats.accepted == [[1, 1, 1, 1]]
+    never = generate(model, [1], METHOD, no_end=True, **options)
+    assert END not in never.tokens.tolist() and len(never.tokens) == 6
+
+
+def test_guidance_of_zero_is_no_guidance_and_more_of_it_changes_tokens() -> None:
+    model = small_masked(1)
+    plain, zero, strong = (
+        generate(model, [[3, 1, 4], [5]], METHOD, max_new_tokens=10, **options)
+        for options in ({}, {"guidance": 0}, {"guidance": 3.0})
+    )
+    assert all(map(torch.equal, plain.tokens, zero.tokens))
+    assert not all(map(torch.equal, plain.tokens, strong.tokens))
+    assert strong.stats.forwards == plain.stats.forwards
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 4, "steps": 6}, {"remasking": "random"}, {"guidance": 1.5}, {"late_end": True}]
+)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
+    shared.assert_alone_as_in_a_batch(METHOD, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "guidance": 1.0, "block_size": 4}])
+def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+    shared.assert_float32_fills_the_same_places(METHOD, **options)
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    shared.assert_end_tokens_of_the_model(METHOD)
+
+
+def test_streaming_gives_every_token_once() -> None:
+    shared.assert_streaming_gives_every_token_once(METHOD, block_size=4)
+
+
+def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.assert_one_read_per_step(monkeypatch, METHOD)
+
+
+def test_no_read_where_the_schedule_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for the tokens and one for the record, when all is done."""
+    options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
+    assert shared.reads_of_the_device(monkeypatch, Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
+
+
+def test_no_tokens_need_no_forward() -> None:
+    shared.assert_no_tokens_need_no_forward(METHOD)
+
+
+def test_errors() -> None:
+    shared.assert_errors(METHOD, [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+        ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+        ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
+        ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
+        ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
+        ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+        ({"guidance": "strong"}, TypeError, "guidance must be a number, got str."),
+        ({"no_end": 1}, TypeError, "no_end must be a bool, got int."),
+        ({"late_end": None}, TypeError, "late_end must be a bool, got NoneType."),
+        ({"late_end": True, "remasking": "random"}, ValueError,
+         "late_end must be False with remasking='random', which asks no confidence, got True."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ])  # fmt: skip

@@ -1,0 +1,266 @@
+"""SlowFast Sampling: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from pdkernels.reference.dllm_cache import FeatureCache
+from pdkernels.reference.slowfast import slowfast
+from tests.decoding import masked_models as shared
+from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
+from tests.decoding.masked_parts import with_parts
+from tests.decoding.tri_mode import seeds
+
+METHOD = "slowfast"
+
+cycle_options = st.fixed_dictionaries(
+    {"cycle": st.sampled_from(["last", "mean", "published"])},
+    optional={
+        "block_size": st.sampled_from([None, 1, 4, 7]),
+        "max_exploration": st.integers(0, 5),
+        "window": st.integers(1, 4),
+        "variance": st.sampled_from([0, 0.3, 1.0, 5.0]),
+        "tau_min": st.sampled_from([0.0, 0.2, 0.4, 0.7]),
+        "tau_high": st.sampled_from([0.3, 0.5, 0.8, 2.0]),
+        "k_slow": st.integers(0, 2),
+        "k_fast": st.integers(1, 3),
+        "drop_suffix": st.booleans(),
+        "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+    },
+)
+ends_ = st.lists(st.integers(0, MASK - 1), max_size=2)
+
+
+def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
+    return [slowfast(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 2), st.sampled_from(["own", "own", "next"])),
+    batch=prompts,
+    limit=st.integers(0, 14),
+    options=cycle_options,
+    ends=ends_,
+    seed=seeds,
+)
+def test_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, options: Any, ends: list[int], seed: int
+) -> None:
+    options = {"end_tokens": ends, "seed": seed} | options
+    transformer = small_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)
+    assert_same(result, reference(transformer, batch, limit, **options))
+
+
+class Kept:
+    """A reference model whose forwards go through a feature cache, for one sequence."""
+
+    predicts = "own"  # its rows have been moved to their places
+
+    def __init__(self, model: Any, prompt: list[int], options: Any) -> None:
+        self._cache = FeatureCache(with_parts(model), len(prompt), **options)
+
+    def __call__(self, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self._cache(tokens[0].tolist())[None]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model=st.tuples(st.integers(0, 2), st.sampled_from(["own", "own", "next"])),
+    batch=prompts,
+    limit=st.integers(0, 14),
+    options=cycle_options,
+    cache=st.fixed_dictionaries({
+        "prompt_interval": st.integers(1, 7), "gen_interval": st.integers(1, 4),
+        "transfer_ratio": st.sampled_from([0, 0.3, 0.5, 1.0]),
+    }),  # fmt: skip
+    ends=ends_,
+    seed=seeds,
+)
+def test_on_a_feature_cache_equals_the_reference(
+    model: tuple[int, str], batch: list[list[int]], limit: int, options: Any, cache: Any, ends: list[int], seed: int
+) -> None:
+    """Every forward of either phase counts for the intervals; one without its suffix leaves the suffix's rows as they were."""
+    options = {"end_tokens": ends, "seed": seed} | options
+    # Between two forwards something has to change: else all values are alike up to rounding, which is no order.
+    if options.get("k_slow") == 0 or options["cycle"] == "published":
+        options |= {"k_slow": 1, "block_size": None}
+    transformer = small_masked(*model)
+    result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options, **cache)
+    expected = [slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    assert_same(result, expected)
+
+
+def test_a_cache_that_keeps_nothing_is_none() -> None:
+    model = small_masked(1)
+    plain, cached = (generate(model, [[3, 1, 4], [5]], METHOD, max_new_tokens=12, trace=True, **options)
+                     for options in ({}, {"prompt_interval": 1}))  # fmt: skip
+    assert all(map(torch.equal, plain.tokens, cached.tokens)) and plain.stats.accepted == cached.stats.accepted
+
+
+def fading(text: list[int]) -> list[tuple[int, float]]:
+    """Sure in front, less so behind, and surer the more is written."""
+    written = sum(token != MASK for token in text)
+    sure = [min(0.95, max(0.15, 1.1 - 0.1 * abs(place - written))) for place in range(len(text))]
+    return [((place * 5 + written) % MASK, sure[place] - 0.003 * place) for place in range(len(text))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    script=st.sampled_from([hashed(1), hashed(2, lambda u: 0.1 + 0.88 * u**3), fading]),
+    predicts=st.sampled_from(["own", "next"]),
+    batch=prompts,
+    limit=st.integers(1, 24),
+    options=cycle_options,
+    ends=ends_,
+)
+def test_equals_the_reference_on_scripts(
+    script: Any, predicts: str, batch: list[list[int]], limit: int, options: Any, ends: list[int]
+) -> None:
+    """Confidences of all heights; every forward shows each sequence what it should, and the head runs for open places alone."""
+    model, plain = Scripted(script, predicts), Scripted(script, predicts)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
+    expected = reference(plain, batch, limit, end_tokens=ends, **options)
+    assert_same(result, expected)
+    for number, (shown, rows) in enumerate(zip(model.visible, model.head_rows, strict=True)):
+        now = [one.trace[number] if number < len(one.trace) else None for one in expected]
+        assert rows == max(len(step.confidence) for step in now if step is not None)
+        for prompt, step, end in zip(batch, now, shown, strict=True):
+            if step is None:
+                assert end <= len(prompt)
+            else:
+                assert step.window[1] <= end <= len(prompt) + limit
+
+
+def step_like(edge: int) -> Any:
+    """Opinions up to `edge`, none behind; sure of every third place."""
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        return [(7, (0.9 if place % 3 == 0 else 0.5 - 0.01 * place) if place < edge else 0.05) for place in range(len(text))]
+
+    return script
+
+
+def test_a_cycle_by_hand() -> None:
+    """Two slow steps agree on the span; its fast steps take the sure places, then two by two, without the suffix after the first."""
+    model = Scripted(step_like(8))
+    result = generate(model, [1, 2], METHOD, max_new_tokens=10, k_fast=2, tau_min=0.3, trace=True)
+    steps = result.stats.trace[0]
+    assert [sorted(step.committed) for step in steps[:4]] == [[3], [6], [2, 4], [5, 7]]
+    assert [step.window for step in steps[:5]] == [(2, 12), (2, 12), (2, 8), (2, 8), (8, 12)]
+    assert model.visible[:5] == [[12], [12], [12], [8], [12]]
+
+
+def test_exploring_goes_on_until_the_end_is_stable() -> None:
+    """The furthest opinion wanders by `wander` places a step; a variance of 1 of two candidates forgives one place."""
+
+    def wandering(wander: int) -> Any:
+        def script(text: list[int]) -> list[tuple[int, float]]:
+            edge = 4 + wander * sum(token != MASK for token in text)
+            return [(7, 0.5 - 0.001 * place if place < edge else 0.01) for place in range(len(text))]
+
+        return script
+
+    def slow_steps(wander: int, **options: Any) -> tuple[int, tuple[int, int]]:
+        result = generate(Scripted(wandering(wander)), [1], METHOD, max_new_tokens=40, trace=True, **options)
+        windows = [step.window for step in result.stats.trace[0]]
+        first_fast = next(number for number, window in enumerate(windows) if window != (1, 41))
+        return first_fast, windows[first_fast]
+
+    # With n written places the candidate is the place 4 + wander * n; n is 1 before the first step.
+    assert slow_steps(1) == (2, (1, 6))
+    assert slow_steps(3) == (8, (1, 26))  # the mean of 25 and 28, rounded down
+    assert slow_steps(3, variance=2.5) == (2, (1, 10))
+    assert slow_steps(3, variance=2.5, cycle="mean") == (2, (1, 8))
+    assert slow_steps(3, max_exploration=3) == (3, (1, 11))
+    assert slow_steps(1, window=3, cycle="mean") == (3, (1, 6))
+    assert slow_steps(1, cycle="published", tau_high=2.0) == (8, (6, 41))  # 8 steps all the same: they fill the span
+
+
+def test_without_exploration_it_is_decoding_by_threshold() -> None:
+    """Each forward fills all places above `tau_high`, or the surest one: LLaDA's steps where nothing is that sure."""
+    model = small_masked(1)
+    batch, options = [[3, 1, 4], [5]], {"max_new_tokens": 12, "max_exploration": 0}
+    llada = generate(model, batch, "llada", max_new_tokens=12, trace=True)
+    ours = generate(model, batch, METHOD, tau_high=2.0, drop_suffix=False, trace=True, **options)
+    assert ours.stats.trace == llada.stats.trace and all(map(torch.equal, ours.tokens, llada.tokens))
+    at_once = generate(model, batch, METHOD, tau_high=0, **options)
+    assert at_once.stats.forwards == 1 and at_once.stats.accepted == [[12], [12]]
+
+
+def test_only_exploring_is_llada() -> None:
+    """No span is ever stable or over: one place a step, the surest of all."""
+    model = small_masked(1)
+    llada = generate(model, [3, 1, 4], "llada", max_new_tokens=12, trace=True)
+    ours = generate(model, [3, 1, 4], METHOD, max_new_tokens=12, max_exploration=12, variance=0, trace=True)
+    assert ours.stats.trace == llada.stats.trace
+
+
+def test_confidences_that_equal_a_threshold() -> None:
+    """They must exceed it in the paper, and need not in the released code."""
+
+    def flat(text: list[int]) -> list[tuple[int, float]]:
+        return [(7, 0.5)] * len(text)
+
+    sure = generate(Scripted(flat), [1], METHOD, max_new_tokens=1, trace=True).stats.trace[0][0].confidence[1]
+    options: dict[str, Any] = {"max_new_tokens": 6, "tau_high": sure, "max_exploration": 0}
+    assert generate(Scripted(flat), [1], METHOD, **options).stats.forwards == 6
+    assert generate(Scripted(flat), [1], METHOD, cycle="published", **options).stats.forwards == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"cycle": "published", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}])
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
+    shared.assert_alone_as_in_a_batch(METHOD, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "tau_high": 0.4}, {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}])
+def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+    shared.assert_float32_fills_the_same_places(METHOD, **options)
+
+
+def test_end_tokens_default_to_those_of_the_model() -> None:
+    shared.assert_end_tokens_of_the_model(METHOD)
+
+
+def test_streaming_gives_every_token_once() -> None:
+    shared.assert_streaming_gives_every_token_once(METHOD)
+
+
+@pytest.mark.parametrize("cycle", ["last", "published"])
+def test_one_read_of_the_device_per_step(cycle: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared.assert_one_read_per_step(monkeypatch, METHOD, cycle=cycle)
+
+
+def test_no_tokens_need_no_forward() -> None:
+    shared.assert_no_tokens_need_no_forward(METHOD)
+
+
+def test_errors() -> None:
+    shared.assert_errors(METHOD, [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+        ({"max_exploration": -1}, ValueError, "max_exploration must be at least 0, got -1."),
+        ({"window": 0}, ValueError, "window must be at least 1, got 0."),
+        ({"window": 2.0}, TypeError, "window must be an int, got float."),
+        ({"k_slow": -1}, ValueError, "k_slow must be at least 0, got -1."),
+        ({"k_fast": 0}, ValueError, "k_fast must be at least 1, got 0."),
+        ({"variance": -1}, ValueError, "variance must be at least 0, got -1."),
+        ({"tau_min": "low"}, TypeError, "tau_min must be a number, got str."),
+        ({"tau_high": -0.5}, ValueError, "tau_high must be at least 0, got -0.5."),
+        ({"cycle": "median"}, ValueError, "cycle must be one of 'last', 'mean', 'published', got 'median'."),
+        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
+        ({"prompt_interval": 2, "gen_interval": 0}, ValueError, "gen_interval must be at least 1, got 0."),
+        ({"prompt_interval": 2, "transfer_ratio": 2.0}, ValueError, "transfer_ratio must be in 0 .. 1, got 2.0."),
+        ({"gen_interval": 4}, ValueError, "gen_interval must be 1 without a cache, got 4. Pass a prompt_interval."),
+        ({"transfer_ratio": 0.5}, ValueError, "transfer_ratio must be 0 without a cache, got 0.5. Pass a prompt_interval."),
+        ({"drop_suffix": 1}, TypeError, "drop_suffix must be a bool, got int."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ])  # fmt: skip

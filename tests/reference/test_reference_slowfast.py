@@ -1,0 +1,253 @@
+"""SlowFast Sampling: the published loop told again in offsets, the paper's loop too, and settings that are other schedules."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.reference.dllm_cache import FeatureCache
+from pdkernels.reference.fast_dllm import fast_dllm
+from pdkernels.reference.llada import llada
+from pdkernels.reference.masked_model import MaskedTransformerReference, random_weights
+from pdkernels.reference.slowfast import slowfast
+from tests.reference.masked_models import MASK, VOCABULARY, Rule, ScriptedMasked, fixed, moody, spreading, word
+
+RULES = {"fixed": fixed([0.3, 0.9, 0.5, 0.95, 0.7, 0.15]), "spreading": spreading, "moody": moody}
+rules = st.sampled_from(list(RULES.values()))
+
+
+def retold(
+    rule: Rule, prompt: list[int], size: int, blocks: int, exploration: int, window: int, deviation: float,
+    tau_min: float, tau_high: float, drop: bool,
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """The published loop as it counts: offsets in the block, a deque, a single best place. Its tokens, and rows per forward."""
+    x = prompt + [MASK] * (size * blocks)
+    rows: list[int] = []
+
+    def commit(block: int, low: int, high: int, seen: int) -> list[float]:
+        rows.append(seen)
+        said = [rule(x[:seen], block + o) if block + o < seen else None for o in range(size)]
+        conf = [said[o][1] if x[block + o] == MASK and low <= o < high else -math.inf for o in range(size)]  # type: ignore[index]
+        sure = [o for o in range(size) if conf[o] >= tau_high]
+        picked = sure if len(sure) >= 2 else [max(range(size), key=lambda o: (conf[o], -o))]
+        for o in picked:
+            if conf[o] > -math.inf:
+                x[block + o] = said[o][0]  # type: ignore[index]
+        return conf
+
+    for number in range(blocks):
+        block, last = len(prompt) + number * size, 0
+        while MASK in x[block : block + size]:
+            pushed: deque[int] = deque(maxlen=window)
+            actual, frozen = size, False
+            for step in range(exploration):
+                if MASK not in x:
+                    return x[len(prompt) :], rows
+                conf = commit(block, last, size, len(x))
+                if frozen:
+                    continue
+                high_enough = [o - last for o in range(last, size) if conf[o] >= tau_min]
+                pushed.append(min(max(last + (1 + high_enough[-1] if high_enough else 1), 1), size))
+                mean = sum(pushed) / len(pushed)
+                if len(pushed) == window and math.sqrt(sum((e - mean) ** 2 for e in pushed) / window) < deviation:
+                    actual, frozen = pushed[-1], True
+                elif len(pushed) == window or step == exploration - 1:
+                    actual = int(mean)
+            seen = len(x)
+            while MASK in x[block + last : block + actual]:
+                commit(block, last, actual, seen)
+                seen = block + actual if drop else len(x)
+            last = actual
+    return x[len(prompt) :], rows
+
+
+@settings(max_examples=60)
+@given(
+    rule=rules, size=st.integers(1, 9), blocks=st.integers(1, 2), exploration=st.integers(0, 5), window=st.integers(1, 4),
+    variance=st.sampled_from([0.5, 1.0, 4.0]), tau_min=st.sampled_from([0.2, 0.4, 0.8]),
+    tau_high=st.sampled_from([0.6, 0.93, 2.0]), drop=st.booleans(),
+)  # fmt: skip
+def test_the_published_loop(
+    rule: Rule, size: int, blocks: int, exploration: int, window: int, variance: float, tau_min: float, tau_high: float,
+    drop: bool,
+) -> None:  # fmt: skip
+    model = ScriptedMasked(rule)
+    result = slowfast(
+        model, [3, 1], size * blocks, mask_token=MASK, block_size=size, max_exploration=exploration, window=window,
+        variance=variance, tau_min=tau_min, tau_high=tau_high, cycle="published", drop_suffix=drop,
+    )  # fmt: skip
+    tokens, rows = retold(rule, [3, 1], size, blocks, exploration, window, math.sqrt(variance), tau_min, tau_high, drop)
+    assert result.tokens == tokens
+    assert [len(call) for call in model.calls] == rows and result.forwards == len(rows) == len(result.trace)
+
+
+@settings(max_examples=50)
+@given(
+    rule=rules, cycle=st.sampled_from(["last", "mean"]), limit=st.integers(0, 10),
+    block_size=st.one_of(st.none(), st.integers(1, 6)), exploration=st.integers(0, 5), window=st.integers(1, 3),
+    k_slow=st.integers(0, 2), k_fast=st.integers(1, 2), drop=st.booleans(),
+    ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+)  # fmt: skip
+def test_the_papers_loop(
+    rule: Rule, cycle: str, limit: int, block_size: int | None, exploration: int, window: int, k_slow: int, k_fast: int,
+    drop: bool, ends: list[int],
+) -> None:  # fmt: skip
+    model = ScriptedMasked(rule)
+    run = lambda ends: slowfast(  # noqa: E731
+        model, [3], limit, mask_token=MASK, block_size=block_size, max_exploration=exploration, window=window, tau_min=0.4,
+        tau_high=0.85, k_slow=k_slow, k_fast=k_fast, cycle=cycle, drop_suffix=drop, end_tokens=ends,
+    )  # fmt: skip
+    whole, result = run(()), run(ends)
+    first = next((i for i, token in enumerate(whole.tokens) if token in ends), limit)
+    assert result.tokens == whole.tokens[: first + 1] and result.trace == whole.trace[: result.forwards]
+    assert len(whole.tokens) == limit and MASK not in whole.tokens
+
+    steps = iter(zip(whole.trace, model.calls))
+    canvas, size = [3] + [MASK] * limit, block_size or max(limit, 1)
+
+    def check(low: int, high: int, wanted: int | None, rows: int) -> dict[int, float]:
+        step, call = next(steps)
+        assert call == canvas[:rows] and step.window == (low, high) and step.tokens == canvas
+        said = {p: rule(call, p) for p in range(low, high) if canvas[p] == MASK}
+        confidence = {p: c for p, (_, c) in said.items()}
+        assert step.confidence == pytest.approx(confidence, abs=1e-9)
+        best = sorted(confidence, key=lambda p: -step.confidence[p])
+        sure = [p for p in best if confidence[p] > 0.85]
+        chosen = best[:k_slow] if wanted is None else (sure or best[:wanted])
+        assert step.committed == {p: said[p][0] for p in chosen}
+        for p in chosen:
+            canvas[p] = said[p][0]
+        return confidence
+
+    for block in range(1, limit + 1, size):
+        stop, start = min(block + size, limit + 1), block
+        while MASK in canvas[block:stop]:
+            notes: list[int] = []
+            flat = False
+            for _ in range(exploration):
+                if MASK not in canvas[start:stop] or flat:
+                    break
+                confidence = check(start, stop, None, len(canvas))
+                notes.append(1 + max([start, *(p for p, c in confidence.items() if c > 0.4)]))
+                seen = torch.tensor(notes[-window:]).double()
+                flat = len(notes) >= window and seen.var(correction=0).item() < 1
+            end = stop
+            if notes:
+                end = notes[-1] if flat and cycle == "last" else math.floor(sum(notes[-window:]) / len(notes[-window:]))
+            rows = len(canvas)
+            while MASK in canvas[start:end]:
+                check(start, end, k_fast, rows)
+                rows = end if drop else rows
+            start = end
+    assert next(steps, None) is None
+
+
+def test_cycles_by_hand() -> None:
+    """Prompt [3]; place p is clear up to 4 at first, up to 7 behind three tokens, to the end behind five."""
+
+    def rule(tokens: list[int], place: int) -> tuple[int, float]:
+        written = len(tokens) - tokens.count(MASK) - 1
+        reach = 4 if written < 3 else 7 if written < 5 else 10
+        return word(place), (0.5 if place <= reach else 0.096) - 0.001 * place
+
+    model = ScriptedMasked(rule)
+    result = slowfast(model, [3], 10, mask_token=MASK)
+    assert [(step.window, sorted(step.committed), len(call)) for step, call in zip(result.trace, model.calls)] == [
+        ((1, 11), [1], 11),
+        ((1, 11), [2], 11),  # both say that 4 is the last clear place: stable
+        ((1, 5), [3], 11),
+        ((1, 5), [4], 5),  # behind its first forward the fast phase sees nothing behind the span
+        ((5, 11), [5], 11),  # 7
+        ((5, 11), [6], 11),  # 10
+        ((5, 11), [7], 11),  # 10: stable
+        ((5, 11), [8], 11),
+        ((5, 11), [9], 11),
+        ((5, 11), [10], 11),
+    ]
+    mean = slowfast(model, [3], 10, mask_token=MASK, max_exploration=2, cycle="mean")
+    # 4 and 4; then 7 and 10, whose mean is 8 behind rounding down; then 10 and 10.
+    assert [step.window for step in mean.trace] == [(1, 11)] * 2 + [(1, 5)] * 2 + [(5, 11)] * 2 + [(5, 9)] * 2 + [(9, 11)] * 2
+    sure = ScriptedMasked(lambda tokens, place: (word(place), 0.9))
+    assert slowfast(sure, [3], 10, mask_token=MASK).forwards == 3
+    assert slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1  # slow forwards commit what is sure
+
+
+@settings(max_examples=25)
+@given(rule=rules, limit=st.integers(1, 9), exploration=st.integers(0, 4), cycle=st.sampled_from(["last", "mean"]))
+def test_settings_that_come_to_other_schedules(rule: Rule, limit: int, exploration: int, cycle: str) -> None:
+    model = ScriptedMasked(rule)
+    options = {"mask_token": MASK, "cycle": cycle}
+    # Nothing is sure enough and k = 1: a token a forward, whatever the spans.
+    single = slowfast(model, [3], limit, tau_high=1.1, max_exploration=exploration, **options)
+    assert single.forwards == limit and all(len(step.committed) == 1 for step in single.trace)
+    # No exploration: the threshold rule on the whole of a block.
+    threshold = fast_dllm(model, [3], limit, mask_token=MASK, cache="none", block_size=limit, threshold=0.85)
+    assert slowfast(model, [3], limit, max_exploration=0, **options) == threshold
+    # Exploration without end: LLaDA, a token or two a step.
+    for k in (1, 2):
+        steps = -(-limit // k)
+        slow = slowfast(model, [3], limit, max_exploration=limit, window=limit + 1, k_slow=k, **options)
+        if limit % steps == 0:
+            assert slow == llada(model, [3], limit, mask_token=MASK, steps=steps)
+
+
+def test_predicting_the_next_token_and_sampling() -> None:
+    own, following = (ScriptedMasked(moody, predicts) for predicts in ("own", "next"))
+    assert slowfast(own, [3, 1], 9, mask_token=MASK) == slowfast(following, [3, 1], 9, mask_token=MASK)
+    runs = [slowfast(own, [3], 6, mask_token=MASK, temperature=1.0, seed=seed) for seed in range(6)]
+    assert runs[0] == slowfast(own, [3], 6, mask_token=MASK, temperature=1.0, seed=0)
+    assert len({tuple(run.tokens) for run in runs}) > 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cycle": "first"}, "cycle must be 'last', 'mean' or 'published', got 'first'"),
+        ({"max_exploration": -1}, "max_exploration must be at least 0, got -1"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"k_slow": -1}, "k_slow must be at least 0, got -1"),
+        ({"k_fast": 0}, "k_fast must be at least 1, got 0"),
+    ],
+)
+def test_refusals(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        slowfast(ScriptedMasked(moody), [1], 3, mask_token=MASK, **options)  # type: ignore[arg-type]
+
+
+MODEL = MaskedTransformerReference(random_weights("llada", layers=3, seed=3), heads=4, names="llada")
+CACHED = {"mask_token": 12, "tau_min": 0.4, "tau_high": 0.6}
+
+
+@pytest.mark.parametrize("cycle", ["last", "mean", "published"])
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(("prompt_interval", "gen_interval", "ratio"), [(15, 1, 0.0), (4, 3, 0.25), (100, 100, 0.5)])
+def test_every_forward_goes_through_the_feature_cache(
+    cycle: str, drop: bool, prompt_interval: int, gen_interval: int, ratio: float
+) -> None:
+    options = {"prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": ratio}
+    result = slowfast(MODEL, [3, 1, 4], 12, cycle=cycle, drop_suffix=drop, **options, **CACHED)  # type: ignore[arg-type]
+    assert len(result.tokens) == 12 and result.forwards == len(result.trace)
+    cache = FeatureCache(MODEL, 3, **options)  # type: ignore[arg-type]
+    behind, short = False, 0
+    for step in result.trace:
+        # Behind its first forward a fast phase stops with its span; the last cycle's slow phase has the same window.
+        rows = step.window[1] if drop and behind and step.window[1] < 15 else 15
+        law = cache(step.tokens[:rows])[:, :12].softmax(-1)
+        assert step.confidence == pytest.approx({p: law[p].max().item() for p in step.confidence})
+        behind, short = step.window[1] < 15, short + (rows < 15)
+    assert short or not drop
+
+
+def test_a_cache_of_intervals_one_changes_nothing() -> None:
+    for drop in (True, False):
+        plain = slowfast(MODEL, [3, 1, 4], 12, drop_suffix=drop, **CACHED)  # type: ignore[arg-type]
+        cached = slowfast(MODEL, [3, 1, 4], 12, drop_suffix=drop, prompt_interval=1, **CACHED)  # type: ignore[arg-type]
+        assert cached.tokens == plain.tokens
+        assert [step.committed for step in cached.trace] == [step.committed for step in plain.trace]
+    with pytest.raises(ValueError, match="must be 1 and 0 without prompt_interval, got 2 and 0.25"):
+        slowfast(MODEL, [3], 4, gen_interval=2, transfer_ratio=0.25, **CACHED)  # type: ignore[arg-type]
