@@ -1,0 +1,193 @@
+"""Committing guesses for masked tokens: which of them, and how many a step, batched and on the device."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_index, check_type, fail
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
+from pdkernels.reference import unmask as reference
+
+OP = "unmask_"
+
+
+class Unmasked(NamedTuple):
+    """What `unmask_` did, one entry a sequence, or a segment of one: ``(batch,)`` or ``(batch, segments)``."""
+
+    committed: Tensor
+    """int64: tokens that were committed."""
+    remaining: Tensor
+    """int64: mask tokens left in the window."""
+    done: Tensor
+    """bool: none is left."""
+
+
+def unmask_(
+    tokens: Tensor,
+    ids: Tensor,
+    confidence: Tensor | None = None,
+    *,
+    mask_token: int,
+    positions: Tensor | None = None,
+    windows: Tensor | None = None,
+    quota: int | Tensor = 1,
+    threshold: float | None = None,
+    need: int | Tensor = 1,
+    factor: float | None = None,
+    strict: bool = False,
+    seed: int = 0,
+    step: int | Tensor = 0,
+    backend: Backend = "auto",
+) -> Unmasked:
+    """Ends a step of a masked-diffusion sampler, in place: the guesses that a rule chooses replace their mask tokens.
+
+    Candidate ``r`` of a sequence guesses ``ids[b, r]`` for ``tokens[b, positions[b, r]]``. It is *eligible* if that token is the
+    mask token, lies in the window, and the guess is an id (not negative) other than the mask token. The ``m`` eligible ones are
+    ranked by confidence, high ones first, NaN last, the lower ``r`` first on ties, and the first ``n`` of them are committed::
+
+        tokens       5 1 _ _ _ _        _ is the mask token
+        ids              7 8 9 4        positions 2 3 4 5
+        confidence      .9 .4 .95 .8
+        quota=2      5 1 7 _ 9 _        committed 2, remaining 2
+
+    ======================  ==========================================================================================
+    given                   ``n``
+    ======================  ==========================================================================================
+    nothing                 ``min(quota, m)``
+    `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= need``; else ``min(quota, m)``
+    `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
+                            or if it is the last rank (as released)
+    ======================  ==========================================================================================
+
+    Args:
+        tokens: ``(batch, length)`` int32 or int64, any strides; written.
+        ids: ``(batch, candidates)``, dtype of tokens. A guess that is negative or the mask token is never committed.
+        confidence: ``(batch, candidates)`` float32 (float64 with ``backend="reference"``), any number that grows with certainty;
+            compared with the threshold exactly, in float64. None: a random order, see below.
+        mask_token: the id that stands for an empty place.
+        positions: ``(batch, candidates)`` int32 or int64, distinct in a sequence, -1: no candidate. None: candidate r is for
+            token r, and there are as many candidates as tokens.
+        windows: ``(batch, 2)`` int32 or int64, half-open ranges ``[start, end)`` of tokens, or ``(batch, segments, 2)``: disjoint
+            segments, each with a rank order and a quota of its own. Empty ones are allowed. None: all tokens.
+        quota, need: int, or int32 or int64 tensor of the shape of the results; not negative.
+        threshold, factor: at most one of them; a factor is finite and not negative.
+        strict: see `threshold`.
+        seed, step: of the random order; `step` an int or a ``(batch,)`` int32 or int64 tensor.
+        backend: see `pdkernels.show_config`.
+
+    Returns:
+        `Unmasked`. ``remaining`` counts all mask tokens of the window, not only those with a candidate.
+
+    Raises:
+        ValueError: shapes that do not fit; both `threshold` and `factor`; on the CPU windows outside ``[0, length]``, windows that
+            overlap, positions outside ``[-1, length)`` or given twice, a negative quota or need (nothing is written then). On CUDA
+            a sequence with such values is left as it was, ``committed`` 0, ``remaining`` counted in what its windows share with
+            the tokens; positions given twice go unseen, and any one of the guesses stands. ``PDKERNELS_DEBUG_CHECKS=1`` raises there.
+        TypeError: dtypes that do not fit.
+
+    Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position takes its place, word 0 of
+    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random places, ``threshold=1 - p, need=0`` each place with
+    probability p.
+
+    One launch, no host sync; deterministic, and the same for a sequence alone and in a batch.
+
+    Source: LLaDA, Algorithm 4 (quotas); Fast-dLLM, section 3.3 (threshold: ``need=1, quota=1``; factor); LLaDA2
+    (``need=quota, strict=True``); SlowFast Sampling, section 3 (``need=1, quota=k``).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> tokens, positions = torch.tensor([[5, 1, 0, 0, 0, 0]]), torch.tensor([[2, 3, 4, 5]])
+        >>> ids, confidence = torch.tensor([[7, 8, 9, 4]]), torch.tensor([[0.9, 0.4, 0.95, 0.8]])
+        >>> result = pd.unmask_(tokens, ids, confidence, mask_token=0, positions=positions, quota=2)
+        >>> tokens, result.committed.item(), result.remaining.item(), result.done.item()
+        (tensor([[5, 1, 7, 0, 9, 0]]), 2, 2, False)
+        >>> pd.unmask_(tokens, ids, confidence, mask_token=0, positions=positions, threshold=0.5).committed, tokens
+        (tensor([1]), tensor([[5, 1, 7, 0, 9, 4]]))
+    """
+    quota, quotas = _number(quota)
+    need, needs = _number(need)
+    step, steps = _number(step)
+    seed = (seed + 2**63) % 2**64 - 2**63
+    rule = (quota, quotas, threshold, need, needs, factor, strict)
+    arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps)
+    return Unmasked(*call(unmask_op, arguments, tokens, backend))
+
+
+def _number(value: int | Tensor) -> tuple[int, Tensor | None]:
+    return (0, value) if isinstance(value, Tensor) else (value, None)
+
+
+def _check(
+    tokens: Tensor, ids: Tensor, confidence: Tensor | None, mask_token: int, positions: Tensor | None, windows: Tensor | None,
+    quota: int, quotas: Tensor | None, threshold: float | None, need: int, needs: Tensor | None, factor: float | None, strict: bool,
+    seed: int, step: int, steps: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    check_index(OP, "tokens", tokens, (None, None), None)
+    device, (batch, length) = tokens.device, tokens.shape
+    check_index(OP, "ids", ids, (batch, None), device)
+    check_type(ids.dtype == tokens.dtype, OP, "ids", f"be {tokens.dtype} like tokens", ids.dtype)
+    candidates = ids.shape[1]
+    if positions is None:
+        if candidates != length:
+            fail(OP, "positions", f"be given for {candidates} candidates of {length} tokens", None, "Without them candidate r is for token r.")
+    else:
+        check_index(OP, "positions", positions, (batch, candidates), device)
+    if confidence is not None:
+        check_type(isinstance(confidence, Tensor), OP, "confidence", "be a tensor", type(confidence).__name__)
+        floats = (torch.float32, torch.float64)
+        check_type(confidence.dtype in floats, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
+        if confidence.shape != ids.shape:
+            fail(OP, "confidence", f"have shape {tuple(ids.shape)} like ids", tuple(confidence.shape))
+        if confidence.device != device:
+            fail(OP, "confidence", f"be on {device}", confidence.device, f"Move it with .to({str(device)!r}).")
+    if windows is None:
+        shape = (batch,)
+    else:
+        segments = isinstance(windows, Tensor) and windows.dim() == 3
+        check_index(OP, "windows", windows, (batch, None, 2) if segments else (batch, 2), device)
+        shape = windows.shape[:-1]
+    for name, number, tensor in (("quota", quota, quotas), ("need", need, needs)):
+        check_type(not isinstance(number, (bool, float)), OP, name, "be an int or a tensor", type(number).__name__)
+        if tensor is not None:
+            check_index(OP, name, tensor, shape, device)
+        elif number < 0:
+            fail(OP, name, "not be negative", number)
+    if threshold is not None and factor is not None:
+        fail(OP, "threshold", "be None where a factor is given", threshold, "They are two rules; choose one.")
+    if threshold is not None and threshold != threshold:
+        fail(OP, "threshold", "be a number", threshold)
+    if factor is not None and not 0 <= factor < math.inf:
+        fail(OP, "factor", "be finite and not negative", factor)
+    if strict and threshold is None:
+        fail(OP, "strict", "come with a threshold", True)
+    if mask_token < 0:
+        fail(OP, "mask_token", "not be negative", mask_token, "Negative ids mark candidates without a guess.")
+    if steps is not None:
+        check_index(OP, "step", steps, (batch,), device)
+    elif not 0 <= step < 2**32:
+        fail(OP, "step", "be in [0, 2**32)", step)
+    numbers = tokens.new_empty(shape, dtype=torch.int64)
+    return numbers, torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.bool)
+
+
+def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    results = _check(tokens, ids, confidence, *rest)
+    if confidence is not None and confidence.dtype == torch.float64:
+        remedy = "Convert it with .float(), or pass backend='reference', which takes float64."
+        check_type(False, OP, "confidence", "be float32 for the kernels", confidence.dtype, remedy)
+    return results
+
+
+unmask_op = define(
+    "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, int quota, "
+    "Tensor? quotas, float? threshold, int need, Tensor? needs, float? factor, bool strict, int seed, int step, Tensor? steps) "
+    "-> (Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=reference.unmask_,
+    reference_check=_check,
+)

@@ -1,0 +1,146 @@
+"""Which guesses for masked tokens are committed, as plain loops over sequences and segments.
+
+Sources of the rules: LLaDA (a quota a step), Fast-dLLM (threshold, and factor as released), LLaDA2 and SlowFast Sampling (all that
+pass a threshold if they are enough, else the best few).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .philox import WORD, philox4x32
+
+# The fourth word of a counter: token draws have 0 there, latent noise 1.
+ORDER = 2
+
+
+def random_order(seed: int, step: int, positions: Sequence[int]) -> list[float]:
+    """The uniform number in (0, 1) of each position, exact in float64: word 0 of ``philox4x32((0, position, step, 2), seed)``.
+
+    >>> [round(u, 3) for u in random_order(0, 1, [7, 8])]
+    [0.812, 0.626]
+    """
+    counter = torch.tensor([[0, position, step & WORD, ORDER] for position in positions], dtype=torch.int64).reshape(-1, 4)
+    words = philox4x32(counter, torch.tensor([seed & WORD, (seed >> 32) & WORD]))[:, 0]
+    return ((words.double() + 0.5) / 2**32).tolist()
+
+
+def ranked(confidence: Sequence[float]) -> list[int]:
+    """Indices by confidence, high ones first, NaN last, the lower index first on ties.
+
+    >>> ranked([0.5, float("nan"), 0.9, 0.5, float("-inf")])
+    [2, 0, 3, 4, 1]
+    """
+    return sorted(range(len(confidence)), key=lambda r: (math.isnan(confidence[r]), -confidence[r], r))
+
+
+def count_to_commit(
+    best_first: Sequence[float], *, quota: int, threshold: float | None, need: int, factor: float | None, strict: bool
+) -> int:
+    """How many of the candidates, whose confidences stand in order, a rule commits.
+
+    >>> rule = {"quota": 1, "need": 1, "strict": False}
+    >>> count_to_commit([0.95, 0.9, 0.4], threshold=0.9, factor=None, **rule)
+    2
+    >>> count_to_commit([0.5, 0.4], threshold=0.9, factor=None, **rule)
+    1
+    >>> count_to_commit([0.99, 0.01], threshold=None, factor=1.0, **rule)  # the failure is at the last rank
+    2
+    """
+    m = len(best_first)
+    if factor is not None:
+        # Rank 1 never fails, and nothing is known of NaN.
+        fails = [k for k in range(2, m + 1) if not best_first[k - 1] >= 1 - factor / (k + 1)]
+        return m if not fails or fails[0] == m else fails[0] - 1
+    if threshold is not None:
+        passing = sum(c > threshold if strict else c >= threshold for c in best_first)
+        return passing if passing >= need else min(quota, m)
+    return min(quota, m)
+
+
+def unmask_(
+    tokens: Tensor,
+    ids: Tensor,
+    confidence: Tensor | None,
+    mask_token: int,
+    positions: Tensor | None = None,
+    windows: Tensor | None = None,
+    quota: int = 1,
+    quotas: Tensor | None = None,
+    threshold: float | None = None,
+    need: int = 1,
+    needs: Tensor | None = None,
+    factor: float | None = None,
+    strict: bool = False,
+    seed: int = 0,
+    step: int = 0,
+    steps: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(committed, remaining, done)``; as `pdkernels.unmask_`, where tensors stand in for `quota`, `need` and `step`."""
+    batch, length = tokens.shape
+    shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
+    spans = [[(0, length)] for _ in range(batch)] if windows is None else windows.reshape(batch, -1, 2).tolist()
+    places = [list(range(length)) for _ in range(batch)] if positions is None else positions.tolist()
+
+    def numbers(tensor: Tensor | None, value: int) -> list[list[int]]:
+        return [[value] * len(row) for row in spans] if tensor is None else tensor.reshape(batch, -1).tolist()
+
+    wanted, needed = numbers(quotas, quota), numbers(needs, need)
+    for b in range(batch):
+        _check(b, length, places[b], spans[b], wanted[b], needed[b])
+
+    committed: list[int] = []
+    remaining: list[int] = []
+    for b in range(batch):
+        row, guesses = tokens[b].tolist(), ids[b].tolist()
+        if confidence is None:
+            scores = random_order(seed, step if steps is None else int(steps[b]), [max(p, 0) for p in places[b]])
+        else:
+            scores = confidence[b].tolist()
+        for (start, end), most, least in zip(spans[b], wanted[b], needed[b]):
+            eligible = [
+                r
+                for r, p in enumerate(places[b])
+                if start <= p < end and row[p] == mask_token and guesses[r] >= 0 and guesses[r] != mask_token
+            ]
+            order = [eligible[i] for i in ranked([scores[r] for r in eligible])]
+            n = count_to_commit(
+                [scores[r] for r in order], quota=most, threshold=threshold, need=least, factor=factor, strict=strict
+            )
+            for r in order[:n]:
+                row[places[b][r]] = guesses[r]
+                tokens[b, places[b][r]] = guesses[r]
+            committed.append(n)
+            remaining.append(row[start:end].count(mask_token))
+    done = [left == 0 for left in remaining]
+    columns = ((committed, torch.int64), (remaining, torch.int64), (done, torch.bool))
+    first, second, third = (torch.tensor(column, dtype=dtype, device=tokens.device).reshape(shape) for column, dtype in columns)
+    return first, second, third
+
+
+def _check(b: int, length: int, places: list[int], spans: list[list[int]], quotas: list[int], needs: list[int]) -> None:
+    def fail(what: str, actual: object) -> None:
+        raise ValueError(f"pdkernels.unmask_: {what}, got {actual} for sequence {b}.")
+
+    seen: set[int] = set()
+    for p in places:
+        if not -1 <= p < length:
+            fail(f"positions must be in [-1, {length - 1}]", p)
+        if p >= 0 and p in seen:
+            fail("positions must be distinct in a sequence", f"{p} twice")
+        seen.add(p)
+    for start, end in spans:
+        if not 0 <= start <= end <= length:
+            fail(f"windows must lie in [0, {length}] and not end before they start", [start, end])
+    filled = sorted([start, end] for start, end in spans if start < end)
+    for before, after in zip(filled, filled[1:]):
+        if after[0] < before[1]:
+            fail("windows must not overlap", f"{before} and {after}")
+    for name, numbers in (("quota", quotas), ("need", needs)):
+        for number in numbers:
+            if number < 0:
+                fail(f"{name} must not be negative", number)
