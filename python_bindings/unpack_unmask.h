@@ -23,14 +23,17 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
   args.ids = index_view(place, ids, 2, args.batch);
   STD_TORCH_CHECK(args.ids.wide == args.tokens.wide, "pdkernels: ids must have the dtype of tokens");
   args.positions = index_view(place, positions, 2, args.batch);
+  // Given, even if it has no bytes to point to.
+  static float nothing = 0;
+  if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
   STD_TORCH_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates, "pdkernels: every candidate must have a position");
   if (confidence.has_value()) {
     place.require(*confidence);
     STD_TORCH_CHECK(confidence->scalar_type() == ScalarType::Float && confidence->dim() == 2 && confidence->size(0) == args.batch &&
                         confidence->size(1) == args.candidates,
                     "pdkernels: confidence must be a float32 tensor of the shape of ids");
-    static const float nothing = 0;  // given, even if it has no bytes to point to
-    args.confidence = confidence->numel() > 0 ? static_cast<const float*>(confidence->data_ptr()) : &nothing;
+    args.confidence = static_cast<const float*>(confidence->data_ptr());
+    if (args.confidence == nullptr) args.confidence = &nothing;
     args.confidence_stride0 = confidence->stride(0), args.confidence_stride1 = confidence->stride(1);
   }
   std::vector<int64_t> shape{args.batch};

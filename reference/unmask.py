@@ -83,11 +83,11 @@ def unmask_(
     """``(committed, remaining, done)``; as `pdkernels.unmask_`, where tensors stand in for `quota`, `need` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
-    spans = [[(0, length)] for _ in range(batch)] if windows is None else windows.reshape(batch, -1, 2).tolist()
+    spans = [[(0, length)] for _ in range(batch)] if windows is None else (windows if windows.dim() == 3 else windows[:, None]).tolist()
     places = [list(range(length)) for _ in range(batch)] if positions is None else positions.tolist()
 
     def numbers(tensor: Tensor | None, value: int) -> list[list[int]]:
-        return [[value] * len(row) for row in spans] if tensor is None else tensor.reshape(batch, -1).tolist()
+        return [[value] * len(row) for row in spans] if tensor is None else (tensor if tensor.dim() == 2 else tensor[:, None]).tolist()
 
     wanted, needed = numbers(quotas, quota), numbers(needs, need)
     for b in range(batch):
