@@ -18,7 +18,10 @@ constexpr const char* kOp = "unmask_";
 constexpr int64_t kGrain = 4096;
 
 void check_windows(const UnmaskArgs& args, int64_t b) {
-  const auto text = [&](int64_t g) { return "[" + std::to_string(args.start(b, g)) + ", " + std::to_string(args.end(b, g)) + "]"; };
+  const auto text = [&](int64_t g) {
+    std::string pair = "[";
+    return pair.append(std::to_string(args.start(b, g))).append(", ").append(std::to_string(args.end(b, g))).append("]");
+  };
   const std::string place = " for sequence " + std::to_string(b) + ". ";
   for (int64_t g = 0; g < args.segments; ++g) {
     if (args.window_fits(b, g)) continue;

@@ -183,9 +183,10 @@ def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: object)
     return results
 
 
+# SymInt: what changes from step to step would else pin a compiled graph to one step.
 unmask_op = define(
-    "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, int quota, "
-    "Tensor? quotas, float? threshold, int need, Tensor? needs, float? factor, bool strict, int seed, int step, Tensor? steps) "
+    "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
+    "Tensor? quotas, float? threshold, SymInt need, Tensor? needs, float? factor, bool strict, int seed, SymInt step, Tensor? steps) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=reference.unmask_,

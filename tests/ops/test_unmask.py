@@ -128,8 +128,8 @@ def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_result_does_not_depend_on_the_order_of_threads(rule: str) -> None:
     impl = implementation("cudasim")
-    for seed, length in ((1, 12), (2, 40), (3, 600)):
-        case = make_case(seed, length=length, rule=rule, segments=3)
+    for seed, batch, length in ((1, 2, 12), (3, 1, 300)):
+        case = make_case(seed, batch=batch, length=length, rule=rule, segments=3)
         for order in impl.schedules():
             with order:
                 assert not differs(run(impl, case), expected(case))
@@ -286,16 +286,15 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def body(tokens: Tensor, ids: Tensor, confidence: Tensor, quota: Tensor, moment: int) -> Tensor:
-        result = pd.unmask_(tokens, ids, confidence, mask_token=MASK, quota=quota, step=moment)
+    def body(tokens: Tensor, ids: Tensor, confidence: Tensor, need: Tensor, quota: int, moment: int) -> Tensor:
+        result = pd.unmask_(tokens, ids, confidence, mask_token=MASK, threshold=0.5, need=need, quota=quota, step=moment)
         return result.remaining + result.committed
 
     compiled = torch.compile(body, fullgraph=True, dynamic=True, backend=counter)
-    for batch, length in ((2, 4), (3, 5), (2, 9), (4, 7)):
+    for moment, (batch, length, quota) in enumerate([(2, 4, 3), (3, 5, 2), (2, 9, 0), (4, 7, 5)], 2):
         tokens, confidence = torch.full((batch, length), MASK), torch.rand(batch, length)
-        quota, mine = torch.arange(batch), tokens.clone()
-        ids = torch.randint(10, 99, (batch, length))
-        assert torch.equal(compiled(tokens, ids, confidence, quota, 3), body(mine, ids, confidence, quota, 3)) and torch.equal(tokens, mine)
+        rest, mine = (torch.randint(10, 99, (batch, length)), confidence, torch.arange(batch), quota, moment), tokens.clone()
+        assert torch.equal(compiled(tokens, *rest), body(mine, *rest)) and torch.equal(tokens, mine)
     assert counter.frame_count == 1
 
 
