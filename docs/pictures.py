@@ -240,11 +240,11 @@ def logit_drift() -> None:
 def unmask() -> None:
     """The same canvas filled by three rules; a place is the more certain the more of its neighbours are known."""
     words = "the quick brown fox jumps over the lazy dog".split()
-    doubt = [0.05, 0.35, 0.3, 0.12, 0.45, 0.3, 0.04, 0.4, 0.2]
-    rules = {"quota=2": {"quota": 2}, "threshold=0.9": {"threshold": 0.9}, "factor=1": {"factor": 1.0}}
-    figure, axes = plt.subplots(1, 3, figsize=(14, 3.6), layout="constrained")
+    doubt = [0.05, 0.35, 0.3, 0.12, 0.45, 0.3, 0.04, 0.4, 0.14]
+    rules = {"quota=2": {"quota": 2}, "threshold=0.85": {"threshold": 0.85}, "factor=1": {"factor": 1.0}}
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.0), layout="constrained")
     for axis, (title, rule) in zip(axes, rules.items()):
-        axis.set(xlim=(-0.1, 9.1), ylim=(-5.1, 1.0), title=title)
+        axis.set(xlim=(-0.1, 9.1), ylim=(-4.1, 1.0), title=title)
         axis.axis("off")
         tokens, y = torch.full((1, len(words)), len(words)), 0.0
         while True:
