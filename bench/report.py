@@ -244,6 +244,15 @@ def recurrence_advance(rows: list[Row]) -> str:
     return f"{table(['µs, median', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
+def unmask(rows: list[Row], rule: str) -> str:
+    rows = [row for row in rows if row["op"] == "unmask_" and row["rule"] == rule]
+    if not rows:
+        return "not measured"
+    cases = [(f"{b} x {w}", {"batch": b, "width": w}) for b, w in sorted({(row["batch"], row["width"]) for row in rows})]
+    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    return f"{table(['µs, median; batch x candidates', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -273,6 +282,8 @@ TABLES = {
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
     "recurrence_advance_": recurrence_advance,
+    "unmask_ quota": lambda rows: unmask(rows, "quota"),
+    "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),
     "machine decoding": lambda rows: machine([row for row in rows if row["op"] == "decoding"]),

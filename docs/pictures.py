@@ -8,6 +8,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import torch
 
 import pdkernels as pd
 from pdkernels import masks as pdm
@@ -236,6 +237,32 @@ def logit_drift() -> None:
     save(figure, "logit_drift.png")
 
 
+def unmask() -> None:
+    """The same canvas filled by three rules; a place is the more certain the more of its neighbours are known."""
+    words = "the quick brown fox jumps over the lazy dog".split()
+    doubt = [0.05, 0.35, 0.3, 0.12, 0.45, 0.3, 0.04, 0.4, 0.14]
+    rules = {"quota=2": {"quota": 2}, "threshold=0.85": {"threshold": 0.85}, "factor=1": {"factor": 1.0}}
+    figure, axes = plt.subplots(1, 3, figsize=(14, 3.0), layout="constrained")
+    for axis, (title, rule) in zip(axes, rules.items()):
+        axis.set(xlim=(-0.1, 9.1), ylim=(-4.1, 1.0), title=title)
+        axis.axis("off")
+        tokens, y = torch.full((1, len(words)), len(words)), 0.0
+        while True:
+            known = [0, *(tokens[0] != len(words)).tolist(), 0]
+            confidence = torch.tensor([[1 - d * 0.4 ** (known[i] + known[i + 2]) for i, d in enumerate(doubt)]])
+            before = tokens.clone()
+            pd.unmask_(tokens, torch.arange(len(words))[None], confidence, mask_token=len(words), **rule)
+            for x, word in enumerate(words):
+                new, old = bool(tokens[0, x] != before[0, x]), bool(before[0, x] != len(words))
+                text, colour = (word, ACCEPTED) if new else (word, COMMITTED) if old else (f"{confidence[0, x]:.2f}"[1:], FREE)
+                axis.add_patch(plt.Rectangle((x, y), 0.94, 0.8, facecolor=colour, edgecolor="#444444", linewidth=0.8))
+                axis.text(x + 0.47, y + 0.4, text, ha="center", va="center", fontsize=8, color="white" if new or old else "#222222")
+            y -= 1
+            if bool((tokens != len(words)).all()):
+                break
+    save(figure, "unmask.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -280,4 +307,5 @@ if __name__ == "__main__":
     sandwich()
     logit_drift()
     recurrence()
+    unmask()
     recurrent_wave()

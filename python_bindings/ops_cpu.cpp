@@ -13,6 +13,7 @@
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
+#include "unpack_unmask.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -161,6 +162,13 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
 }
 
+Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions, OptionalTensor windows,
+                int64_t quota, OptionalTensor quotas, std::optional<double> threshold, int64_t need, OptionalTensor needs,
+                std::optional<double> factor, bool strict, int64_t seed, int64_t step, OptionalTensor steps) {
+  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs, factor, strict, seed,
+                    step, steps, pdkernels::cpu::unmask);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -178,4 +186,5 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("unmask_", TORCH_BOX(&unmask));
 }

@@ -10,6 +10,7 @@
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
+#include "unpack_unmask.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -134,6 +135,14 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   });
 }
 
+Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions, OptionalTensor windows,
+                int64_t quota, OptionalTensor quotas, std::optional<double> threshold, int64_t need, OptionalTensor needs,
+                std::optional<double> factor, bool strict, int64_t seed, int64_t step, OptionalTensor steps) {
+  const Launch launch(tokens);
+  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs, factor, strict, seed,
+                    step, steps, [&](const pdkernels::UnmaskArgs& args) { check(pdkernels::cuda::unmask(args, launch.stream)); });
+}
+
 }  // namespace
 
 // One more expansion, so that the namespace and key given as macros are replaced by their values first.
@@ -151,4 +160,5 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("unmask_", TORCH_BOX(&unmask));
 }

@@ -25,7 +25,7 @@ import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import SCHEMAS
 from pdkernels.reference import block_sparse_attention, kv_cache, recurrence, speculative_attention, verify_draft  # noqa: F401  (submodules of `reference`)
-from tests.ops import kv_cases, recurrence_cases, speculative_cases
+from tests.ops import kv_cases, recurrence_cases, speculative_cases, unmask_cases
 
 WILD = [-1, -(2**31), 2**31 - 1, 100]
 Run = Callable[[object, kv_cases.Case], None]
@@ -209,6 +209,24 @@ def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert all(torch.equal(a.cpu(), b) for a, b in zip(wave, case.wave)), "not what the reference does"
 
 
+def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
+    case = unmask_cases.make_case(
+        rng.randrange(2**20), batch=rng.randint(1, 3), length=rng.choice([1, 2, 33, 300]), rule=rng.choice(unmask_cases.RULES),
+        segments=rng.choice([None, 0, 1, 4]), dtype=rng.choice([torch.int32, torch.int64]),
+    )  # fmt: skip
+    if bad:
+        spoil(rng, [case.tokens, case.ids, *(x for x in case.options.values() if isinstance(x, torch.Tensor))])
+    tokens, ids = case.tokens.to(device), case.ids.to(device)
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in case.options.items()}
+    try:
+        result = pd.unmask_(tokens, ids, None if case.confidence is None else case.confidence.to(device), **options)
+    except ValueError:
+        assert bad, "good values were refused"
+        return
+    if not bad:
+        assert not unmask_cases.differs(unmask_cases.Outcome(*(x.cpu() for x in (tokens, *result))), unmask_cases.expected(case))
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
     "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
@@ -219,6 +237,7 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,
     "speculative_attention": run_speculative,
+    "unmask_": run_unmask,
     "verify_draft": run_verify,
 }
 

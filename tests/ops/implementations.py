@@ -40,6 +40,7 @@ class Public:
         self.recurrence_advance_ = pd.recurrence_advance_
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
         self.logit_drift = pd.logit_drift
+        self.unmask_ = pd.unmask_
 
 
 class Simulated:
@@ -91,9 +92,21 @@ class Simulated:
     def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
 
+    def unmask_(
+        self, tokens, ids, confidence=None, *, mask_token, positions=None, windows=None, quota=1, threshold=None, need=1, factor=None,
+        strict=False, seed=0, step=0,
+    ) -> pd.Unmasked:  # fmt: skip
+        (quota, quotas), (need, needs), (step, steps) = (number_or_tensor(value) for value in (quota, need, step))
+        rule = (quota, quotas, threshold, need, needs, factor, strict)
+        return pd.Unmasked(*self.ops.unmask_(tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps))
+
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""
         return (schedule(self.library, order) for order in SCHEDULES)
+
+
+def number_or_tensor(value: int | Tensor) -> tuple[int, Tensor | None]:
+    return (0, value) if isinstance(value, Tensor) else (value, None)
 
 
 def as_list(tensors: Tensor | list[Tensor]) -> list[Tensor]:

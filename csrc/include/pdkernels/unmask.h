@@ -1,0 +1,138 @@
+// Which guesses for masked tokens are committed, shared by the CPU and the CUDA kernel.
+//
+// Every eligible candidate has a key, and no two of a sequence the same: its score in the upper half, and below it what prefers the
+// lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are the keys from some key on, and the
+// rules are about keys alone; 0 is no key.
+#pragma once
+
+#include <cstring>
+
+#include "pdkernels/index_view.h"
+#include "pdkernels/philox.h"
+
+namespace pdkernels {
+
+// The fourth word of a counter: token draws have 0 there, latent noise 1.
+constexpr uint32_t kRandomOrder = 2;
+// The scores of -inf and +inf. Below the first one is NaN, behind the second one nothing.
+constexpr uint32_t kLowestScore = 0x007FFFFFu, kHighestScore = 0xFF800000u;
+
+enum class UnmaskRule { kQuota, kThreshold, kFactor };
+
+PDK_HD uint32_t score_of(float confidence) {
+  if (confidence != confidence) return 0;
+  confidence += 0.0f;  // both zeros are one
+  uint32_t bits;
+  memcpy(&bits, &confidence, sizeof bits);
+  return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
+}
+
+PDK_HD float confidence_of(uint32_t score) {
+  if (score < kLowestScore) score = kLowestScore;
+  if (score > kHighestScore) score = kHighestScore;
+  const uint32_t bits = score >> 31 != 0 ? score & 0x7FFFFFFFu : ~score;
+  float confidence;
+  memcpy(&confidence, &bits, sizeof bits);
+  return confidence;
+}
+
+// One number for all, or a tensor (batch, segments).
+struct PerSegment {
+  IndexView view;
+  int64_t number = 0;
+
+  PDK_HD int64_t load(int64_t b, int64_t g) const { return view.given() ? view.load(b, g) : number; }
+};
+
+struct UnmaskArgs {
+  IndexView tokens, ids, positions;  // positions not given: candidate r is for token r
+  IndexView starts, ends;            // (batch, segments); not given: one segment, all tokens
+  PerSegment quota, need;
+  IndexView steps;              // not given: step
+  const float* confidence = nullptr;  // nullptr: a random order
+  int64_t confidence_stride0 = 0, confidence_stride1 = 0;
+  int64_t batch = 0, length = 0, candidates = 0, segments = 1, mask_token = 0, step = 0;
+  uint32_t seed[2] = {0, 0};
+  UnmaskRule rule = UnmaskRule::kQuota;
+  double factor = 0;
+  uint64_t bar = 0;  // of kThreshold: keys from here on pass
+  // Outputs (batch, segments), contiguous.
+  int64_t* committed = nullptr;
+  int64_t* remaining = nullptr;
+  bool* done = nullptr;
+
+  PDK_HD int64_t start(int64_t b, int64_t g) const { return starts.given() ? starts.load(b, g) : 0; }
+  PDK_HD int64_t end(int64_t b, int64_t g) const { return ends.given() ? ends.load(b, g) : length; }
+  PDK_HD int64_t position(int64_t b, int64_t r) const { return positions.given() ? positions.load(b, r) : r; }
+
+  PDK_HD bool window_fits(int64_t b, int64_t g) const {
+    return start(b, g) >= 0 && start(b, g) <= end(b, g) && end(b, g) <= length;
+  }
+  PDK_HD bool overlap(int64_t b, int64_t g, int64_t h) const {
+    const int64_t from = start(b, g) > start(b, h) ? start(b, g) : start(b, h);
+    const int64_t to = end(b, g) < end(b, h) ? end(b, g) : end(b, h);
+    return from < to;
+  }
+  PDK_HD bool position_fits(int64_t b, int64_t r) const { return position(b, r) >= -1 && position(b, r) < length; }
+
+  PDK_HD uint32_t score(int64_t b, int64_t r, int64_t position) const {
+    if (confidence != nullptr) return score_of(confidence[b * confidence_stride0 + r * confidence_stride1]);
+    const int64_t moment = steps.given() ? steps.load(b) : step;
+    const PhiloxWords counter{{0, static_cast<uint32_t>(position), static_cast<uint32_t>(moment), kRandomOrder}};
+    return philox4x32(counter, seed[0], seed[1]).word[0];
+  }
+  // The key of candidate r for the window [from, to), 0 if it is not eligible.
+  PDK_HD uint64_t key(int64_t b, int64_t r, int64_t from, int64_t to) const {
+    const int64_t p = position(b, r);
+    if (p < from || p >= to || tokens.load(b, p) != mask_token) return 0;
+    const int64_t id = ids.load(b, r);
+    if (id < 0 || id == mask_token) return 0;
+    return static_cast<uint64_t>(score(b, r, p)) << 32 | static_cast<uint64_t>(candidates - r);
+  }
+  PDK_HD int64_t candidate(uint64_t key) const { return candidates - static_cast<int64_t>(key & 0xFFFFFFFFu); }
+
+  // What a rule compares: the confidence, or the uniform number.
+  PDK_HD double value(uint32_t score) const {
+    return confidence != nullptr ? static_cast<double>(confidence_of(score)) : (static_cast<double>(score) + 0.5) * 0x1p-32;
+  }
+
+  // kQuota and kThreshold: how many of m eligible candidates, of whom `passing` have keys from the bar on.
+  PDK_HD int64_t count(int64_t b, int64_t g, int64_t m, int64_t passing) const {
+    if (rule == UnmaskRule::kThreshold && passing >= need.load(b, g)) return passing;
+    const int64_t most = quota.load(b, g);
+    return most < m ? most : m;
+  }
+  // kFactor: whether a key with this rank, from 1, is too low for it. If it is, so is every key below it with its own rank.
+  PDK_HD bool fails(uint64_t key, int64_t rank) const {
+    if (rank < 2) return false;
+    return value(static_cast<uint32_t>(key >> 32)) < 1.0 - factor / static_cast<double>(rank + 1);
+  }
+  // kFactor: how many of m, if `standing` do not fail. As released, a failure at the last rank is none.
+  PDK_HD static int64_t count(int64_t m, int64_t standing) { return standing + 1 == m ? m : standing; }
+
+  PDK_HD void commit(int64_t b, uint64_t key) const {
+    const int64_t r = candidate(key);
+    tokens.store(ids.load(b, r), b, position(b, r));
+  }
+  PDK_HD void write(int64_t b, int64_t g, int64_t n, int64_t masks) const {
+    const int64_t at = b * segments + g;
+    committed[at] = n;
+    remaining[at] = masks - n;
+    done[at] = masks == n;
+  }
+};
+
+// The smallest key that may pass the threshold, found by bisection over scores: compared exactly, in double.
+inline uint64_t unmask_bar(const UnmaskArgs& args, double threshold, bool strict) {
+  int64_t low = args.confidence != nullptr ? kLowestScore : 0, high = int64_t{1} << 32;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    const double value = args.value(static_cast<uint32_t>(middle));
+    if (strict ? value > threshold : value >= threshold) high = middle;
+    else low = middle + 1;
+  }
+  if (low == int64_t{1} << 32) return ~uint64_t{0};
+  return low == 0 ? 1 : static_cast<uint64_t>(low) << 32;
+}
+
+}  // namespace pdkernels
