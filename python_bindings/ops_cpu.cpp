@@ -152,8 +152,8 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight
 Tensor silu_gate(Tensor x) { return run_silu_gate(x, pdkernels::cpu::silu_gate); }
 
 void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
-                   OptionalTensor counts, OptionalTensor block_table, bool interleaved) {
-  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved,
+                   OptionalTensor counts, OptionalTensor block_table, bool interleaved, OptionalTensor slots) {
+  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
                     pdkernels::cpu::rotate_append);
 }
 

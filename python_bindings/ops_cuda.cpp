@@ -121,9 +121,9 @@ Tensor silu_gate(Tensor x) {
 }
 
 void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
-                   OptionalTensor counts, OptionalTensor block_table, bool interleaved) {
+                   OptionalTensor counts, OptionalTensor block_table, bool interleaved, OptionalTensor slots) {
   const Launch launch(qkv);
-  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved,
+  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
                     [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
 }
 

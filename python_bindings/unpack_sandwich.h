@@ -104,7 +104,7 @@ Tensor run_silu_gate(const Tensor& x, const Run& run) {
 template <class Run>
 void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin, const Tensor& k_cache,
                        const Tensor& v_cache, const Tensor& lengths, const OptionalTensor& counts, const OptionalTensor& block_table,
-                       bool interleaved, const Run& run) {
+                       bool interleaved, const OptionalTensor& slots, const Run& run) {
   const Place place(qkv);
   STD_TORCH_CHECK(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4, "pdkernels: qkv and caches must have 4 dimensions");
   RotateAppendArgs args;
@@ -144,6 +144,8 @@ void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tens
   args.cos = table(cos), args.sin = table(sin), args.positions = cos.size(0);
   args.lengths = index_view(place, lengths, 1, args.batch);
   args.counts = index_view(place, counts, 1, args.batch);
+  args.slots = index_view(place, slots, 2, args.batch);
+  STD_TORCH_CHECK(!slots.has_value() || slots->size(1) == args.rows, "pdkernels: slots must have one entry a row");
   args.interleaved = interleaved;
   run(args);
 }

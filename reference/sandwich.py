@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kv_cache import _Places
+from .kv_cache import _fail, _Places
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -59,30 +59,42 @@ def rotate_append_(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     style: str = "interleaved",
+    slots: Tensor | None = None,
 ) -> None:
-    """q and k of row i get their bias and the rotation of position ``lengths[b] + i``; k and v of the rows that count are stored.
+    """q and k of row i get their bias and the rotation of position ``lengths[b] + slots[b, i]``, and k and v of the rows that
+    count are stored there.
 
-    A row whose position lies behind the tables (none that counts) takes the last one of them.
+    Without slots it is ``lengths[b] + i``. A slot of -1 leaves the whole row alone. A row whose position lies behind the
+    tables (none that counts) takes the last one of them.
     """
+    op = "rotate_append_"
     batch, rows, _, head_dim = qkv.shape
     kv_heads = k_cache.shape[2]
     turned_heads = qkv.shape[2] - kv_heads
-    places = _Places("rotate_append_", k_cache, block_table)
+    places = _Places(op, k_cache, block_table)
+    behind = torch.arange(rows, device=qkv.device).expand(batch, -1) if slots is None else slots
     targets = {}
     for b, length in enumerate(lengths.tolist()):
         count = rows if counts is None else int(counts[b])
-        places.check(b, length, count, rows)
-        if length + count > len(cos):
-            expectation = f"be at most the {len(cos)} positions of the tables"
-            raise ValueError(f"pdkernels.rotate_append_: lengths + counts must {expectation}, got {length + count} for sequence {b}.")
-        for i in range(count):
-            targets[b, i] = places(b, length + i)
+        places.check(b, length, 0, rows)
+        if not 0 <= count <= rows:
+            _fail(op, "counts", f"be in [0, {rows}]", count, b)
+        if slots is None and length + count > min(places.capacity, len(cos)):
+            _fail(op, "lengths + counts", "be at most the capacity and the positions of the tables", length + count, b)
+        for i, slot in enumerate(behind[b].tolist()):
+            counted = slot >= 0 and i < count
+            if slot < -1 or (counted and slot >= min(places.capacity, len(cos)) - length):
+                _fail(op, "lengths + slots", "lie in the cache and in the tables", length + slot, b)
+            if counted:
+                targets[b, i] = places(b, length + slot)
 
-    positions = (lengths[:, None] + torch.arange(rows, device=qkv.device)).clamp(max=len(cos) - 1)
+    # A slot far behind the tables must not overflow in the sum.
+    positions = (lengths[:, None] + behind.clamp(max=len(cos))).clamp(max=len(cos) - 1)
     turned = qkv[:, :, :turned_heads]
     wide = turned.to(cos.dtype) if bias is None else turned.to(cos.dtype) + bias.to(cos.dtype)
     swapped = wide.roll(head_dim // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    turned.copy_(wide * cos[positions].unsqueeze(2) + swapped * sin[positions].unsqueeze(2))
+    rotated = wide * cos[positions].unsqueeze(2) + swapped * sin[positions].unsqueeze(2)
+    turned.copy_(torch.where((behind < 0)[:, :, None, None], turned, rotated.to(qkv.dtype)))
     for (b, i), place in targets.items():
         k_cache[place] = qkv[b, i, turned_heads - kv_heads : turned_heads]
         v_cache[place] = qkv[b, i, turned_heads:]

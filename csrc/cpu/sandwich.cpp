@@ -9,11 +9,36 @@ void add_rms_norm(const AddRmsNormArgs& args) { PDK_DISPATCH(add_rms_norm, args)
 
 void silu_gate(const SiluGateArgs& args) { PDK_DISPATCH(silu_gate, args) }
 
+namespace {
+
+void require_slots(const char* op, const RotateAppendArgs& args, int64_t b, int64_t length, int64_t count) {
+  for (int64_t row = 0; row < args.rows; ++row) {
+    if (args.row_fits(b, row, length, count)) continue;
+    const int64_t slot = args.slot(b, row);
+    if (slot < -1 || !args.in_cache(length, slot)) {
+      const std::string argument = "slots[" + std::to_string(b) + ", " + std::to_string(row) + "]";
+      fail(op, b, argument, range(-1, args.pages.capacity() - length - 1), slot,
+           "A row stands at lengths + slots, a place of the cache; -1 is padding.");
+    }
+    if (!args.in_tables(length, slot + 1)) {
+      fail(op, b, "lengths + slots", "be less than the " + std::to_string(args.positions) + " positions of the tables", length + slot,
+           "Make longer tables.");
+    }
+    require_pages(op, args.pages, b, length + slot, 1);
+  }
+}
+
+}  // namespace
+
 void rotate_append(const RotateAppendArgs& args) {
   const char* op = "rotate_append_";
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t length = args.lengths.load(b), count = args.count(b);
-    report(op, check_extent(args.pages, length, count, args.rows), args.pages, b, length, count, args.rows);
+    report(op, args.check_lengths(length, count), args.pages, b, length, count, args.rows);
+    if (args.slots.given()) {
+      require_slots(op, args, b, length, count);
+      continue;
+    }
     if (!args.in_tables(length, count)) {
       fail(op, b, "lengths + counts", "be at most the " + std::to_string(args.positions) + " positions of the tables", length + count,
            "Make longer tables.");

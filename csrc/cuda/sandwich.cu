@@ -81,15 +81,17 @@ __global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_co
   const int64_t b = blockIdx.z, row = blockIdx.x;
   const int64_t length = args.lengths.load(b), count = args.count(b);
   // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
-  if (check_extent(args.pages, length, count, args.rows) != Fault::none || !args.in_tables(length, count)) return;
+  if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count))) return;
   bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) fine = fine && args.pages.holds(args.pages.locate(b, length + i));
+  for (int64_t i = threadIdx.x; i < args.rows; i += kThreads) fine = fine && args.row_fits(b, i, length, count);
   if (!__syncthreads_and(fine)) return;
+  const int64_t slot = args.slot(b, row);
+  if (slot < 0) return;
 
   const int64_t half = args.head_dim / 2, apart = args.interleaved ? 1 : half;
   const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeadsPerBlock;
   const int64_t heads = args.all_heads() - first_head < kHeadsPerBlock ? args.all_heads() - first_head : kHeadsPerBlock;
-  const float *cos = args.cos + args.table_row(length, row), *sin = args.sin + args.table_row(length, row);
+  const float *cos = args.cos + args.table_row(length, slot), *sin = args.sin + args.table_row(length, slot);
   for (int64_t item = threadIdx.x; item < heads * half; item += kThreads) {
     const int64_t head = first_head + item / half, pair = item % half;
     const int64_t low = args.interleaved ? 2 * pair : pair, high = low + apart;
@@ -108,7 +110,7 @@ __global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_co
       x[high] = second;
     }
     if (head >= args.heads && row < count) {
-      T* to = reinterpret_cast<T*>(args.target(b, length + row, head));
+      T* to = reinterpret_cast<T*>(args.target(b, length + slot, head));
       to[low] = first;
       to[high] = second;
     }

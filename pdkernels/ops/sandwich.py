@@ -101,14 +101,20 @@ def rotate_append_(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     style: str = "interleaved",
+    slots: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Bias and rotary embedding of q and k in place; K and V go behind each sequence's committed rows in the cache.
+    """Bias and rotary embedding of q and k in place; K and V go to the cache, behind each sequence's committed rows or where `slots` say.
 
     Row i of sequence b stands at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
     bias and rounded once; v stays as it is. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
     `kv_commit_`. The other rows are rotated too and stored nowhere; where their position lies behind the tables they take the
     last one of them.
+
+    With `slots` row i stands at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
+    recomputed in place, whether they are neighbours or picked one by one. A row whose slot is -1 is padding: nothing of it is
+    read, changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored
+    there is that of one of them, and which is not said.
 
     Args:
         qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
@@ -118,14 +124,15 @@ def rotate_append_(
             first of each pair (as `pdkernels.models.rope.rope_tables` has it).
         k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
             dtype of `qkv`. Not the memory of `qkv`.
-        lengths: ``(B,)`` int32 or int64, committed rows of each sequence.
+        lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, where those count from.
         counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
         block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
         style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
+        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may lie anywhere.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts or pages out of range, or ``lengths + counts`` behind the tables
+        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts behind the tables
             (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
@@ -150,7 +157,7 @@ def rotate_append_(
     if style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
     _refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
-    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved")
+    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
     call(rotate_append_op, arguments, qkv, backend)
 
 
@@ -216,12 +223,13 @@ def _check_rotate_append(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     interleaved: bool = True,
+    slots: Tensor | None = None,
 ) -> None:
     op = "rotate_append_"
     check_floats(op, "qkv", qkv)
     if qkv.dim() != 4:
         fail(op, "qkv", "have shape (B, R, heads + 2 * kv_heads, D)", tuple(qkv.shape))
-    batch, _, all_heads, head_dim = qkv.shape
+    batch, rows, all_heads, head_dim = qkv.shape
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_floats(op, name, tensor, like=qkv)
         if tensor.dim() != 4 or tensor.shape[3] != head_dim:
@@ -262,6 +270,8 @@ def _check_rotate_append(
         check_index(op, "counts", counts, (batch,), qkv.device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (batch, None), qkv.device)
+    if slots is not None:
+        check_index(op, "slots", slots, (batch, rows), qkv.device)
 
 
 def _fake_rotate_append(
@@ -275,16 +285,17 @@ def _fake_rotate_append(
     counts: Tensor | None = None,
     block_table: Tensor | None = None,
     interleaved: bool = True,
+    slots: Tensor | None = None,
 ) -> None:
-    _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved)
+    _check_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots)
     refuse_float64("rotate_append_", "qkv", qkv)
     refuse_float64("rotate_append_", "cos", cos)
 
 
 def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:
     # The schema's defaults arrive only where a caller gives them.
-    *tensors, interleaved = arguments if len(arguments) == 10 else (*arguments, True)
-    reference.rotate_append_(*tensors, style="interleaved" if interleaved else "half")
+    interleaved, slots = [*arguments[9:], *(True, None)[len(arguments[9:]) :]]
+    reference.rotate_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
 
 
 add_rms_norm_op = define(
@@ -298,7 +309,7 @@ silu_gate_op = define(
 )
 rotate_append_op = define(
     "rotate_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
-    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True) -> ()",
+    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True, Tensor? slots=None) -> ()",
     fake=_fake_rotate_append,
     reference=_reference_rotate_append,
     reference_check=_check_rotate_append,

@@ -85,8 +85,8 @@ class Simulated:
     def silu_gate(self, x) -> Tensor:
         return self.ops.silu_gate(x)
 
-    def rotate_append_(self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved") -> None:
-        self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved")
+    def rotate_append_(self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved", slots=None) -> None:
+        self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved", slots)
 
     def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))

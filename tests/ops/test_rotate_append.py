@@ -39,6 +39,7 @@ class Case:
     block_table: Tensor | None
     style: str
     capacity: int
+    slots: Tensor | None
 
     def moved(self, device: torch.device) -> Case:
         tensors = {name: copy_of(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
@@ -49,8 +50,14 @@ class Case:
         return replace(self, **floats)
 
     def run(self, call) -> Case:
-        call(self.qkv, self.bias, self.cos, self.sin, self.k, self.v, self.lengths, counts=self.counts, block_table=self.block_table, style=self.style)
+        call(self.qkv, self.bias, self.cos, self.sin, self.k, self.v, self.lengths, counts=self.counts, block_table=self.block_table, style=self.style, slots=self.slots)
         return self
+
+    def where(self) -> tuple[Tensor, Tensor]:
+        """The slot of every row, and whether it is stored."""
+        rows = torch.arange(self.qkv.shape[1]).expand(self.qkv.shape[:2])
+        slots = rows if self.slots is None else self.slots.cpu()
+        return slots, (slots >= 0) & (True if self.counts is None else rows < self.counts.cpu()[:, None])
 
     @property
     def turned(self) -> Tensor:
@@ -68,23 +75,32 @@ def finite(t: Tensor, seed: int) -> Tensor:
 def make_case(
     seed: int, *, batch: int = 2, rows: int = 5, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float32,
     style: str = "interleaved", page_size: int | None = None, capacity: int = 16, pad: int = 0, bias: bool = True, counts: bool = True,
-    index_dtype: torch.dtype = torch.int64, positions: int | None = None,
+    index_dtype: torch.dtype = torch.int64, positions: int | None = None, slots: bool = False,
 ) -> Case:  # fmt: skip
     rng = random.Random(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
     capacity = per_sequence * page_size if page_size else capacity
-    pages, slots = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
+    pages, places = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
     qkv = finite(storage((batch, rows, heads + 2 * kv_heads, head_dim), dtype, (0, 1, 2, 3), pad, seed), seed)
-    k, v = (storage((pages, slots, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt) for salt in (1, 2))
+    k, v = (storage((pages, places, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt) for salt in (1, 2))
     table = rope_tables(positions or capacity + rows, head_dim, theta=100.0, style=style)
-    lengths = [rng.randint(0, capacity) if counts else rng.randint(0, capacity - rows) for _ in range(batch)]
-    numbers = [rng.randint(0, min(rows, capacity - n)) for n in lengths]
+    lengths = [rng.randint(0, capacity) if counts or slots else rng.randint(0, capacity - rows) for _ in range(batch)]
+    numbers = [rng.randint(0, rows if slots else min(rows, capacity - n)) for n in lengths]
+    picked = [pick_slots(rng, rows, n if counts else rows, capacity - length) for n, length in zip(numbers, lengths)]
     ids = rng.sample(range(pages), batch * per_sequence) if page_size else []
     return Case(
         qkv, torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype) if bias else None,
         table.cos, table.sin, k, v, torch.tensor(lengths, dtype=index_dtype), torch.tensor(numbers, dtype=index_dtype) if counts else None,
         torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None, style, capacity,
+        torch.tensor(picked, dtype=index_dtype).view(batch, rows) if slots else None,
     )  # fmt: skip
+
+
+def pick_slots(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
+    """Places of rows that count, each once, padding among them; rows that do not count may stand anywhere."""
+    free = rng.sample(range(room), min(room, count))
+    picked = [free.pop() if free and rng.random() < 0.8 else -1 for _ in range(count)]
+    return picked + [rng.choice([-1, 0, room, 2**31 - 1]) for _ in range(rows - count)]
 
 
 @st.composite
@@ -96,6 +112,7 @@ def cases(draw: st.DrawFn) -> Case:
         head_dim=draw(st.sampled_from([2, 6, 16, 34, 96])), dtype=draw(st.sampled_from(DTYPES)), style=draw(st.sampled_from(["half", "interleaved"])),
         page_size=draw(st.sampled_from([None, 1, 3, 16])), capacity=draw(st.integers(6, 20)), pad=draw(st.integers(0, 2)),
         bias=draw(st.booleans()), counts=draw(st.booleans()), index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        slots=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -109,7 +126,11 @@ def check(case: Case, actual: Case) -> None:
     # All other bytes of the input are as they were; the cache holds the very bits that the input does now.
     left, was = actual.moved(CPU), case.moved(CPU)
     k, v = left.qkv[:, :, left.turned.shape[2] - left.k.shape[2] : left.turned.shape[2]].clone(), left.qkv[:, :, left.turned.shape[2] :].clone()
-    kv_append_(was.k, was.v, k, v, was.lengths, was.counts, was.block_table)
+    slots, stored = case.where()
+    for i in range(case.qkv.shape[1]):
+        places = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
+        kv_append_(was.k, was.v, k[:, i : i + 1], v[:, i : i + 1], places, stored[:, i].long(), was.block_table)
+    assert torch.equal(left.qkv[slots < 0], was.qkv[slots < 0])
     left.turned.zero_(), was.turned.zero_()
     assert all(torch.equal(a, b) for a, b in zip(left.bytes(), was.bytes()))
 
@@ -173,9 +194,9 @@ def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
     assert all(torch.equal(a, b) for a, b in zip(together.bytes(), again.bytes()))
     for b in range(len(case.lengths)):
         alone = case.moved(impl.device)
-        part = [None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table)]
+        part = [None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table, alone.slots)]
         pages = slice(None) if case.block_table is not None else slice(b, b + 1)
-        impl.rotate_append_(alone.qkv[b : b + 1], alone.bias, alone.cos, alone.sin, alone.k[pages], alone.v[pages], part[0], counts=part[1], block_table=part[2], style=case.style)
+        impl.rotate_append_(alone.qkv[b : b + 1], alone.bias, alone.cos, alone.sin, alone.k[pages], alone.v[pages], part[0], counts=part[1], block_table=part[2], style=case.style, slots=part[3])
         assert torch.equal(alone.qkv[b], together.qkv[b])
 
 
@@ -202,11 +223,12 @@ def test_threads_share_the_work(threads: int) -> None:
 @pytest.mark.parametrize("style", ["half", "interleaved"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) -> None:
-    case = make_case(17, rows=6, head_dim=34, dtype=dtype, style=style, page_size=3)
-    actual = case.moved(CPU)
-    tensors = (actual.qkv, actual.bias, actual.cos, actual.sin, actual.k, actual.v, actual.lengths, actual.counts, actual.block_table)
-    level_ops.rotate_append_(*tensors, style == "interleaved")
-    check(case, actual)
+    for slots in (False, True):
+        case = make_case(17, rows=6, head_dim=34, dtype=dtype, style=style, page_size=3, slots=slots)
+        actual = case.moved(CPU)
+        tensors = (actual.qkv, actual.bias, actual.cos, actual.sin, actual.k, actual.v, actual.lengths, actual.counts, actual.block_table)
+        level_ops.rotate_append_(*tensors, style == "interleaved", actual.slots)
+        check(case, actual)
 
 
 # --- torch integration -------------------------------------------------------------------------------------------------
@@ -216,30 +238,32 @@ def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("optional", [True, False])
 def test_opcheck(page_size: int | None, optional: bool) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
-        c = make_case(19, page_size=page_size, bias=optional, counts=optional).moved(torch.device(device))
-        call = (c.qkv, c.bias, c.cos, c.sin, c.k, c.v, c.lengths, c.counts, c.block_table, optional)
+        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional).moved(torch.device(device))
+        call = (c.qkv, c.bias, c.cos, c.sin, c.k, c.v, c.lengths, c.counts, c.block_table, optional, c.slots)
         torch.library.opcheck(torch.ops.pdkernels.rotate_append_.default, call)
 
 
-def test_fullgraph_without_recompiles() -> None:
+@pytest.mark.parametrize("slots", [False, True])
+def test_fullgraph_without_recompiles(slots: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(qkv, bias, cos, sin, k, v, lengths, counts):
-        pd.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts=counts)
+    def step(qkv, bias, cos, sin, k, v, lengths, counts, slots):
+        pd.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts=counts, slots=slots)
         return qkv + 1
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     for seed, rows in enumerate([3, 5, 7, 4]):
-        case = make_case(seed, rows=rows, capacity=20)
+        case = make_case(seed, rows=rows, capacity=20, slots=slots)
         expected = case.moved(CPU).run(pd.rotate_append_)
-        result = compiled(case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts)
+        result = compiled(case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts, case.slots)
         assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes())) and torch.equal(result, case.qkv + 1)
     assert counter.frame_count == 1
 
 
-def test_reference_backend_gives_the_same() -> None:
-    case = make_case(23, page_size=3)
+@pytest.mark.parametrize("slots", [False, True])
+def test_reference_backend_gives_the_same(slots: bool) -> None:
+    case = make_case(23, page_size=3, slots=slots)
     other = case.moved(CPU)
     other.run(lambda *tensors, **options: pd.rotate_append_(*tensors, **options, backend="reference"))
     check(case, other)
@@ -254,6 +278,7 @@ def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
     return t
 
 
+SLOTS = torch.tensor([[-1, 3, -1, -1, 2**40], [0, 4, 2, -1, 99]])
 TABLE = [
     ("length", lambda c: {"lengths": filled(c.lengths, 1, -1)}, ValueError, r"rotate_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds"),
     ("count", lambda c: {"counts": filled(c.counts, 0, 6)}, ValueError, r"counts must be in \[0, 5\], got 6 for sequence 0"),
@@ -279,12 +304,19 @@ TABLE = [
     ("lengths", lambda c: {"lengths": c.lengths[:1]}, ValueError, r"lengths must have shape \(2\), got \(1,\)"),
     ("counts", lambda c: {"counts": c.counts.float()}, TypeError, r"counts must be an int32 or int64 tensor, got torch\.float32"),
     ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
+    ("slots shape", lambda c: {"slots": c.lengths[:, None]}, ValueError, r"slots must have shape \(2, 5\), got \(2, 1\)"),
+    ("slots dtype", lambda c: {"slots": torch.zeros(2, 5)}, TypeError, r"slots must be an int32 or int64 tensor, got torch\.float32"),
+    ("slot below", lambda c: {"slots": filled(SLOTS, (1, 4), -2)}, ValueError, r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots"),
+    ("slot beyond", lambda c: {"slots": filled(SLOTS, (0, 1), 13)}, ValueError, r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0"),
+    ("slot tables", lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]}, ValueError, r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0"),
+    ("slots count", lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)}, ValueError, r"counts must be in \[0, 5\], got 6 for sequence 0"),
     ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
     ("gradient", lambda c: {"bias": c.bias.clone().requires_grad_()}, NotImplementedError, r"bias must not require a gradient"),
 ]  # fmt: skip
 PAGED = [
     ("page", lambda c: {"block_table": filled(c.block_table, (1, 0), -1)}, ValueError, r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages"),
     ("page beyond", lambda c: {"block_table": filled(c.block_table, (0, 1), 99)}, ValueError, r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0"),
+    ("slot page", lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)}, ValueError, r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages"),
     ("table shape", lambda c: {"block_table": c.block_table[:1]}, ValueError, r"block_table must have shape \(2, any\), got \(1, 4\)"),
 ]  # fmt: skip
 
@@ -318,14 +350,15 @@ def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str
 WILD = [-(2**63), -(2**31), -1, 17, 22, 2**31 - 1, 2**62, 2**63 - 1]
 
 
-@given(seed=st.integers(0, 2**31), page_size=st.sampled_from([None, 3]), positions=st.sampled_from([None, 9]))
-@settings(max_examples=300)
-def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int | None, positions: int | None) -> None:
+@given(seed=st.integers(0, 2**31), page_size=st.sampled_from([None, 3]), positions=st.sampled_from([None, 9]), slots=st.booleans())
+@settings(max_examples=400)
+def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int | None, positions: int | None, slots: bool) -> None:
     """The CPU refuses what the reference refuses and writes nothing; CUDA serves the other sequences."""
     rng = random.Random(seed)
-    case = make_case(seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions)
+    case = make_case(seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions, slots=slots)
     for _ in range(rng.randint(0, 2)):
-        rng.choice([case.lengths, case.counts])[rng.randrange(3)] = rng.choice([*WILD, rng.randint(0, 16)])
+        spoiled = rng.choice([case.lengths, case.counts, *([case.slots] if slots else [])])
+        spoiled.view(-1)[rng.randrange(spoiled.numel())] = rng.choice([*WILD, rng.randint(0, 16)])
     if page_size:
         case.block_table.view(-1)[rng.randrange(case.block_table.numel())] = rng.choice([-1, 10**6])
     if impl.raises:
@@ -343,9 +376,9 @@ def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int
     expected = case.moved(CPU)
     for b in range(3):
         pages = slice(None) if page_size else slice(b, b + 1)
-        part = [None if t is None else t[b : b + 1] for t in (expected.lengths, expected.counts, expected.block_table)]
+        part = [None if t is None else t[b : b + 1] for t in (expected.lengths, expected.counts, expected.block_table, expected.slots)]
         try:
-            reference(expected.qkv[b : b + 1], case.bias, case.cos, case.sin, expected.k[pages], expected.v[pages], *part, case.style)
+            reference(expected.qkv[b : b + 1], case.bias, case.cos, case.sin, expected.k[pages], expected.v[pages], *part[:3], case.style, part[3])
         except ValueError:
             assert torch.equal(actual.qkv[b], case.qkv[b])
     assert torch.allclose(actual.qkv, expected.qkv, atol=1e-5)

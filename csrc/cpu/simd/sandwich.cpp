@@ -55,7 +55,8 @@ void rotate_append_of(const RotateAppendArgs& args) {
   const int64_t dim = args.head_dim, heads = args.all_heads(), bytes = dim * static_cast<int64_t>(sizeof(T));
   for_rows(args.batch * args.rows * heads, dim, [&](int64_t item) {
     const int64_t head = item % heads, i = item / heads % args.rows, b = item / heads / args.rows;
-    const int64_t length = args.lengths.load(b);
+    const int64_t length = args.lengths.load(b), slot = args.slot(b, i);
+    if (slot < 0) return;
     T* x = static_cast<T*>(args.qkv) + args.head_offset(b, i, head);
     if (head < args.turned_heads()) {
       float* wide = reinterpret_cast<float*>(thread_scratch(dim * static_cast<int64_t>(sizeof(float))));
@@ -64,7 +65,7 @@ void rotate_append_of(const RotateAppendArgs& args) {
         const T* bias = static_cast<const T*>(args.bias) + head * dim;
         for (int64_t d = 0; d < dim; ++d) wide[d] += to_float(bias[d]);
       }
-      const int64_t at = args.table_row(length, i);
+      const int64_t at = args.table_row(length, slot);
       if (args.interleaved) {
         turn<2>(wide, wide + 1, args.cos + at, args.sin + at, 1, dim / 2);
       } else {
@@ -72,7 +73,7 @@ void rotate_append_of(const RotateAppendArgs& args) {
       }
       from_floats(wide, x, dim);
     }
-    if (head >= args.heads && i < args.count(b)) __builtin_memcpy(args.target(b, length + i, head), x, bytes);
+    if (head >= args.heads && i < args.count(b)) __builtin_memcpy(args.target(b, length + slot, head), x, bytes);
   });
 }
 

@@ -45,18 +45,32 @@ struct RotateAppendArgs {
   PageMap pages;
   IndexView lengths;
   IndexView counts;  // not given: rows
+  IndexView slots;   // (batch, rows), not given: a row's number
   int64_t batch, rows, heads, kv_heads, head_dim, positions;
   bool interleaved;
 
   PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
   PDK_HD int64_t turned_heads() const { return heads + kv_heads; }
   PDK_HD int64_t all_heads() const { return heads + 2 * kv_heads; }
-  // Every row that counts has its own place in the tables. The extent must have been checked before.
-  PDK_HD bool in_tables(int64_t length, int64_t count) const { return length + count <= positions; }
+  // How far behind lengths[b] a row stands; -1: padding, of which nothing is read or written.
+  PDK_HD int64_t slot(int64_t b, int64_t row) const { return slots.given() ? slots.load(b, row) : row; }
+  // Where slots say which places are written, only they can lie outside of the cache.
+  PDK_HD Fault check_lengths(int64_t length, int64_t count) const {
+    const Fault fault = check_extent(pages, length, count, rows);
+    return fault == Fault::room && slots.given() ? Fault::none : fault;
+  }
+  // The first `count` places from `length` on have rows in the tables. The length must have been checked before.
+  PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }
+  PDK_HD bool in_cache(int64_t length, int64_t slot) const { return slot < pages.capacity() - length; }
+  // Whether a row may stand where its slot says; that of a row that does not count may lie anywhere behind `length`.
+  PDK_HD bool row_fits(int64_t b, int64_t row, int64_t length, int64_t count) const {
+    const int64_t at = slot(b, row);
+    if (at < 0 || row >= count) return at >= -1;
+    return in_cache(length, at) && in_tables(length, at + 1) && pages.holds(pages.locate(b, length + at));
+  }
   // Rows that do not count may stand behind the tables: they take the last place.
-  PDK_HD int64_t table_row(int64_t length, int64_t row) const {
-    const int64_t position = length + row;
-    return (position < positions ? position : positions - 1) * head_dim;
+  PDK_HD int64_t table_row(int64_t length, int64_t slot) const {
+    return (slot < positions - length ? length + slot : positions - 1) * head_dim;
   }
   PDK_HD int64_t head_offset(int64_t b, int64_t row, int64_t head) const {
     return b * batch_stride + row * row_stride + head * head_stride;
