@@ -137,7 +137,7 @@ def rotate_append_(
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic; a row's result does not depend on other rows.
+    Deterministic where slots differ; a row's result does not depend on other rows.
 
     Source: Su et al., "RoFormer", equation 34; the learned bias of Geiping et al., section 3.2.
 
