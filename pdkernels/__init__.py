@@ -11,8 +11,10 @@ from pdkernels.ops import (
     DraftVerdict,
     LogitDrift,
     RecurrenceExit,
+    add_cached_rows_,
     add_rms_norm,
     block_sparse_attention,
+    gather_rows,
     kv_append_,
     kv_commit_,
     kv_trim_,
@@ -23,6 +25,7 @@ from pdkernels.ops import (
     rotate_append_,
     silu_gate,
     speculative_attention,
+    value_drift_select_,
     verify_draft,
 )
 
@@ -31,10 +34,12 @@ __all__ = [
     "LogitDrift",
     "RecurrenceExit",
     "__version__",
+    "add_cached_rows_",
     "add_rms_norm",
     "block_sparse_attention",
     "cache",
     "decoding",
+    "gather_rows",
     "has_native",
     "kv_append_",
     "kv_commit_",
@@ -51,5 +56,6 @@ __all__ = [
     "show_config",
     "silu_gate",
     "speculative_attention",
+    "value_drift_select_",
     "verify_draft",
 ]

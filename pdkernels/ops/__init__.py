@@ -1,6 +1,7 @@
 """Tensor ops, one file a family."""
 
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
@@ -12,8 +13,10 @@ __all__ = [
     "DraftVerdict",
     "LogitDrift",
     "RecurrenceExit",
+    "add_cached_rows_",
     "add_rms_norm",
     "block_sparse_attention",
+    "gather_rows",
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
@@ -24,5 +27,6 @@ __all__ = [
     "rotate_append_",
     "silu_gate",
     "speculative_attention",
+    "value_drift_select_",
     "verify_draft",
 ]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check_type, fail, message
+from pdkernels.backends import Backend
 
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,3 +27,13 @@ def refuse_float64(op: str, argument: str, tensor: Tensor) -> None:
     if tensor.dtype == torch.float64:
         remedy = "Pass backend='reference', which computes in float64."
         raise TypeError(message(op, argument, "be float32, float16 or bfloat16 for the kernels", tensor.dtype, remedy))
+
+
+def refuse_gradients(op: str, backend: Backend, **tensors: Tensor | None) -> None:
+    """Without a gradient of its own an op would cut the graph in silence."""
+    if not torch.is_grad_enabled() or backend == "reference":
+        return
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
+            raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))

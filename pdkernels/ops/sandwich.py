@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail, message
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64
+from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
 from pdkernels.ops._library import call, define
 from pdkernels.reference import sandwich as reference
 
@@ -58,7 +58,7 @@ def add_rms_norm(
         >>> y, following
         (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 2.2627]]))
     """
-    _refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
+    refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
     y, following = call(add_rms_norm_op, (x, residual, weight, next_weight, eps), x, backend)
     return y, None if next_weight is None else following
 
@@ -85,7 +85,7 @@ def silu_gate(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         >>> pd.silu_gate(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    _refuse_gradients("silu_gate", backend, x=x)
+    refuse_gradients("silu_gate", backend, x=x)
     return call(silu_gate_op, (x,), x, backend)
 
 
@@ -156,19 +156,9 @@ def rotate_append_(
     op = "rotate_append_"
     if style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
-    _refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
+    refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
     arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
     call(rotate_append_op, arguments, qkv, backend)
-
-
-def _refuse_gradients(op: str, backend: Backend, **tensors: Tensor | None) -> None:
-    """Without a gradient of its own an op would cut the graph in silence."""
-    if not torch.is_grad_enabled() or backend == "reference":
-        return
-    for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
-            raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
 
 
 def _check_add_rms_norm(

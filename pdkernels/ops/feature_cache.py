@@ -1,0 +1,238 @@
+"""Steps that recompute only the rows that changed: pick them by the drift of their values, gather them, put results back.
+
+A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_index, check_type, fail
+from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
+from pdkernels.ops._library import call, define
+from pdkernels.reference import feature_cache as reference
+
+SELECT, GATHER, ADD = "value_drift_select_", "gather_rows", "add_cached_rows_"
+
+
+def value_drift_select_(
+    v: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    *,
+    count: int,
+    wanted: Tensor | None = None,
+    counts: Tensor | None = None,
+    update: str = "all",
+    block_table: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Which rows have values least like those in the cache: the ones worth computing anew. Updates the cached values too.
+
+    Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
+    ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. Chosen are the rows of lowest similarity, of equal ones
+    the lower number. A similarity that is no number counts as lowest: NaN or infinity among the values, or squares whose sum
+    is more than float32 can hold.
+
+    Args:
+        v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
+        v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
+            of `v`. Not the memory of `v`.
+        starts: ``(B,)`` int32 or int64, the slot of row 0.
+        count: how many rows are chosen at most, 0 or more: the width of the result.
+        wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Above `count` it counts as `count`.
+        counts: ``(B,)`` int32 or int64, rows that count; None: all of them. Others are neither chosen nor stored.
+        update: which cached values are replaced by those of `v`: ``"all"`` of the rows that count, the ``"selected"`` ones, or
+            ``"none"``. So the next call compares with the step before (published), or with each row's last recomputation.
+        block_table: ``(B, max_pages)`` int32 or int64; slot ``p`` lives in page ``block_table[b, p // page_size]``.
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
+
+    Returns:
+        ``(B, count)`` int64: row numbers in ascending order, -1 behind them where a sequence has or wants fewer.
+
+    Raises:
+        ValueError: shapes that do not fit; starts, counts, wanted or pages out of range (nothing is written then). On CUDA such
+            a sequence gets -1 and its cache is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a sequence's result does not depend on other sequences.
+
+    Source: the V-verify step of Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
+    with similarities in float32 and ties defined.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
+        >>> v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]])    # as before, turned by 90 and by 45 degrees
+        >>> pd.value_drift_select_(v, cached, torch.tensor([0]), count=2)
+        tensor([[1, 2]])
+        >>> torch.equal(cached, v)
+        True
+    """
+    refuse_gradients(SELECT, backend, v=v, v_cache=v_cache)
+    return call(value_drift_select_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend)
+
+
+def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Rows of each sequence by number: ``out[b, j] = x[b, index[b, j]]``, zeros where the number is -1.
+
+    Args:
+        x: ``(B, G, ...)``, any dtype. Rows may lie apart; one that is not contiguous in itself is copied first.
+        index: ``(B, r)`` int32 or int64, in ``[-1, G)``, any order.
+        backend: see `pdkernels.show_config`. Gradients flow through the reference.
+
+    Returns:
+        ``(B, r, ...)``, contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: shapes that do not fit; a number out of range. On CUDA it gives zeros, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: `index` of another dtype.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> pd.gather_rows(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[1, -1]]))
+        tensor([[[3, 4],
+                 [0, 0]]])
+    """
+    refuse_gradients(GATHER, backend, x=x)
+    return call(gather_rows_op, (x, index), x, backend)
+
+
+def add_cached_rows_(
+    x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None, *, backend: Backend = "auto"
+) -> Tensor:
+    """``x + cached``, after ``cached[b, index[b, j]] = rows[b, j]`` in place: a residual add fused with the scatter before it.
+
+    Args:
+        x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        cached: like `x`, what a sublayer gave for each row when it last ran; last dimension contiguous. Not the memory of `x`.
+        rows: ``(B, r, E)``, dtype of `x`, what it gives now for some rows; None: nothing is replaced.
+        index: ``(B, r)`` int32 or int64, which rows those are: ascending, with -1 behind them, as `value_drift_select_` gives it.
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
+
+    Returns:
+        ``(B, G, E)``, contiguous, dtype of `x`; sums are rounded once.
+
+    Raises:
+        ValueError: shapes that do not fit; indices out of range or not ascending (nothing is written then). On CUDA the cached
+            rows of such a sequence stay as they were and are added, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; equal bit for bit to PyTorch's scatter and sum.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> cached = torch.tensor([[[1.0], [2.0]]])
+        >>> pd.add_cached_rows_(torch.tensor([[[10.0], [20.0]]]), cached, torch.tensor([[[5.0]]]), torch.tensor([[1]]))
+        tensor([[[11.],
+                 [25.]]])
+        >>> cached[0, :, 0]
+        tensor([1., 5.])
+    """
+    refuse_gradients(ADD, backend, x=x, cached=cached, rows=rows)
+    return call(add_cached_rows_op, (x, cached, rows, index), x, backend)
+
+
+def _check_select(
+    v: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    count: int,
+    wanted: Tensor | None = None,
+    counts: Tensor | None = None,
+    update: str = "all",
+    block_table: Tensor | None = None,
+) -> None:
+    check_floats(SELECT, "v", v)
+    if v.dim() != 4:
+        fail(SELECT, "v", "have shape (B, G, kv_heads, D)", tuple(v.shape))
+    check_floats(SELECT, "v_cache", v_cache, like=v)
+    if v_cache.dim() != 4 or v_cache.shape[2:] != v.shape[2:]:
+        fail(SELECT, "v_cache", f"have shape (B or pages, slots, {v.shape[2]}, {v.shape[3]})", tuple(v_cache.shape))
+    for name, tensor in (("v", v), ("v_cache", v_cache)):
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            fail(SELECT, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+    batch = v.shape[0]
+    if block_table is None and v_cache.shape[0] != batch:
+        fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
+    if block_table is not None and v_cache.shape[1] < 1:
+        fail(SELECT, "v_cache", "have a page size of at least 1", 0)
+    check_type(isinstance(count, (int, torch.SymInt)), SELECT, "count", "be an int", type(count).__name__)
+    if count < 0:
+        fail(SELECT, "count", "be at least 0", count)
+    if update not in reference.UPDATES:
+        fail(SELECT, "update", f"be one of {', '.join(reference.UPDATES)}", repr(update))
+    for name, tensor in (("starts", starts), ("wanted", wanted), ("counts", counts)):
+        if tensor is not None or name == "starts":
+            check_index(SELECT, name, tensor, (batch,), v.device)
+    if block_table is not None:
+        check_index(SELECT, "block_table", block_table, (batch, None), v.device)
+
+
+def _fake_select(
+    v: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    count: int,
+    wanted: Tensor | None = None,
+    counts: Tensor | None = None,
+    update: str = "all",
+    block_table: Tensor | None = None,
+) -> Tensor:
+    _check_select(v, v_cache, starts, count, wanted, counts, update, block_table)
+    refuse_float64(SELECT, "v", v)
+    return v.new_empty((v.shape[0], count), dtype=torch.int64)
+
+
+def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
+    check_type(isinstance(x, Tensor), GATHER, "x", "be a tensor", type(x).__name__)
+    if x.dim() < 2:
+        fail(GATHER, "x", "have shape (B, G, ...)", tuple(x.shape))
+    check_index(GATHER, "index", index, (x.shape[0], None), x.device)
+    return x.new_empty((x.shape[0], index.shape[1], *x.shape[2:]))
+
+
+def _check_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> None:
+    check_floats(ADD, "x", x)
+    if x.dim() != 3:
+        fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
+    check_floats(ADD, "cached", cached, like=x)
+    if cached.shape != x.shape:
+        fail(ADD, "cached", f"have shape {tuple(x.shape)} like x", tuple(cached.shape))
+    if cached.shape[2] > 1 and cached.stride(2) != 1:
+        fail(ADD, "cached", "have a contiguous last dimension", f"strides {cached.stride()}")
+    if (rows is None) != (index is None):
+        fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
+    if rows is not None:
+        check_floats(ADD, "rows", rows, like=x)
+        check_index(ADD, "index", index, (x.shape[0], None), x.device)
+        if rows.dim() != 3 or rows.shape[:2] != index.shape or rows.shape[2] != x.shape[2]:
+            wanted = (*index.shape, x.shape[2])
+            fail(ADD, "rows", f"have shape {tuple(wanted)}, a row for each index", tuple(rows.shape))
+
+
+def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+    _check_add(x, cached, rows, index)
+    refuse_float64(ADD, "x", x)
+    return x.new_empty(x.shape)
+
+
+value_drift_select_op = define(
+    "value_drift_select_(Tensor v, Tensor(a!) v_cache, Tensor starts, int count, Tensor? wanted=None, Tensor? counts=None, "
+    'str update="all", Tensor? block_table=None) -> Tensor',
+    fake=_fake_select,
+    reference=reference.value_drift_select_,
+    reference_check=_check_select,
+)
+gather_rows_op = define("gather_rows(Tensor x, Tensor index) -> Tensor", fake=_fake_gather, reference=reference.gather_rows)
+add_cached_rows_op = define(
+    "add_cached_rows_(Tensor x, Tensor(a!) cached, Tensor? rows=None, Tensor? index=None) -> Tensor",
+    fake=_fake_add,
+    reference=reference.add_cached_rows_,
+    reference_check=_check_add,
+)

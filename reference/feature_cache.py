@@ -1,0 +1,103 @@
+"""Steps that recompute only the rows that changed, as plain PyTorch: pick them by the drift of their values, read and write them.
+
+Source: Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3 (V-verify), in the
+order of operations of the published code. Similarities are computed in float32 at least, not in the model's dtype: bfloat16 has
+so few of them around 1 that a choice by it is little better than chance.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .kv_cache import _fail, _Places
+
+UPDATES = ("all", "selected", "none")
+
+
+def value_drift_select_(
+    v: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    count: int,
+    wanted: Tensor | None = None,
+    counts: Tensor | None = None,
+    update: str = "all",
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """The rows of `v` least like what the cache holds in their place, by cosine; shapes as in ``pdkernels.value_drift_select_``.
+
+    >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
+    >>> value_drift_select_(torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]]), cached, torch.tensor([0]), 2)
+    tensor([[1, 2]])
+    """
+    op = "value_drift_select_"
+    batch, rows = v.shape[:2]
+    places = _Places(op, v_cache, block_table)
+    targets, limits = [], []
+    for b, start in enumerate(starts.tolist()):
+        number = rows if counts is None else int(counts[b])
+        limit = count if wanted is None else int(wanted[b])
+        places.check(b, start, number, rows)
+        if limit < 0:
+            _fail(op, "wanted", "be at least 0", limit, b)
+        targets.append([places(b, start + i) for i in range(number)])
+        limits.append(min(limit, count))
+
+    index = torch.full((batch, count), -1, device=v.device)
+    for b, slots in enumerate(targets):
+        if not slots:
+            continue
+        similarity = _cosine(v[b, : len(slots)], torch.stack([v_cache[slot] for slot in slots]))
+        order = similarity.nan_to_num(nan=-torch.inf).sort(stable=True).indices
+        chosen = order[: limits[b]].sort().values
+        index[b, : len(chosen)] = chosen
+        for i in range(len(slots)) if update == "all" else chosen.tolist() if update == "selected" else ():
+            v_cache[slots[i]] = v[b, i]
+    return index
+
+
+def _cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Of each row, in float32 or float64; NaN where squares are no finite numbers."""
+    a, b = (t.to(torch.promote_types(t.dtype, torch.float32)).flatten(1) for t in (a, b))
+    lengths = a.square().sum(-1).sqrt() * b.square().sum(-1).sqrt()
+    return torch.where(lengths.isfinite(), (a * b).sum(-1) / lengths.clamp(min=1e-8), torch.nan)
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """``x[b, index[b, j]]``, and zeros for an index of -1.
+
+    >>> gather_rows(torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[1, -1]]))
+    tensor([[[3, 4],
+             [0, 0]]])
+    """
+    _check_index("gather_rows", x, index)
+    rows = torch.arange(x.shape[0], device=x.device)[:, None]
+    gathered = x[rows, index.clamp(min=0)] if x.shape[1] else x.new_zeros(*index.shape, *x.shape[2:])
+    return torch.where((index < 0).view(*index.shape, *[1] * (x.dim() - 2)), gathered.new_zeros(()), gathered)
+
+
+def add_cached_rows_(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> Tensor:
+    """``x + cached`` after ``cached[b, index[b, j]] = rows[b, j]``, -1 skipped.
+
+    >>> cached = torch.tensor([[[1.0], [2.0]]])
+    >>> add_cached_rows_(torch.tensor([[[10.0], [20.0]]]), cached, torch.tensor([[[5.0]]]), torch.tensor([[1]]))
+    tensor([[[11.],
+             [25.]]])
+    """
+    if index is not None:
+        _check_index("add_cached_rows_", x, index)
+        for b, numbers in enumerate(index.tolist()):
+            for number, following in zip(numbers, numbers[1:]):
+                if following >= 0 and not 0 <= number < following:
+                    _fail("add_cached_rows_", "index", "ascend, with -1 at the end", following, b)
+        for b, j in (index >= 0).nonzero().tolist():
+            cached[b, index[b, j]] = rows[b, j]
+    return x + cached
+
+
+def _check_index(op: str, x: Tensor, index: Tensor) -> None:
+    for b, numbers in enumerate(index.tolist()):
+        for number in numbers:
+            if not -1 <= number < x.shape[1]:
+                _fail(op, "index", f"be in [-1, {x.shape[1] - 1}]", number, b)
