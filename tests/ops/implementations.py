@@ -40,6 +40,7 @@ class Public:
         self.recurrence_advance_ = pd.recurrence_advance_
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
         self.logit_drift = pd.logit_drift
+        self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = pd.value_drift_select_, pd.gather_rows, pd.add_cached_rows_
 
 
 class Simulated:
@@ -90,6 +91,15 @@ class Simulated:
 
     def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
+
+    def value_drift_select_(self, v, v_cache, starts, *, count, wanted=None, counts=None, update="all", block_table=None) -> Tensor:
+        return self.ops.value_drift_select_(v, v_cache, starts, count, wanted, counts, update, block_table)
+
+    def gather_rows(self, x, index) -> Tensor:
+        return self.ops.gather_rows(x, index)
+
+    def add_cached_rows_(self, x, cached, rows=None, index=None) -> Tensor:
+        return self.ops.add_cached_rows_(x, cached, rows, index)
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""
