@@ -266,6 +266,10 @@ TABLES = {
     "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
+    **{
+        f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)
+        for op in ("value_drift_select_", "add_cached_rows_", "rotate_append_")
+    },
     "recurrence_advance_": recurrence_advance,
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),
