@@ -281,6 +281,10 @@ TABLES = {
     "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
+    **{
+        f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)
+        for op in ("value_drift_select_", "add_cached_rows_", "rotate_append_")
+    },
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),

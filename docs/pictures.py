@@ -263,6 +263,29 @@ def unmask() -> None:
     save(figure, "unmask.png")
 
 
+def feature_cache() -> None:
+    """One layer of a V-verify step: similarities choose rows, only those go through the products, all are added."""
+    figure, axis = canvas(10.5, 5.0, (-3.6, 13.2), (-4.6, 3.6))
+    similarity = [".99", ".61", ".98", ".97", ".42", ".99", ".98", ".88"]
+    chosen = (1, 4)
+    cells(axis, 2.4, [("v", MODEL)] * 8, "fresh values")
+    cells(axis, 1.3, [("v", COMMITTED)] * 8, "cached values")
+    cells(axis, 0.2, [(text, REJECTED if i in chosen else FREE) for i, text in enumerate(similarity)], "cosine")
+    cells(axis, -1.4, [("1", MODEL), ("4", MODEL)], "gather_rows")
+    cells(axis, -4.2, [("4'" if i == 4 else "1'" if i == 1 else str(i), ACCEPTED if i in chosen else COMMITTED) for i in range(8)], "cached output")
+    arrow = {"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
+    for place, row in enumerate(chosen):
+        axis.annotate("", xy=(place + 0.47, -0.58), xytext=(row + 0.47, 0.18), arrowprops=arrow)
+        axis.annotate("", xy=(row + 0.47, -3.38), xytext=(place + 0.47, -2.62), arrowprops={**arrow, "color": ACCEPTED})
+    axis.add_patch(plt.Rectangle((0, -2.6), 5.6, 0.8, facecolor="white", edgecolor="#444444", linewidth=0.8))
+    axis.text(2.8, -2.2, "q and k, attention over all keys, output product", ha="center", va="center", fontsize=9)
+    axis.text(8.3, 1.4, "value_drift_select_: the lowest cosines,\nindex = [1, 4]; fresh values replace\nthe cached ones", fontsize=9, va="center", color="#444444")
+    axis.text(8.3, -1.0, "gather_rows: x at index", fontsize=9, va="center", color="#b8860b")
+    axis.text(8.3, -2.2, "rotate_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache", fontsize=9, va="center", color="#444444")
+    axis.text(8.3, -3.8, "add_cached_rows_: rows 1 and 4 replace\nthe cached ones; x + cached of all rows", fontsize=9, va="center", color=ACCEPTED)
+    save(figure, "feature_cache.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -306,6 +329,7 @@ if __name__ == "__main__":
     verify_draft()
     sandwich()
     logit_drift()
+    feature_cache()
     recurrence()
     unmask()
     recurrent_wave()

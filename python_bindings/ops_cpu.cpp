@@ -10,6 +10,7 @@
 #include "parallel.h"
 #include "simd/kernels.h"
 #include "unpack_attention.h"
+#include "unpack_feature_cache.h"
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
@@ -169,6 +170,19 @@ Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t ma
                     step, steps, pdkernels::cpu::unmask);
 }
 
+Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted, OptionalTensor counts,
+                          std::string update, OptionalTensor block_table) {
+  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table, pdkernels::cpu::value_drift_select);
+}
+
+Tensor gather_rows(Tensor x, Tensor index) {
+  return run_gather_rows(x, index, pdkernels::cpu::gather_rows);
+}
+
+Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTensor index) {
+  return run_add_cached_rows(x, cached, rows, index, pdkernels::cpu::add_cached_rows);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -187,4 +201,7 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
   m.impl("unmask_", TORCH_BOX(&unmask));
+  m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
+  m.impl("gather_rows", TORCH_BOX(&gather_rows));
+  m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
 }

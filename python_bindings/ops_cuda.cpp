@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "unpack.h"
+#include "unpack_feature_cache.h"
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
@@ -143,6 +144,28 @@ Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t ma
                     step, steps, [&](const pdkernels::UnmaskArgs& args) { check(pdkernels::cuda::unmask(args, launch.stream)); });
 }
 
+Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted, OptionalTensor counts,
+                          std::string update, OptionalTensor block_table) {
+  const Launch launch(v);
+  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table, [&](const pdkernels::ValueDriftArgs& args) {
+    check(pdkernels::cuda::value_drift_select(args, launch.stream));
+  });
+}
+
+Tensor gather_rows(Tensor x, Tensor index) {
+  const Launch launch(x);
+  return run_gather_rows(x, index, [&](const pdkernels::GatherRowsArgs& args) {
+    check(pdkernels::cuda::gather_rows(args, launch.stream));
+  });
+}
+
+Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTensor index) {
+  const Launch launch(x);
+  return run_add_cached_rows(x, cached, rows, index, [&](const pdkernels::AddCachedArgs& args) {
+    check(pdkernels::cuda::add_cached_rows(args, launch.stream));
+  });
+}
+
 }  // namespace
 
 // One more expansion, so that the namespace and key given as macros are replaced by their values first.
@@ -161,4 +184,7 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
   m.impl("unmask_", TORCH_BOX(&unmask));
+  m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
+  m.impl("gather_rows", TORCH_BOX(&gather_rows));
+  m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
 }

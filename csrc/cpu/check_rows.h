@@ -9,7 +9,8 @@ inline std::string range(int64_t low, int64_t high) {
   return "be in [" + std::to_string(low) + ", " + std::to_string(high) + "]";
 }
 
-inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b, int64_t length, int64_t count, int64_t max_rows) {
+inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b, int64_t length, int64_t count, int64_t max_rows,
+                   const std::string& lengths = "lengths") {
   const int64_t capacity = pages.capacity();
   switch (fault) {
     case Fault::none:
@@ -17,11 +18,11 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
     case Fault::page:
       return;
     case Fault::length:
-      fail(op, b, "lengths", range(0, capacity), length, "The cache holds " + std::to_string(capacity) + " rows a sequence.");
+      fail(op, b, lengths, range(0, capacity), length, "The cache holds " + std::to_string(capacity) + " rows a sequence.");
     case Fault::count:
       fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
     case Fault::room:
-      fail(op, b, "lengths + counts", "be at most the capacity " + std::to_string(capacity), length + count,
+      fail(op, b, lengths + " + counts", "be at most the capacity " + std::to_string(capacity), length + count,
            "Make the cache larger, reserve more pages, or write fewer rows.");
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
+#include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
@@ -27,5 +28,8 @@ void silu_gate(const SiluGateArgs& args);
 void rotate_append(const RotateAppendArgs& args);
 void logit_drift(const LogitDriftArgs& args);
 void unmask(const UnmaskArgs& args);
+void value_drift_select(const ValueDriftArgs& args);
+void gather_rows(const GatherRowsArgs& args);
+void add_cached_rows(const AddCachedArgs& args);
 
 }  // namespace pdkernels::cpu

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
@@ -24,5 +25,8 @@ cudaError_t silu_gate(const SiluGateArgs& args, cudaStream_t stream);
 cudaError_t rotate_append(const RotateAppendArgs& args, cudaStream_t stream);
 cudaError_t logit_drift(const LogitDriftArgs& args, cudaStream_t stream);
 cudaError_t unmask(const UnmaskArgs& args, cudaStream_t stream);
+cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream);
+cudaError_t gather_rows(const GatherRowsArgs& args, cudaStream_t stream);
+cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream);
 
 }  // namespace pdkernels::cuda

@@ -5,6 +5,7 @@
 // one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
 #include "kernels.h"
 #include "launch.h"
+#include "packs.h"
 
 namespace pdkernels::cuda {
 namespace {
@@ -111,12 +112,10 @@ __global__ void __launch_bounds__(kThreads) kv_trim_kernel(IndexView lengths, In
   if (wanted >= 0 && wanted <= lengths.load(b)) lengths.store(wanted, b);
 }
 
-int64_t low_bit(int64_t value) { return value & -value; }
-
 // The widest vector (16 bytes at most) that every address and every run of the call is a multiple of.
 int64_t vector_bytes(const CacheView& cache, const BufferTable* source, const RowLayout* source_rows,
                      const int64_t* source_batch_stride) {
-  int64_t bits = 16;
+  int64_t bits = 0;
   for (int64_t buffer = 0; buffer < 2 * cache.layers; ++buffer) {
     bits |= reinterpret_cast<int64_t>(cache.buffers.base[buffer]);
     if (source != nullptr) bits |= reinterpret_cast<int64_t>(source->base[buffer]);
@@ -128,7 +127,7 @@ int64_t vector_bytes(const CacheView& cache, const BufferTable* source, const Ro
       bits |= source_rows[side].slot_stride | source_rows[side].head_stride | source_batch_stride[side];
     }
   }
-  return low_bit(bits);
+  return widest_word(bits);
 }
 
 int64_t widest_row(const CacheView& cache) {
@@ -142,25 +141,13 @@ dim3 move_grid(const CacheView& cache, int64_t tile_bytes) {
   return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(cache.batch), static_cast<unsigned>(2 * cache.layers));
 }
 
-// Calls launch with a null pointer of the vector type, so that the kernel's template argument follows the alignment.
-template <class Launch>
-void with_vector(int64_t bytes, const Launch& launch) {
-  switch (bytes) {
-    case 16: return launch(static_cast<int4*>(nullptr));
-    case 8: return launch(static_cast<int2*>(nullptr));
-    case 4: return launch(static_cast<int32_t*>(nullptr));
-    case 2: return launch(static_cast<int16_t*>(nullptr));
-    default: return launch(static_cast<int8_t*>(nullptr));
-  }
-}
-
 }  // namespace
 
 cudaError_t kv_append(const AppendArgs& args, cudaStream_t stream) {
   const CacheView& cache = args.cache;
   if (cache.batch == 0 || cache.layers == 0 || args.max_rows == 0 || widest_row(cache) == 0) return cudaSuccess;
   const int64_t bytes = vector_bytes(cache, &args.source, args.source_rows, args.source_batch_stride);
-  with_vector(bytes, [&](auto* vector) {
+  with_word(bytes, [&](auto* vector) {
     using V = std::remove_pointer_t<decltype(vector)>;
     PDK_LAUNCH(kv_append_kernel<V>, move_grid(cache, kTileBytes), dim3(kThreads), 0, stream, args, kTileBytes);
   });
@@ -177,7 +164,7 @@ cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream) {
     while (bytes * args.max_rows > kStagedBytes) bytes /= 2;
     const int64_t room = kStagedBytes / args.max_rows / bytes * bytes;
     const int64_t tile_bytes = room < kTileBytes ? room : kTileBytes;
-    with_vector(bytes, [&](auto* vector) {
+    with_word(bytes, [&](auto* vector) {
       using V = std::remove_pointer_t<decltype(vector)>;
       PDK_LAUNCH(kv_commit_kernel<V>, move_grid(cache, tile_bytes), dim3(kThreads), tile_bytes * args.max_rows, stream, args,
                  tile_bytes);

@@ -1,4 +1,4 @@
-// Neighbouring elements of a row in one access, where all rows are aligned to 16 bytes.
+// Neighbouring elements of a row in one access, where all rows are aligned to 16 bytes; bytes in words as wide as they allow.
 #pragma once
 
 #include "elements.h"
@@ -18,6 +18,21 @@ struct alignas(sizeof(T) * kSize) Pack {
 template <class T>
 bool in_packs(const RowsView& rows) {
   return (reinterpret_cast<int64_t>(rows.data) | rows.stride * static_cast<int64_t>(sizeof(T))) % 16 == 0;
+}
+
+// The widest word, 16 bytes at most, that addresses, strides and sizes are multiples of: `bits` is all of them, or-ed.
+inline int64_t widest_word(int64_t bits) { return (bits | 16) & -(bits | 16); }
+
+// Calls launch with a null pointer of the word's type, so that the kernel's template argument follows the alignment.
+template <class Launch>
+void with_word(int64_t bytes, const Launch& launch) {
+  switch (bytes) {
+    case 16: return launch(static_cast<int4*>(nullptr));
+    case 8: return launch(static_cast<int2*>(nullptr));
+    case 4: return launch(static_cast<int32_t*>(nullptr));
+    case 2: return launch(static_cast<int16_t*>(nullptr));
+    default: return launch(static_cast<int8_t*>(nullptr));
+  }
 }
 
 }  // namespace pdkernels::cuda

@@ -41,6 +41,7 @@ class Public:
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
         self.logit_drift = pd.logit_drift
         self.unmask_ = pd.unmask_
+        self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = pd.value_drift_select_, pd.gather_rows, pd.add_cached_rows_
 
 
 class Simulated:
@@ -99,6 +100,15 @@ class Simulated:
         (quota, quotas), (need, needs), (step, steps) = (number_or_tensor(value) for value in (quota, need, step))
         rule = (quota, quotas, threshold, need, needs, factor, strict)
         return pd.Unmasked(*self.ops.unmask_(tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps))
+
+    def value_drift_select_(self, v, v_cache, starts, *, count, wanted=None, counts=None, update="all", block_table=None) -> Tensor:
+        return self.ops.value_drift_select_(v, v_cache, starts, count, wanted, counts, update, block_table)
+
+    def gather_rows(self, x, index) -> Tensor:
+        return self.ops.gather_rows(x, index)
+
+    def add_cached_rows_(self, x, cached, rows=None, index=None) -> Tensor:
+        return self.ops.add_cached_rows_(x, cached, rows, index)
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""

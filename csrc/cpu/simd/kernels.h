@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "pdkernels/feature_cache.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
 #include "pdkernels/sandwich.h"
@@ -25,6 +26,8 @@ char* thread_scratch(int64_t bytes);
   void silu_gate(const SiluGateArgs& args);                            \
   void rotate_append(const RotateAppendArgs& args);                    \
   void logit_drift(const LogitDriftArgs& args);                        \
+  void value_drift_select(const ValueDriftArgs& args);                 \
+  void add_cached_rows(const AddCachedArgs& args);                     \
   }
 PDK_DECLARE_SIMD_KERNELS(portable)
 PDK_DECLARE_SIMD_KERNELS(avx2)

@@ -79,13 +79,6 @@ void rotate_append_of(const RotateAppendArgs& args) {
 
 }  // namespace
 
-#define PDK_BY_ELEMENT(kernel, args)                               \
-  switch (args.element) {                                          \
-    case Element::kFloat: return kernel<float>(args);              \
-    case Element::kHalf: return kernel<Half>(args);                \
-    case Element::kBfloat16: return kernel<Bfloat16>(args);        \
-  }
-
 void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, args) }
 void silu_gate(const SiluGateArgs& args) { PDK_BY_ELEMENT(silu_gate_of, args) }
 void rotate_append(const RotateAppendArgs& args) { PDK_BY_ELEMENT(rotate_append_of, args) }

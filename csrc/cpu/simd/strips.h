@@ -116,4 +116,12 @@ void for_rows(int64_t items, int64_t elements_per_item, const Body& body) {
   });
 }
 
+// Runs the template for the element type of its arguments.
+#define PDK_BY_ELEMENT(kernel, args)                               \
+  switch (args.element) {                                          \
+    case Element::kFloat: return kernel<float>(args);              \
+    case Element::kHalf: return kernel<Half>(args);                \
+    case Element::kBfloat16: return kernel<Bfloat16>(args);        \
+  }
+
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,100 @@
+// Steps that recompute only some rows: which values moved most, and residual sums with cached rows. Rows are independent, so
+// threads share them freely.
+#include "kernels.h"
+#include "strips.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+// The three sums of a cosine in one read of both rows.
+template <class T>
+uint32_t key_of(const ValueDriftArgs& args, const char* fresh, const char* cached) {
+  const int64_t dim = args.v_row.head_bytes / static_cast<int64_t>(sizeof(T));
+  Vec of_fresh{}, of_cached{}, dot{};
+  for (int64_t head = 0; head < args.v_row.heads; ++head) {
+    const T* a = reinterpret_cast<const T*>(fresh + head * args.v_row.head_stride);
+    const T* b = reinterpret_cast<const T*>(cached + head * args.cache_row.head_stride);
+    for_vectors(0, dim, [&](int64_t at, auto lanes) {
+      const Vec x = load(a + at, lanes), y = load(b + at, lanes);
+      of_fresh += x * x;
+      of_cached += y * y;
+      dot += x * y;
+    });
+  }
+  return drift_key(sum_of(dot), __builtin_sqrtf(sum_of(of_fresh)) * __builtin_sqrtf(sum_of(of_cached)));
+}
+
+void replace(const ValueDriftArgs& args, const char* fresh, char* cached) {
+  for (int64_t head = 0; head < args.v_row.heads; ++head) {
+    __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride, args.v_row.head_bytes);
+  }
+}
+
+void choose_rows(const ValueDriftArgs& args, int64_t b) {
+  const int64_t count = args.count(b), n = args.chosen(b, count);
+  const uint32_t* keys = args.keys + b * args.rows;
+  int64_t *to = args.index + b * args.most, *const end = to + args.most;
+  if (n > 0) {
+    Cut cut = lowest(n, [&](uint32_t key) {
+      int32_t smaller = 0;
+      for (int64_t i = 0; i < count; ++i) smaller += keys[i] < key;
+      return smaller;
+    });
+    for (int64_t i = 0; i < count; ++i) {
+      if (keys[i] < cut.key || (keys[i] == cut.key && cut.ties-- > 0)) *to++ = i;
+    }
+  }
+  while (to < end) *to++ = -1;
+}
+
+template <class T>
+void value_drift_select_of(const ValueDriftArgs& args) {
+  const int64_t width = args.v_row.row_bytes() / static_cast<int64_t>(sizeof(T));
+  for_rows(args.batch * args.rows, width, [&](int64_t item) {
+    const int64_t b = item / args.rows, i = item % args.rows;
+    if (i >= args.count(b)) return;
+    const char* fresh = args.fresh(b, i);
+    char* cached = args.cached(b, args.starts.load(b) + i);
+    args.keys[item] = key_of<T>(args, fresh, cached);
+    if (args.update == Update::kAll) replace(args, fresh, cached);
+  });
+  for_rows(args.batch, 32 * args.rows, [&](int64_t b) { choose_rows(args, b); });
+  if (args.update != Update::kSelected) return;
+  for_rows(args.batch * args.most, width, [&](int64_t item) {
+    const int64_t b = item / args.most, i = args.index[item];
+    if (i >= 0) replace(args, args.fresh(b, i), args.cached(b, args.starts.load(b) + i));
+  });
+}
+
+// The number of the fresh row that replaces row i, or -1: a search among ascending indices, -1 at their end.
+int64_t replacement(const AddCachedArgs& args, int64_t b, int64_t i) {
+  int64_t low = 0, high = args.replaced;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2, at = args.index.load(b, middle);
+    if (at >= 0 && at < i) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low < args.replaced && args.index.load(b, low) == i ? low : -1;
+}
+
+template <class T>
+void add_cached_rows_of(const AddCachedArgs& args) {
+  for_rows(args.batch * args.rows, args.width, [&](int64_t item) {
+    const int64_t b = item / args.rows, i = item % args.rows, j = replacement(args, b, i);
+    T* cached = args.cached.row<T>(b, i);
+    if (j >= 0) __builtin_memcpy(cached, args.fresh.row<const T>(b, j), args.width * sizeof(T));
+    const T* x = args.x.row<const T>(b, i);
+    T* out = static_cast<T*>(args.out) + item * args.width;
+    for_vectors(0, args.width, [&](int64_t at, auto lanes) { store(out + at, load(x + at, lanes) + load(cached + at, lanes), lanes); });
+  });
+}
+
+}  // namespace
+
+void value_drift_select(const ValueDriftArgs& args) { PDK_BY_ELEMENT(value_drift_select_of, args) }
+void add_cached_rows(const AddCachedArgs& args) { PDK_BY_ELEMENT(add_cached_rows_of, args) }
+
+}  // namespace pdkernels::cpu::PDK_ISA

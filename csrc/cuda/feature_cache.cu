@@ -1,0 +1,196 @@
+// Steps that recompute only some rows, on CUDA. Everything is bytes and launches: rows are read once, in packs of 16 bytes where
+// they are aligned, and the choice among a sequence's rows stays on the device.
+#include "kernels.h"
+#include "launch.h"
+#include "packs.h"
+
+namespace pdkernels::cuda {
+namespace {
+
+constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
+constexpr int kChoiceThreads = 512;
+
+// Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
+__device__ bool sequence_fits(const ValueDriftArgs& args, int64_t b) {
+  const int64_t start = args.starts.load(b), count = args.count(b);
+  if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;
+  bool fine = true;
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) fine = fine && args.pages.holds(args.pages.locate(b, start + i));
+  return __syncthreads_and(fine);
+}
+
+// A block a row: the sums of its cosine, and its values into the cache if all are replaced.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kRowThreads) drift_key_kernel(const __grid_constant__ ValueDriftArgs args) {
+  using Elements = Pack<T, kSize>;
+  __shared__ float room[kRowThreads / 32];
+  const int64_t b = blockIdx.y, row = blockIdx.x;
+  if (!sequence_fits(args, b) || row >= args.count(b)) return;
+  const char* fresh = args.fresh(b, row);
+  char* cached = args.cached(b, args.starts.load(b) + row);
+  float of_fresh = 0, of_cached = 0, dot = 0;
+  for (int64_t at = threadIdx.x * sizeof(Elements); at < args.v_row.row_bytes(); at += kRowThreads * sizeof(Elements)) {
+    const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
+    Elements* place = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
+    const Elements y = *place;
+    for (int j = 0; j < kSize; ++j) {
+      const float p = to_float(x.at[j]), q = to_float(y.at[j]);
+      of_fresh += p * p;
+      of_cached += q * q;
+      dot += p * q;
+    }
+    if (args.update == Update::kAll) *place = x;
+  }
+  of_fresh = block_sum<kRowThreads>(of_fresh, room);
+  of_cached = block_sum<kRowThreads>(of_cached, room);
+  dot = block_sum<kRowThreads>(dot, room);
+  if (threadIdx.x == 0) args.keys[b * args.rows + row] = drift_key(dot, sqrtf(of_fresh) * sqrtf(of_cached));
+}
+
+// A block a sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in their order.
+__global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ ValueDriftArgs args) {
+  constexpr int kWarps = kChoiceThreads / 32;
+  __shared__ int lower_of[kWarps], equal_of[kWarps];
+  const int64_t b = blockIdx.x;
+  int64_t* index = args.index + b * args.most;
+  const int64_t count = args.count(b), n = sequence_fits(args, b) ? args.chosen(b, count) : 0;
+  for (int64_t j = n + threadIdx.x; j < args.most; j += kChoiceThreads) index[j] = -1;
+  if (n == 0) return;
+  const uint32_t* keys = args.keys + b * args.rows;
+  const Cut cut = lowest(n, [&](uint32_t key) {
+    int64_t smaller = 0;
+    for (int64_t first = 0; first < count; first += kChoiceThreads) {
+      const int64_t i = first + threadIdx.x;
+      smaller += __syncthreads_count(i < count && keys[i] < key);
+    }
+    return smaller;
+  });
+  const int lane = threadIdx.x % 32, own = threadIdx.x / 32;
+  int64_t lower = 0, equal = 0;  // rows before those of this round
+  for (int64_t first = 0; first < count; first += kChoiceThreads) {
+    const int64_t i = first + threadIdx.x;
+    const bool is_lower = i < count && keys[i] < cut.key, is_equal = i < count && keys[i] == cut.key;
+    const unsigned lowers = __ballot_sync(0xffffffffu, is_lower), equals = __ballot_sync(0xffffffffu, is_equal);
+    __syncthreads();  // the round before may still be reading
+    if (lane == 0) lower_of[own] = __popc(lowers), equal_of[own] = __popc(equals);
+    __syncthreads();
+    const unsigned below = (1u << lane) - 1;
+    int64_t my_lower = lower + __popc(lowers & below), my_equal = equal + __popc(equals & below);
+    for (int warp = 0; warp < kWarps; ++warp) {
+      if (warp < own) my_lower += lower_of[warp], my_equal += equal_of[warp];
+      lower += lower_of[warp], equal += equal_of[warp];
+    }
+    if (is_lower || (is_equal && my_equal < cut.ties)) index[my_lower + (my_equal < cut.ties ? my_equal : cut.ties)] = i;
+  }
+}
+
+// A block a chosen row, where only those replace cached values. What is wrong with a sequence has left it without any.
+template <class Word>
+__global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_constant__ ValueDriftArgs args) {
+  const int64_t b = blockIdx.y, row = args.index[b * args.most + blockIdx.x];
+  if (row < 0) return;
+  const char* fresh = args.fresh(b, row);
+  char* cached = args.cached(b, args.starts.load(b) + row);
+  for (int64_t at = threadIdx.x * sizeof(Word); at < args.v_row.row_bytes(); at += kRowThreads * sizeof(Word)) {
+    *reinterpret_cast<Word*>(cached + args.cache_row.byte_offset(at)) = *reinterpret_cast<const Word*>(fresh + args.v_row.byte_offset(at));
+  }
+}
+
+// A block a row.
+template <class Word>
+__global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs args) {
+  const int64_t b = blockIdx.y, j = blockIdx.x, row = args.index.load(b, j);
+  const bool given = args.fits(row) && row >= 0;
+  const Word* from = given ? reinterpret_cast<const Word*>(args.x.row<const char>(b, row)) : nullptr;
+  Word* to = reinterpret_cast<Word*>(args.out + (b * args.picked + j) * args.row_bytes);
+  for (int64_t at = threadIdx.x; at < args.row_bytes / static_cast<int64_t>(sizeof(Word)); at += kRowThreads) to[at] = given ? from[at] : Word{};
+}
+
+// A block a row, which looks through the sequence's indices for its own.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kRowThreads) add_cached_rows_kernel(AddCachedArgs args) {
+  using Elements = Pack<T, kSize>;
+  __shared__ int64_t found;
+  const int64_t b = blockIdx.y, row = blockIdx.x;
+  if (threadIdx.x == 0) found = -1;
+  __syncthreads();
+  bool fine = true;
+  for (int64_t j = threadIdx.x; j < args.replaced; j += kRowThreads) {
+    const int64_t at = args.index.load(b, j);
+    fine = fine && args.in_range(at) && args.in_order(b, j);
+    if (at == row) found = j;
+  }
+  const bool replaced = __syncthreads_and(fine) && found >= 0;
+  const T* x = args.x.row<const T>(b, row);
+  T *cached = args.cached.row<T>(b, row), *out = static_cast<T*>(args.out) + (b * args.rows + row) * args.width;
+  const T* now = replaced ? args.fresh.row<const T>(b, found) : cached;
+  for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kRowThreads) {
+    const Elements p = Elements::load(x, pack), q = Elements::load(now, pack);
+    Elements sum;
+    for (int j = 0; j < kSize; ++j) sum.at[j] = from_float<T>(to_float(p.at[j]) + to_float(q.at[j]));
+    if (replaced) q.store(cached, pack);
+    sum.store(out, pack);
+  }
+}
+
+int64_t bits_of(const RowLayout& row) { return row.page_stride | row.slot_stride | row.head_stride | row.head_bytes; }
+
+template <class T>
+int64_t bits_of(const BatchRows& rows) {
+  return reinterpret_cast<int64_t>(rows.data) | (rows.batch_stride | rows.row_stride) * static_cast<int64_t>(sizeof(T));
+}
+
+dim3 grid_of(int64_t rows, int64_t batch) { return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(batch)); }
+
+}  // namespace
+
+cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream) {
+  if (args.batch == 0) return cudaSuccess;
+  const int64_t word = widest_word(reinterpret_cast<int64_t>(args.v) | reinterpret_cast<int64_t>(args.cache) | bits_of(args.v_row) | bits_of(args.cache_row));
+  if (args.rows > 0) {
+    with_element(args.element, [&](auto* element) {
+      using T = std::remove_pointer_t<decltype(element)>;
+      constexpr int kSize = 16 / sizeof(T);
+      if (word == 16) {
+        PDK_LAUNCH((drift_key_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+      } else {
+        PDK_LAUNCH((drift_key_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+      }
+    });
+  }
+  if (args.most == 0) return cudaGetLastError();
+  PDK_LAUNCH(choose_rows_kernel, dim3(static_cast<unsigned>(args.batch)), dim3(kChoiceThreads), 0, stream, args);
+  if (args.update == Update::kSelected && args.rows > 0) {
+    with_word(word, [&](auto* vector) {
+      using Word = std::remove_pointer_t<decltype(vector)>;
+      PDK_LAUNCH(replace_rows_kernel<Word>, grid_of(args.most, args.batch), dim3(kRowThreads), 0, stream, args);
+    });
+  }
+  return cudaGetLastError();
+}
+
+cudaError_t gather_rows(const GatherRowsArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.picked == 0 || args.row_bytes == 0) return cudaSuccess;
+  with_word(widest_word(bits_of<char>(args.x) | reinterpret_cast<int64_t>(args.out) | args.row_bytes), [&](auto* vector) {
+    using Word = std::remove_pointer_t<decltype(vector)>;
+    PDK_LAUNCH(gather_rows_kernel<Word>, grid_of(args.picked, args.batch), dim3(kRowThreads), 0, stream, args);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.rows == 0 || args.width == 0) return cudaSuccess;
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const int64_t out = reinterpret_cast<int64_t>(args.out) | args.width * static_cast<int64_t>(sizeof(T));
+    if (widest_word(bits_of<T>(args.x) | bits_of<T>(args.cached) | bits_of<T>(args.fresh) | out) == 16) {
+      PDK_LAUNCH((add_cached_rows_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((add_cached_rows_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace pdkernels::cuda

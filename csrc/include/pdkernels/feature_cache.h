@@ -1,0 +1,105 @@
+// What the kernels of steps that recompute only some rows are given, on the CPU and on CUDA.
+#pragma once
+
+#include "pdkernels/block_sparse_attention.h"
+#include "pdkernels/kv_cache.h"
+
+namespace pdkernels {
+
+// Which cached values a selection replaces.
+enum class Update : int32_t { kAll, kSelected, kNone };
+
+// The cosine of two rows as a key of the same order: 0 where it is no number, and equal keys for equal cosines.
+PDK_HD uint32_t drift_key(float dot, float lengths) {
+  constexpr float kLargest = 3.4028235e38f;
+  if (!(lengths <= kLargest) || dot != dot) return 0;
+  const float similarity = dot / (lengths > 1e-8f ? lengths : 1e-8f) + 0.0f;  // -0 becomes 0
+  const uint32_t bits = __builtin_bit_cast(uint32_t, similarity);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Where the lowest keys end: those below `key` belong to them, and the first `ties` of those equal to it.
+struct Cut {
+  uint32_t key;
+  int64_t ties;
+};
+
+// The n lowest of at least n keys, n > 0. below(key): how many are smaller.
+template <class Below>
+PDK_HD Cut lowest(int64_t n, const Below& below) {
+  uint32_t key = 0;
+  for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
+    if (below(key | bit) < n) key |= bit;
+  }
+  return {key, n - below(key)};
+}
+
+// Fresh values beside the cached ones of one layer.
+struct ValueDriftArgs {
+  Element element;
+  char* v;            // (batch, rows): a sequence is laid out as a page
+  RowLayout v_row;
+  char* cache;
+  RowLayout cache_row;
+  PageMap pages;
+  IndexView starts;
+  IndexView counts;   // not given: rows
+  IndexView wanted;   // not given: most
+  int64_t batch, rows, most;
+  Update update;
+  uint32_t* keys;     // (batch, rows), room
+  int64_t* index;     // (batch, most)
+
+  PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
+  PDK_HD int64_t wish(int64_t b) const { return wanted.given() ? wanted.load(b) : most; }
+  // How many of `count` rows are chosen; the wish must have been checked before.
+  PDK_HD int64_t chosen(int64_t b, int64_t count) const {
+    const int64_t limit = count < most ? count : most;
+    return wish(b) < limit ? wish(b) : limit;
+  }
+  PDK_HD char* fresh(int64_t b, int64_t row) const { return v + v_row.row_offset(b, row); }
+  PDK_HD char* cached(int64_t b, int64_t position) const {
+    const Slot at = pages.locate(b, position);
+    return cache + cache_row.row_offset(at.page, at.slot);
+  }
+};
+
+// Rows of contiguous elements, strides in elements.
+struct BatchRows {
+  void* data = nullptr;
+  int64_t batch_stride = 0, row_stride = 0;
+
+  template <class T>
+  PDK_HD T* row(int64_t b, int64_t i) const {
+    return static_cast<T*>(data) + b * batch_stride + i * row_stride;
+  }
+};
+
+// out[b, j] = x[b, index[b, j]], in bytes; -1 gives zeros.
+struct GatherRowsArgs {
+  BatchRows x;
+  char* out;  // (batch, picked, row_bytes)
+  IndexView index;
+  int64_t batch, rows, picked, row_bytes;
+
+  PDK_HD bool fits(int64_t at) const { return at >= -1 && at < rows; }
+};
+
+// cached[b, index[b, j]] = rows[b, j], then out = x + cached.
+struct AddCachedArgs {
+  Element element;
+  BatchRows x, cached, fresh;
+  void* out;  // (batch, rows, width)
+  IndexView index;
+  int64_t batch, rows, width, replaced;
+
+  PDK_HD bool in_range(int64_t at) const { return at >= -1 && at < rows; }
+  // Ascending with -1 behind, so that a row is replaced once and can be looked up.
+  PDK_HD bool in_order(int64_t b, int64_t j) const {
+    if (j == 0 || index.load(b, j) == -1) return true;
+    const int64_t before = index.load(b, j - 1);
+    return before != -1 && before < index.load(b, j);
+  }
+};
+
+}  // namespace pdkernels

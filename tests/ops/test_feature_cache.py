@@ -1,0 +1,254 @@
+"""Steps that recompute only some rows: chosen rows, gathered rows, sums and every other byte exactly."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import pdkernels as pd
+from pdkernels.reference import feature_cache as reference
+from tests.ops.feature_cache_cases import CPU, DTYPES, Selection, Sum, make_selection, make_sum, selections, sums
+from tests.ops.implementations import NAMES, implementation
+from tests.ops.kv_cases import storage, whole
+
+NAN, INF = math.nan, math.inf
+
+
+def check(case: Selection, actual: Selection, index: Tensor) -> None:
+    """What a call on a copy of the case gave and left."""
+    expected = case.moved(CPU)
+    assert torch.equal(index.cpu(), case.moved(CPU).doubled().run(reference.value_drift_select_))
+    assert torch.equal(index.cpu(), expected.run(reference.value_drift_select_)) and index.dtype == torch.int64
+    assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
+
+
+def check_run(impl, case: Selection) -> None:
+    actual = case.moved(impl.device)
+    check(case, actual, actual.run(impl.value_drift_select_))
+
+
+# --- value_drift_select_ -----------------------------------------------------------------------------------------------
+
+
+@given(case=selections())
+@settings(max_examples=100)
+def test_select_equals_reference(impl, case: Selection) -> None:
+    check_run(impl, case)
+
+
+@pytest.mark.parametrize("update", reference.UPDATES)
+def test_select_sizes_of_llada(impl, update: str) -> None:
+    case = make_selection(3, batch=1, rows=24, kv_heads=32, head_dim=128, dtype=torch.bfloat16, count=6, capacity=30, update=update, counts=False)
+    check_run(impl, case)
+
+
+@pytest.mark.parametrize("rows, count", [(512, 100), (1100, 700)])
+def test_select_among_more_rows_than_a_block_has_threads(impl, rows: int, count: int) -> None:
+    check_run(impl, make_selection(rows, rows=rows, kv_heads=1, head_dim=8, count=count, capacity=rows + 3, wanted=False))
+
+
+@pytest.mark.parametrize("batch, rows, count", [(0, 3, 2), (2, 0, 2), (2, 3, 0), (1, 1, 1), (1, 2, 9)])
+@pytest.mark.parametrize("update", reference.UPDATES)
+def test_select_empty_and_single(impl, batch: int, rows: int, count: int, update: str) -> None:
+    check_run(impl, make_selection(11, batch=batch, rows=rows, count=count, update=update))
+
+
+def test_select_from_values_of_no_size(impl) -> None:
+    v, cache = torch.zeros(2, 3, 1, 0, device=impl.device), torch.zeros(2, 4, 1, 0, device=impl.device)
+    index = impl.value_drift_select_(v, cache, torch.zeros(2, dtype=torch.int64, device=impl.device), count=2)
+    assert index.tolist() == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_ties_and_numbers_that_are_none(impl, dtype: torch.dtype) -> None:
+    """No number first, then by cosine; of equal rows the first."""
+    large = 1e30 if dtype != torch.float16 else INF
+    pairs = [
+        ((1, 0), (1, 0)), ((0, 0), (1, 1)), ((NAN, 0), (1, 0)), ((1, 1), (-1, -1)), ((0, 0), (0, 0)), ((large, 1), (1, 1)),
+        ((1, 0), (1, 0)), ((1, 1), (INF, 1)), ((1, 0), (0, -1)), ((1, 1), (-1, -1)), ((-0.0, 0), (1, 1)), ((1, 1), (1, NAN)),
+    ]  # fmt: skip
+    v, cache = (torch.tensor([[pair[side] for pair in pairs]], dtype=dtype, device=impl.device).unsqueeze(2) for side in (0, 1))
+    order = [2, 5, 7, 11, 3, 9, 1, 4, 8, 10, 0, 6]
+    start = torch.zeros(1, dtype=torch.int64, device=impl.device)
+    for count in range(len(pairs) + 2):
+        left = cache.clone()
+        index = impl.value_drift_select_(v, left, start, count=count)
+        assert index.tolist() == [sorted(order[:count]) + [-1] * (count - len(pairs))]
+        assert torch.equal(left.nan_to_num(7), v.nan_to_num(7))
+
+
+def test_selection_does_not_see_the_dtype_of_similarities(impl) -> None:
+    """bfloat16 has 4 numbers between 0.98 and 1: cosines that differ by less still decide."""
+    rows, generator = 64, torch.Generator().manual_seed(0)
+    cache = torch.randn(1, rows, 4, 64, generator=generator).bfloat16()
+    v = (cache.float() + 0.02 * torch.linspace(1, 2, rows).view(1, -1, 1, 1) * torch.randn(cache.shape, generator=generator)).bfloat16()
+    similarity = torch.cosine_similarity(v.double().flatten(2), cache.double().flatten(2), dim=-1)[0]
+    assert similarity.bfloat16().unique().numel() < 4 and similarity.sort().values.diff().min() > 1e-7
+    index = impl.value_drift_select_(v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), count=16)
+    assert index[0].tolist() == similarity.argsort()[:16].sort().values.tolist()
+
+
+@given(case=selections())
+@settings(max_examples=20)
+def test_a_sequence_does_not_depend_on_the_others(impl, case: Selection) -> None:
+    together, again, alone = (case.moved(impl.device) for _ in range(3))
+    index = together.run(impl.value_drift_select_)
+    assert torch.equal(index, again.run(impl.value_drift_select_))
+    parts = [alone.sequence(b).run(impl.value_drift_select_) for b in range(len(index))]
+    assert torch.equal(index, torch.cat(parts))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together.bytes(), again.bytes(), alone.bytes()))
+
+
+@given(case=selections())
+@settings(max_examples=8)
+def test_select_does_not_depend_on_the_order_of_threads(case: Selection) -> None:
+    impl = implementation("cudasim")
+    for order in impl.schedules():
+        with order:
+            check_run(impl, case)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_the_work(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_run(implementation("cpu"), make_selection(13, batch=3, rows=40, kv_heads=8, head_dim=64, count=9, capacity=50))
+        check_sum(implementation("cpu"), make_sum(13, batch=3, rows=40, replaced=9, width=2000))
+        x, index = torch.randn(3, 40, 9000), torch.randint(-1, 40, (3, 20))
+        assert torch.equal(pd.gather_rows(x, index), reference.gather_rows(x, index))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("pad", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> None:
+    case = make_selection(17, rows=9, head_dim=34, dtype=dtype, count=4, pad=pad, page_size=3, update="selected")
+    actual = case.moved(CPU)
+    tensors = (actual.v, actual.v_cache, actual.starts, actual.count, actual.wanted, actual.counts, actual.update, actual.block_table)
+    check(case, actual, level_ops.value_drift_select_(*tensors))
+    total = make_sum(17, width=34, dtype=dtype, pad=pad).moved(CPU)
+    expected = total.moved(CPU)
+    assert same(level_ops.add_cached_rows_(total.x, total.cached, total.rows, total.index), expected.run(reference.add_cached_rows_))
+    assert all(torch.equal(a, b) for a, b in zip(total.bytes(), expected.bytes()))
+
+
+# --- gather_rows -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    seed=st.integers(0, 2**20), batch=st.integers(0, 3), rows=st.integers(0, 6), picked=st.integers(0, 9), pad=st.integers(0, 3),
+    inner=st.sampled_from([(), (1,), (3,), (16,), (2, 8), (0,), (3, 5, 2)]), index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    dtype=st.sampled_from([*DTYPES, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]),
+)  # fmt: skip
+@settings(max_examples=100)
+def test_gather_equals_reference(impl, seed, batch, rows, picked, pad, inner, index_dtype, dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    order = (1, 0, *range(2, 2 + len(inner))) if pad else tuple(range(2 + len(inner)))
+    x = storage((batch, rows, *inner), torch.uint8 if dtype == torch.bool else dtype, order, pad, seed)
+    x = x % 2 == 0 if dtype == torch.bool else x
+    index = torch.randint(-1, rows, (batch, 2 * picked), generator=generator, dtype=index_dtype)[:, ::2]
+    gathered = impl.gather_rows(x.to(impl.device), index.to(impl.device)).cpu()
+    expected = reference.gather_rows(x, index)
+    assert gathered.is_contiguous() and gathered.dtype == dtype and gathered.shape == expected.shape
+    assert torch.equal(whole(gathered), whole(expected.contiguous()))
+
+
+def test_gather_from_rows_that_are_not_contiguous(impl) -> None:
+    x, index = torch.randn(2, 6, 4).mT.to(impl.device), torch.tensor([[3, -1], [0, 0]], device=impl.device)
+    assert torch.equal(impl.gather_rows(x, index), reference.gather_rows(x, index))
+
+
+# --- add_cached_rows_ --------------------------------------------------------------------------------------------------
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Every number bit for bit, but any NaN is a NaN."""
+    return a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(0), b.nan_to_num(0))
+
+
+def check_sum(impl, case: Sum) -> None:
+    actual, expected = case.moved(impl.device), case.moved(CPU)
+    total = actual.run(impl.add_cached_rows_).cpu()
+    assert total.is_contiguous() and same(total, expected.run(reference.add_cached_rows_))
+    assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
+
+
+@given(case=sums())
+@settings(max_examples=120)
+def test_sum_equals_reference(impl, case: Sum) -> None:
+    check_sum(impl, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sum_sizes_of_llada(impl, dtype: torch.dtype) -> None:
+    check_sum(impl, make_sum(5, batch=1, rows=12, replaced=5, width=4096, dtype=dtype))
+
+
+def test_sum_copies_what_it_only_reads(impl) -> None:
+    case = make_sum(7, batch=2, rows=6, replaced=3, width=6)
+    strided = Sum(case.x.mT, case.cached, case.rows.mT.contiguous().mT, case.index).moved(impl.device)
+    plain = Sum(case.x.mT.contiguous(), case.cached, case.rows, case.index).moved(CPU)
+    assert same(strided.run(impl.add_cached_rows_).cpu(), plain.run(reference.add_cached_rows_))
+    assert torch.equal(whole(strided.cached).cpu(), whole(plain.cached))
+
+
+def test_sum_does_not_depend_on_the_order_of_threads() -> None:
+    impl = implementation("cudasim")
+    for order in impl.schedules():
+        with order:
+            check_sum(impl, make_sum(9, rows=5, replaced=4, width=24, dtype=torch.float16))
+
+
+# --- torch integration -------------------------------------------------------------------------------------------------
+
+
+def test_opcheck() -> None:
+    ops = torch.ops.pdkernels
+    for device in [torch.device(name) for name in NAMES if name != "cudasim"]:
+        for options in ({}, {"wanted": False, "counts": False, "page_size": 3, "update": "selected"}):
+            c = make_selection(19, **options).moved(device)
+            call = (c.v, c.v_cache, c.starts, c.count, c.wanted, c.counts, c.update, c.block_table)
+            torch.library.opcheck(ops.value_drift_select_.default, call)
+        s = make_sum(19).moved(device)
+        s.x.zero_(), s.cached.zero_(), s.rows.fill_(1)
+        torch.library.opcheck(ops.add_cached_rows_.default, (s.x, s.cached, s.rows, s.index))
+        torch.library.opcheck(ops.add_cached_rows_.default, (s.x, s.cached))
+        torch.library.opcheck(ops.gather_rows.default, (s.x, s.index))
+
+
+def test_fullgraph_without_recompiles() -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def step(v, v_cache, starts, wanted, x, cached):
+        index = pd.value_drift_select_(v, v_cache, starts, count=4, wanted=wanted)
+        return index, pd.add_cached_rows_(x, cached, pd.gather_rows(x, index) * 2, index)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for seed, (batch, rows, width) in enumerate([(2, 5, 24), (3, 9, 40), (5, 7, 16)]):
+        case, expected = (make_selection(seed, batch=batch, rows=rows, kv_heads=3, capacity=20) for _ in range(2))
+        x = torch.randn(batch, rows, width)
+        cached, kept = torch.ones(batch, rows, width), torch.ones(batch, rows, width)
+        actual = compiled(case.v, case.v_cache, case.starts, case.wanted, x, cached)
+        wanted = step(expected.v, expected.v_cache, expected.starts, expected.wanted, x, kept)
+        assert all(torch.equal(a, b) for a, b in zip(actual, wanted)) and torch.equal(cached, kept)
+        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes()))
+    assert counter.frame_count == 1
+
+
+def test_reference_backend() -> None:
+    case = make_selection(23, page_size=3)
+    actual = case.moved(CPU)
+    check(case, actual, actual.run(lambda *tensors, **options: pd.value_drift_select_(*tensors, **options, backend="reference")))
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    pd.gather_rows(x, torch.tensor([[1], [2]]), backend="reference").sum().backward()
+    assert x.grad.sum() == 8
+    assert pd.add_cached_rows_(x.detach(), x.detach().clone(), backend="reference").dtype == torch.float64
