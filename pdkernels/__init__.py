@@ -11,6 +11,7 @@ from pdkernels.ops import (
     DraftVerdict,
     LogitDrift,
     RecurrenceExit,
+    TokenStatistics,
     add_rms_norm,
     block_sparse_attention,
     kv_append_,
@@ -23,6 +24,7 @@ from pdkernels.ops import (
     rotate_append_,
     silu_gate,
     speculative_attention,
+    token_statistics,
     verify_draft,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "DraftVerdict",
     "LogitDrift",
     "RecurrenceExit",
+    "TokenStatistics",
     "__version__",
     "add_rms_norm",
     "block_sparse_attention",
@@ -51,5 +54,6 @@ __all__ = [
     "show_config",
     "silu_gate",
     "speculative_attention",
+    "token_statistics",
     "verify_draft",
 ]

@@ -6,12 +6,14 @@ from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
 from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
 from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops.token_statistics import TokenStatistics, token_statistics
 from pdkernels.ops.verify_draft import DraftVerdict, verify_draft
 
 __all__ = [
     "DraftVerdict",
     "LogitDrift",
     "RecurrenceExit",
+    "TokenStatistics",
     "add_rms_norm",
     "block_sparse_attention",
     "kv_append_",
@@ -24,5 +26,6 @@ __all__ = [
     "rotate_append_",
     "silu_gate",
     "speculative_attention",
+    "token_statistics",
     "verify_draft",
 ]
