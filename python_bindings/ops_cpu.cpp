@@ -16,6 +16,8 @@
 #include "unpack_sandwich.h"
 #include "unpack_unmask.h"
 
+#include "unpack_token_statistics.h"
+
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
 #endif
@@ -183,6 +185,13 @@ Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTen
   return run_add_cached_rows(x, cached, rows, index, pdkernels::cpu::add_cached_rows);
 }
 
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
+                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
+                            std::string law) {
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
+                              pdkernels::cpu::token_statistics);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -204,4 +213,5 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
+  m.impl("token_statistics", TORCH_BOX(&token_statistics));
 }

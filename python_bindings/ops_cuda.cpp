@@ -13,6 +13,8 @@
 #include "unpack_sandwich.h"
 #include "unpack_unmask.h"
 
+#include "unpack_token_statistics.h"
+
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
 #define PDKERNELS_OPS_KEY CUDA
@@ -166,6 +168,16 @@ Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTen
   });
 }
 
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
+                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
+                            std::string law) {
+  const Launch launch(logits);
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
+                              [&](const pdkernels::TokenStatisticsArgs& args) {
+                                check(pdkernels::cuda::token_statistics(args, launch.stream));
+                              });
+}
+
 }  // namespace
 
 // One more expansion, so that the namespace and key given as macros are replaced by their values first.
@@ -187,4 +199,5 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
+  m.impl("token_statistics", TORCH_BOX(&token_statistics));
 }

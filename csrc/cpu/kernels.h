@@ -4,10 +4,11 @@
 #include "pdkernels/block_sparse_attention.h"
 #include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
-#include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
+#include "pdkernels/recurrence.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
+#include "pdkernels/token_statistics.h"
 #include "pdkernels/unmask.h"
 #include "pdkernels/verify_draft.h"
 
@@ -31,5 +32,6 @@ void unmask(const UnmaskArgs& args);
 void value_drift_select(const ValueDriftArgs& args);
 void gather_rows(const GatherRowsArgs& args);
 void add_cached_rows(const AddCachedArgs& args);
+void token_statistics(const TokenStatisticsArgs& args);
 
 }  // namespace pdkernels::cpu

@@ -5,9 +5,10 @@
 
 #include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
-#include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
+#include "pdkernels/recurrence.h"
 #include "pdkernels/sandwich.h"
+#include "pdkernels/token_statistics.h"
 #include "pdkernels/unmask.h"
 #include "pdkernels/verify_draft.h"
 
@@ -28,5 +29,6 @@ cudaError_t unmask(const UnmaskArgs& args, cudaStream_t stream);
 cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream);
 cudaError_t gather_rows(const GatherRowsArgs& args, cudaStream_t stream);
 cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream);
+cudaError_t token_statistics(const TokenStatisticsArgs& args, cudaStream_t stream);
 
 }  // namespace pdkernels::cuda

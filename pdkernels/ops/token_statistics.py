@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -75,7 +74,7 @@ def token_statistics(
 
     Args:
         logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
-        temperature: T, finite and at least 0.
+        temperature: T, in [0, 1e30].
         seed: key of the random numbers.
         step: what they are drawn for, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that broadcasts
             to the shape of the rows.
@@ -149,8 +148,8 @@ def _check(
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
     for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         check_type(isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
-    if not 0 <= temperature < math.inf:
-        fail(OP, "temperature", "be finite and at least 0", temperature)
+    if not 0 <= temperature <= 1e30:
+        fail(OP, "temperature", "be in [0, 1e30]", temperature)
     for name, number in (("top_p", top_p), ("min_p", min_p)):
         if not 0 <= number <= 1:
             fail(OP, name, "be in [0, 1]", number)

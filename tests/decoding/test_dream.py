@@ -27,19 +27,14 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
 @given(
     model=st.tuples(st.integers(0, 2), st.sampled_from(["next", "next", "own"])),
     batch=prompts,
-    limit=st.integers(0, 10),
-    order=st.one_of(
-        st.just(("origin", 0.0)), st.tuples(st.sampled_from(ALGORITHMS[1:]), st.sampled_from([0.0, 0.0, 0.3, 2.0]))
-    ),
-    options=st.fixed_dictionaries(
-        {},
-        optional={
-            "steps": st.integers(1, 12),
-            "eps": st.sampled_from([1e-3, 0.1, 0.6]),
-            "temperature": st.sampled_from([0.0, 0.2, 1.0]),
-            "top_p": st.sampled_from([1.0, 0.9, 0.4]),
-        },
-    ),
+    limit=st.integers(1, 10),
+    order=st.sampled_from([("origin", 0.0), *((name, heat) for name in ALGORITHMS[1:] for heat in (0.0, 0.3, 2.0))]),
+    options=st.fixed_dictionaries({
+        "steps": st.sampled_from([None, 1, 3, 4, 7, 12]),
+        "eps": st.sampled_from([1e-3, 0.1, 0.6]),
+        "temperature": st.sampled_from([0.2, 0.0, 1.0]),
+        "top_p": st.sampled_from([0.9, 1.0, 0.4]),
+    }),  # fmt: skip
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )

@@ -42,6 +42,7 @@ class Public:
         self.logit_drift = pd.logit_drift
         self.unmask_ = pd.unmask_
         self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = pd.value_drift_select_, pd.gather_rows, pd.add_cached_rows_
+        self.token_statistics = pd.token_statistics
 
 
 class Simulated:
@@ -109,6 +110,14 @@ class Simulated:
 
     def add_cached_rows_(self, x, cached, rows=None, index=None) -> Tensor:
         return self.ops.add_cached_rows_(x, cached, rows, index)
+
+    def token_statistics(
+        self, logits, *, temperature=0.0, seed=0, step=0, positions=None, row_index=None, suppress=(), top_k=5, top_p=1.0, min_p=0.0,
+        law="model",
+    ) -> pd.TokenStatistics:  # fmt: skip
+        steps = step.expand(logits.shape[:-1] if row_index is None else row_index.shape) if isinstance(step, Tensor) else None
+        draw = (temperature, seed, 0 if steps is not None else step, steps, positions, row_index)
+        return pd.TokenStatistics(*self.ops.token_statistics(logits, *draw, list(suppress), top_k, top_p, min_p, law))
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""

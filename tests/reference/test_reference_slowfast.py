@@ -177,6 +177,22 @@ def test_cycles_by_hand() -> None:
     assert slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1  # slow forwards commit what is sure
 
 
+def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau_min() -> None:
+    def rule(tokens: list[int], place: int) -> tuple[int, float]:
+        written = len(tokens) - tokens.count(MASK) - 1
+        return word(place), (0.5 if place <= (4 if 1 <= written < 4 else 8) else 0.096) - 0.001 * place
+
+    result = slowfast(ScriptedMasked(rule), [3], 8, mask_token=MASK)  # notes 9, 5, 5: the last two are alike
+    assert [step.window for step in result.trace[:5]] == [(1, 9)] * 3 + [(1, 5), (5, 9)]
+
+    sure = ScriptedMasked(lambda tokens, place: (word(place), 1.0))
+    run = lambda cycle: slowfast(  # noqa: E731
+        sure, [3], 4, mask_token=MASK, tau_min=1.0, tau_high=2.0, max_exploration=2, cycle=cycle
+    )
+    assert [step.window for step in run("last").trace] == [(1, 5), (1, 5), (2, 5), (2, 5)]  # 1 does not exceed 1: one place
+    assert [step.window for step in run("published").trace] == [(1, 5)] * 4
+
+
 @settings(max_examples=25)
 @given(rule=rules, limit=st.integers(1, 9), exploration=st.integers(0, 4), cycle=st.sampled_from(["last", "mean"]))
 def test_settings_that_come_to_other_schedules(rule: Rule, limit: int, exploration: int, cycle: str) -> None:

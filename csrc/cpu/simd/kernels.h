@@ -8,6 +8,7 @@
 #include "pdkernels/logit_drift.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
+#include "pdkernels/token_statistics.h"
 
 namespace pdkernels::cpu {
 
@@ -28,6 +29,7 @@ char* thread_scratch(int64_t bytes);
   void logit_drift(const LogitDriftArgs& args);                        \
   void value_drift_select(const ValueDriftArgs& args);                 \
   void add_cached_rows(const AddCachedArgs& args);                     \
+  void token_statistics(const TokenStatisticsArgs& args);              \
   }
 PDK_DECLARE_SIMD_KERNELS(portable)
 PDK_DECLARE_SIMD_KERNELS(avx2)
