@@ -109,6 +109,8 @@ def token_statistics(
     steps = None
     if isinstance(step, Tensor):
         step, steps = 0, _spread(step, logits, row_index)
+    if isinstance(seed, int):
+        seed = (seed + 2**63) % 2**64 - 2**63
     banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
     arguments = (logits, temperature, seed, step, steps, positions, row_index, banned, top_k, top_p, min_p, law)
     return TokenStatistics(*call(token_statistics_op, arguments, logits, backend))

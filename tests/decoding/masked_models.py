@@ -157,7 +157,7 @@ def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
 def assert_float32_fills_the_same_places(method: str, **options: Any) -> None:
     """With kernels for everything, in a ragged batch; and bfloat16 fills all places as well."""
     exact = small_masked(1, head_dim=16)
-    options = {"max_new_tokens": 12, "trace": True} | options
+    options = {"max_new_tokens": 12, "trace": True, "seed": 2**64 - 1} | options
     wide, narrow, half = (
         generate(model, [[3, 1, 4], [5]], method, **options)
         for model in (exact, copy.deepcopy(exact).float(), copy.deepcopy(exact).bfloat16())

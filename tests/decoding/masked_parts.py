@@ -22,8 +22,8 @@ def deep_masked(seed: int, predicts: Any = "own", head_dim: int = 8, attention: 
     """Random fp64 weights, with a layer behind one that may be stale; the last id is the mask."""
     torch.manual_seed(seed)
     config = TransformerConfig(
-        vocab_size=VOCABULARY, hidden_size=16, layers=3, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24, qkv_bias=True,
-        tied_head=False, attention=attention, predicts=predicts,
+        vocab_size=VOCABULARY, hidden_size=16, layers=3, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24,
+        qkv_bias=True, tied_head=False, attention=attention, predicts=predicts,
     )  # fmt: skip
     model = Transformer(config, mask_token=MASK).double()
     with torch.no_grad():
@@ -41,14 +41,16 @@ def with_parts(model: Transformer) -> MaskedTransformerReference:
     weights[f"{LLADA['head']}.weight"] = model.embedding if model.head is None else model.head
     for index, layer in enumerate(model.layers):
         named = dict(zip("qkv", layer.qkv.split(sizes))) | dict(zip(("gate", "up"), layer.gate_up.chunk(2)))
-        named |= {"attention_norm": layer.attention_norm, "out": layer.output, "feed_forward_norm": layer.mlp_norm, "down": layer.down}
+        named |= {"attention_norm": layer.attention_norm, "out": layer.output}
+        named |= {"feed_forward_norm": layer.mlp_norm, "down": layer.down}
         weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.weight": tensor for name, tensor in named.items()}
         if layer.qkv_bias is not None:
             biases = zip("qkv", layer.qkv_bias.split(sizes))
             weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.bias": tensor for name, tensor in biases}
     return MaskedTransformerReference(
-        weights, heads=config.heads, names="llada", rope_theta=config.rope_theta, norm_eps=config.norm_eps, predicts=config.predicts
-    )
+        weights, heads=config.heads, names="llada", rope_theta=config.rope_theta, norm_eps=config.norm_eps,
+        predicts=config.predicts,
+    )  # fmt: skip
 
 
 class Remembering(Scripted):
@@ -65,8 +67,9 @@ class Remembering(Scripted):
         return SimpleNamespace(batch=batch, capacity=capacity, texts=torch.full((batch, capacity), -1))
 
     def rewrite(
-        self, tokens: Tensor, cache: Any, starts: Tensor, *, slots: Tensor | None = None, counts: Tensor | None = None, visible: Tensor
-    ) -> Tensor:
+        self, tokens: Tensor, cache: Any, starts: Tensor, *, visible: Tensor, slots: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         batch, width = tokens.shape
         assert slots is None
         ends = starts + (width if counts is None else counts)

@@ -29,7 +29,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     return [dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     model=st.tuples(st.integers(0, 1), st.sampled_from(["own", "own", "next"])),
     batch=prompts(MASK + 2),  # a mask token inside a prompt is part of it
@@ -63,7 +63,8 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
     """And both count the same steps."""
     model, batch, guidance = deep_masked(0, predicts), [[3, 1, 4], [5]], 1.5
     intervals: dict[str, Any] = {"prompt_interval": 4, "gen_interval": 3, "transfer_ratio": 0.5}
-    schedule: dict[str, Any] = {"block_size": 5, "steps": None, "no_end": False, "late_end": False, "temperature": 0.0, "seed": 0}
+    ends = {"no_end": False, "late_end": False}
+    schedule: dict[str, Any] = {"block_size": 5, "steps": None, "temperature": 0.0, "seed": 0, **ends}
     expected = []
     for prompt in batch:
         canvas = Canvas(prompt, 10, MASK)
@@ -78,13 +79,14 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
     assert_same(result, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"}])
+@pytest.mark.parametrize("options", [
+    {}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"},
+])  # fmt: skip
 @pytest.mark.parametrize("predicts", ["own", "next"])
 def test_without_intervals_it_is_llada(predicts: str, options: dict[str, Any]) -> None:
     model, batch = deep_masked(1, predicts), [[3, 1, 4], [5]]
-    cached, plain = (
-        generate(model, batch, method, max_new_tokens=9, trace=True, **options, **more) for method, more in ((METHOD, EXACT), ("llada", {}))
-    )
+    options = {"max_new_tokens": 9, "trace": True, **options}
+    cached, plain = generate(model, batch, METHOD, **EXACT, **options), generate(model, batch, "llada", **options)
     assert all(map(torch.equal, cached.tokens, plain.tokens)) and cached.stats.trace == plain.stats.trace
 
 
@@ -111,7 +113,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
 
 def test_float32_fills_the_same_places() -> None:
     exact = deep_masked(0, "own", 16)
-    options: dict[str, Any] = {"max_new_tokens": 16, "prompt_interval": 6, "gen_interval": 3, "transfer_ratio": 0.5, "trace": True}
+    intervals = {"prompt_interval": 6, "gen_interval": 3, "transfer_ratio": 0.5}
+    options: dict[str, Any] = {"max_new_tokens": 16, "trace": True, **intervals}
     wide, narrow = (generate(m, [[3, 1, 4], [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
     assert all(map(torch.equal, wide.tokens, narrow.tokens))
     for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
