@@ -45,7 +45,7 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
     if (last == 2) shape.push_back(args.segments = t.size(1));
     args.starts = {t.data_ptr(), t.stride(0), last == 2 ? t.stride(1) : 0, is_wide(t)};
     args.ends = args.starts;
-    args.ends.data = bytes(t) + t.stride(last) * static_cast<int64_t>(t.element_size());
+    if (t.numel() > 0) args.ends.data = bytes(t) + t.stride(last) * static_cast<int64_t>(t.element_size());
   }
   const int64_t dim = static_cast<int64_t>(shape.size());
   const auto per_segment = [&](const OptionalTensor& t, int64_t number) {

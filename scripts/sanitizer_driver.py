@@ -216,7 +216,7 @@ def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
     )  # fmt: skip
     if bad:
         spoil(rng, [case.tokens, case.ids, *(x for x in case.options.values() if isinstance(x, torch.Tensor))])
-    tokens, ids = case.tokens.to(device), case.ids.to(device)
+    tokens, ids = case.tokens.to(device, copy=True), case.ids.to(device)
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in case.options.items()}
     try:
         result = pd.unmask_(tokens, ids, None if case.confidence is None else case.confidence.to(device), **options)
