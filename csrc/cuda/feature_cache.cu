@@ -8,6 +8,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
+constexpr int kRowBlocksPerSm = 8;    // of its own choice ptxas aims at more and spills
 constexpr int kChoiceThreads = 512;
 
 // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs
 
 // A block a row, which looks through the sequence's indices for its own.
 template <class T, int kSize>
-__global__ void __launch_bounds__(kRowThreads) add_cached_rows_kernel(AddCachedArgs args) {
+__global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm) add_cached_rows_kernel(AddCachedArgs args) {
   using Elements = Pack<T, kSize>;
   __shared__ int64_t found;
   const int64_t b = blockIdx.y, row = blockIdx.x;

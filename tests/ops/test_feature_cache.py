@@ -114,6 +114,13 @@ def test_select_does_not_depend_on_the_order_of_threads(case: Selection) -> None
             check_run(impl, case)
 
 
+def test_rounds_of_a_choice_do_not_depend_on_the_order_of_threads() -> None:
+    impl, case = implementation("cudasim"), make_selection(5, batch=1, rows=1030, kv_heads=1, head_dim=8, count=300, capacity=1030, wanted=False, counts=False)
+    for order in impl.schedules():
+        with order:
+            check_run(impl, case)
+
+
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_share_the_work(threads: int) -> None:
     before = torch.get_num_threads()
