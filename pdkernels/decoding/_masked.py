@@ -1,8 +1,8 @@
 """What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its open places, the record.
 
-A canvas is a prompt and `max_new_tokens` open places behind it. They hold the mask token until a token is committed there, for
-good. Every sequence stands at positions 0 .. of its own text, so a ragged batch needs no padding that a model would have to
-ignore. A decoder is a loop around one forward:
+A canvas is a prompt and `max_new_tokens` open places behind it. They hold the mask token until a token is committed there,
+for good. Every sequence stands at positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
+to ignore. A decoder is a loop around one forward:
 
     canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
     forward = WholeCanvas(session, canvas)
@@ -15,8 +15,8 @@ ignore. A decoder is a loop around one forward:
         facts = canvas.poll(...)                               # the one read of the device in a step
     return canvas.finish()
 
-A forward is whatever gives rows of hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much. Nothing
-but `poll` and `finish` waits for the device. A step may go without its poll where the schedule alone decides
+A forward is whatever gives rows of hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much.
+Nothing but `poll` and `finish` waits for the device. A step may go without its poll where the schedule alone decides
 (`Canvas.needs_polls`).
 """
 

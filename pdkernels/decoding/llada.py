@@ -1,7 +1,7 @@
 """LLaDA's sampler: a fixed number of forwards fills a canvas, the surest guesses of each first, for good.
 
-Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which says
-where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
+says where that code differs; both take the same forwards, draw the same tokens and fill the same places.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def decode(
         Forwards that the sequences took part in, all together.
     """
     canvas, blocks = begin(
-        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end, late_end=late_end,
-        temperature=temperature, mask_token=mask_token, seed=seed,
+        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end,
+        late_end=late_end, temperature=temperature, mask_token=mask_token, seed=seed,
     )  # fmt: skip
     return fill(canvas, WholeCanvas(session, canvas), blocks, steps, remasking == "random")
 

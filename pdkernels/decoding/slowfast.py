@@ -1,12 +1,12 @@
 """SlowFast Sampling: explore until the place is stable up to which the model is sure, then fill everything before it quickly.
 
-Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and its released
-code. The plain form is reference/slowfast.py, which says where they differ; both take the same forwards, draw the same tokens and
-fill the same places.
+Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and its
+released code. The plain form is reference/slowfast.py, which says where they differ; both take the same forwards, draw the
+same tokens and fill the same places.
 
 A cycle starts at some place. Its slow steps fill the surest places behind that, one forward after the other, and note how far
-the model has an opinion. Where that settles, the span ends; fast steps fill the span, all sure places at once, and the next cycle
-starts behind it. Every sequence of a batch is in its own cycle: where it stands is kept on the device.
+the model has an opinion. Where that settles, the span ends; fast steps fill the span, all sure places at once, and the next
+cycle starts behind it. Every sequence of a batch is in its own cycle: where it stands is kept on the device.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     return [dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
     model=st.tuples(st.integers(0, 1), st.sampled_from(["own", "own", "next"])),
     batch=prompts(MASK + 2),  # a mask token inside a prompt is part of it

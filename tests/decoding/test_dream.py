@@ -39,8 +39,9 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     seed=seeds,
 )
 def test_equals_the_reference(
-    model: tuple[int, str], batch: list[list[int]], limit: int, order: tuple[str, float], options: Any, ends: list[int], seed: int
-) -> None:
+    model: tuple[int, str], batch: list[list[int]], limit: int, order: tuple[str, float], options: Any, ends: list[int],
+    seed: int,
+) -> None:  # fmt: skip
     options = {"algorithm": order[0], "order_temperature": order[1], "end_tokens": ends, "seed": seed} | options
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)

@@ -31,7 +31,7 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     return [fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
 
 
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
     weights=st.integers(0, 1),
     batch=st.lists(st.lists(st.integers(0, MASK), min_size=1, max_size=9), min_size=1, max_size=3),

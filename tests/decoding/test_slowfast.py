@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.reference.dllm_cache import FeatureCache
 from pdkernels.reference.slowfast import slowfast
@@ -147,7 +148,7 @@ def step_like(edge: int) -> Any:
 
 
 def test_a_cycle_by_hand() -> None:
-    """Two slow steps agree on the span; its fast steps take the sure places, then two by two, without the suffix after the first."""
+    """Two slow steps agree on the span; its fast steps take the sure places, then two by two; the suffix is in the first."""
     model = Scripted(step_like(8))
     result = generate(model, [1, 2], METHOD, max_new_tokens=10, k_fast=2, tau_min=0.3, trace=True)
     steps = result.stats.trace[0]
@@ -213,12 +214,25 @@ def test_confidences_that_equal_a_threshold() -> None:
     assert generate(Scripted(flat), [1], METHOD, cycle="published", **options).stats.forwards == 1
 
 
+def test_a_trained_model_adds() -> None:
+    """One token a forward is right; SlowFast takes a fraction of the forwards, and where the model is sure it says the same."""
+    model = pd.models.load("tiny-masked")
+    prompts = ["482 + 967 = ?\n", "58 + 31 = ?\n"]
+    careful, quick = (generate(model, prompts, method, max_new_tokens=96) for method in ("llada", METHOD))
+    assert [text.split()[-1] for text in careful.text] == ["1449", "89"]
+    assert quick.stats.forwards < careful.stats.forwards / 3
+    assert all(a[:15] == b[:15] for a, b in zip(careful.text, quick.text, strict=True))
+
+
 @pytest.mark.parametrize("options", [{}, {"cycle": "published", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}])
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "tau_high": 0.4}, {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7, "tau_high": 0.4}, {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}],
+)
 def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
     shared.assert_float32_fills_the_same_places(METHOD, **options)
 
