@@ -349,9 +349,9 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   const uint64_t first = __shfl_sync(kAll, top, 0), second = __shfl_sync(kAll, top, 1);
   const uint64_t chosen = args.draws() && !lawless ? drawn.key : first;
   const bool missing = first == 0;
-  const auto probability = [&](uint64_t key) {
-    return missing || key == 0 ? 0.0f
-                               : lawless ? NAN : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
+  const auto probability = [&](uint64_t key) -> float {
+    if (lawless) return NAN;
+    return key == 0 ? 0.0f : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
   };
   // Behind the possible tokens come the others, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));
