@@ -285,6 +285,8 @@ TABLES = {
         f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)
         for op in ("value_drift_select_", "add_cached_rows_", "rotate_append_")
     },
+    "token_statistics": lambda rows: by_rows(rows, op="token_statistics"),
+    "token_statistics sampling": lambda rows: by_rows(rows, op="token_statistics sampling"),
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),

@@ -31,7 +31,7 @@ __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
     const uint64_t key = warp_largest(head);
     if (key == 0) break;
     if (key == head) head = next(key);
-    if (threadIdx.x % 32 == i) mine = key;
+    if (static_cast<int>(threadIdx.x % 32) == i) mine = key;
   }
   return mine;
 }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   const double heat = args.heat();
   const double floor = args.min_p > 0 ? largest + heat * log(args.min_p) : -INFINITY;
   if (lawless || largest == -INFINITY || args.top_p >= 1) {
-    if (threadIdx.x == 0) args.cuts[r] = lawless ? -INFINITY : __double2float_ru(floor);
+    if (threadIdx.x == 0) args.cuts[r] = lawless ? -INFINITY : at_least(floor);
     return;
   }
 
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   // Of 16 bits the last ones say nothing: zeros, or ones where the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
   const float nucleus = place == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
-  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, __double2float_ru(floor));
+  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
 }
 
 // --- a part of a row ------------------------------------------------------------------------------------------------------------
@@ -281,13 +281,13 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   const float largest = key_logit(warp_largest(head));
 
   const double inverse = args.inverse();
-  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse);
+  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse), rest = args.inverse_rest();
   float total = 0, weighted = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const float x = (logits[i] - shift) * slope, e = expf(x);
+    const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near, x = distance + distance * rest, e = expf(x);
     total += e;
-    weighted += e == 0 ? 0.0f : x * e;
+    weighted += x * e;
   }
   const LawSums sums{largest, warp_sum(static_cast<double>(total)), warp_sum(static_cast<double>(weighted))};
   Drawn drawn{0, 0};
@@ -349,9 +349,9 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   const uint64_t first = __shfl_sync(kAll, top, 0), second = __shfl_sync(kAll, top, 1);
   const uint64_t chosen = args.draws() && !lawless ? drawn.key : first;
   const bool missing = first == 0;
-  const auto probability = [&](uint64_t key) {
-    return missing || key == 0 ? 0.0f
-                               : lawless ? NAN : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
+  const auto probability = [&](uint64_t key) -> float {
+    if (lawless) return NAN;
+    return key == 0 ? 0.0f : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
   };
   // Behind the possible tokens come the others, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));

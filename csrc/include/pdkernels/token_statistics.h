@@ -29,6 +29,12 @@ PDK_HD float key_logit(uint64_t key) {
   return key == 0 ? -__builtin_inff() : __builtin_bit_cast(float, rank >> 31 ? rank & 0x7fffffffu : ~rank);
 }
 
+// The smallest float that is not below x.
+PDK_HD float at_least(double x) {
+  const float nearest = static_cast<float>(x);
+  return nearest < x ? key_logit(token_key(nearest, 0) + (uint64_t{1} << 32)) : nearest;
+}
+
 // --- draws ----------------------------------------------------------------------------------------------------------------
 
 PDK_HD double logarithm(double x) {
@@ -100,6 +106,8 @@ struct TokenStatisticsArgs {
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
   PDK_HD double heat() const { return draws() ? temperature : 1; }
   PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // what the law's logits are multiplied by
+  // What a float of it lacks, as a share: over long distances that is more than a rounding.
+  PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
   // The row of logits behind an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {
     const int64_t row = row_index.given() ? row_index.load(r) : r;
