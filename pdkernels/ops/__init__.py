@@ -2,21 +2,25 @@
 
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
+from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
 from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
 from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops.token_statistics import TokenStatistics, token_statistics
 from pdkernels.ops.verify_draft import DraftVerdict, verify_draft
 
 __all__ = [
     "DraftVerdict",
     "LogitDrift",
     "RecurrenceExit",
+    "TokenStatistics",
     "add_rms_norm",
     "block_sparse_attention",
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
+    "linear_token_statistics",
     "logit_drift",
     "recurrence_advance_",
     "recurrence_exit",
@@ -24,5 +28,6 @@ __all__ = [
     "rotate_append_",
     "silu_gate",
     "speculative_attention",
+    "token_statistics",
     "verify_draft",
 ]
