@@ -180,7 +180,7 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
         placed = options._replace(row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece])
         blocks.append(token_statistics_op(linear(block, weight), *placed))
     results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
-    return tuple(x.view(*shape, *x.shape[1:]) for x in results)
+    return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 
 def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -197,7 +197,7 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
         hidden.reshape(-1, hidden.shape[-1]), weight, given.temperature, given.seed, given.step, steps, positions, row_index,
         given.suppress, given.top_k, given.law,
     )  # fmt: skip
-    return tuple(x.view(*shape, *x.shape[1:]) for x in results)
+    return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 
 linear_token_statistics_op = define(

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.cudasim.build import ROOT, build_once, digest, digest_text
 from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
 
@@ -21,6 +17,7 @@ pytestmark = requires_triton
 TEMPERATURES = {"greedy": 0.0, "drawn": 0.8}
 BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " vocabulary " in name}
 CASES = sorted({name.split(" ")[0] for name in BUDGETS})
+FIRST_CLASS = "sm_90:bf16:4096"
 
 
 def compile_variant(case: str, temperature: float) -> dict[str, Any]:
@@ -48,6 +45,30 @@ def main(cases: list[str]) -> None:
                 stage = kernel.strip("_").removesuffix("_kernel")
                 found[f"{case} vocabulary {name} {stage}"] = harness.read_figures(compiled, case.split(":")[0])
     print(json.dumps(found))
+
+
+def check(case: str) -> dict[str, dict[str, Any]]:
+    found = []
+    measured = harness.measure([case], __name__)
+    for name, figures in measured.items():
+        if name.endswith("merge"):  # multiplies no matrices
+            assert not any(figures[instruction] for instruction in harness.TENSOR_CORES)
+            figures["mma.sync"] = 1
+        found += harness.problems(name, figures, BUDGETS.get(name))
+    assert not found, "\n" + "\n".join(found)
+    assert set(measured) == {name for name in BUDGETS if name.split(" ")[0] == case}
+    return measured
+
+
+def test_kernels_stay_within_budget() -> None:
+    measured = check(FIRST_CLASS)
+    assert all(measured[f"{FIRST_CLASS} vocabulary {name} parts"]["wgmma.mma_async"] for name in TEMPERATURES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case != FIRST_CLASS])
+def test_the_rest_stays_within_budget(case: str) -> None:
+    check(case)
 
 
 if __name__ == "__main__":
