@@ -13,6 +13,7 @@
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
+#include "unpack_token_statistics.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -161,6 +162,13 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
 }
 
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
+                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
+                            std::string law) {
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
+                              pdkernels::cpu::token_statistics);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
@@ -178,4 +186,5 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("token_statistics", TORCH_BOX(&token_statistics));
 }

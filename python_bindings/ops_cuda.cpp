@@ -10,6 +10,7 @@
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
+#include "unpack_token_statistics.h"
 
 #ifndef PDKERNELS_OPS_NAMESPACE
 #define PDKERNELS_OPS_NAMESPACE pdkernels
@@ -134,6 +135,16 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   });
 }
 
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
+                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
+                            std::string law) {
+  const Launch launch(logits);
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
+                              [&](const pdkernels::TokenStatisticsArgs& args) {
+                                check(pdkernels::cuda::token_statistics(args, launch.stream));
+                              });
+}
+
 }  // namespace
 
 // One more expansion, so that the namespace and key given as macros are replaced by their values first.
@@ -151,4 +162,5 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("token_statistics", TORCH_BOX(&token_statistics));
 }

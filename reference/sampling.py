@@ -34,13 +34,13 @@ def unadapted(model: Model) -> DraftModel:
     return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
 
 
-def uniforms(seed: int, step: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """fp64 in (0, 1), of the shape to which `rows` and `columns` (int64) broadcast.
+def uniforms(seed: int, step: int | Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """fp64 in (0, 1), of the shape to which `step`, `rows` and `columns` (int64) broadcast.
 
     >>> uniforms(0, 0, torch.tensor(0), torch.arange(2)).tolist() == [(w + 0.5) / 2**32 for w in (0x6627E8D5, 0xE169C58D)]
     True
     """
-    return (random_words(seed, torch.tensor(step), rows, columns).double() + 0.5) / 2**32
+    return (random_words(seed, torch.as_tensor(step), rows, columns).double() + 0.5) / 2**32
 
 
 def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int, step: int) -> list[int]:

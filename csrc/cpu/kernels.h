@@ -7,6 +7,7 @@
 #include "pdkernels/logit_drift.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
+#include "pdkernels/token_statistics.h"
 #include "pdkernels/verify_draft.h"
 
 namespace pdkernels::cpu {
@@ -25,5 +26,6 @@ void add_rms_norm(const AddRmsNormArgs& args);
 void silu_gate(const SiluGateArgs& args);
 void rotate_append(const RotateAppendArgs& args);
 void logit_drift(const LogitDriftArgs& args);
+void token_statistics(const TokenStatisticsArgs& args);
 
 }  // namespace pdkernels::cpu

@@ -7,6 +7,7 @@
 #include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
 #include "pdkernels/sandwich.h"
+#include "pdkernels/token_statistics.h"
 #include "pdkernels/verify_draft.h"
 
 namespace pdkernels::cuda {
@@ -22,5 +23,6 @@ cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream);
 cudaError_t silu_gate(const SiluGateArgs& args, cudaStream_t stream);
 cudaError_t rotate_append(const RotateAppendArgs& args, cudaStream_t stream);
 cudaError_t logit_drift(const LogitDriftArgs& args, cudaStream_t stream);
+cudaError_t token_statistics(const TokenStatisticsArgs& args, cudaStream_t stream);
 
 }  // namespace pdkernels::cuda

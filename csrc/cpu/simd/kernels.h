@@ -7,6 +7,7 @@
 #include "pdkernels/logit_drift.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
+#include "pdkernels/token_statistics.h"
 
 namespace pdkernels::cpu {
 
@@ -25,6 +26,7 @@ char* thread_scratch(int64_t bytes);
   void silu_gate(const SiluGateArgs& args);                            \
   void rotate_append(const RotateAppendArgs& args);                    \
   void logit_drift(const LogitDriftArgs& args);                        \
+  void token_statistics(const TokenStatisticsArgs& args);              \
   }
 PDK_DECLARE_SIMD_KERNELS(portable)
 PDK_DECLARE_SIMD_KERNELS(avx2)

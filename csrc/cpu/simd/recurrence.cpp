@@ -1,14 +1,11 @@
 // What goes into a step of the recurrent-depth sampler and what comes out of it: a work item is a row.
 #include "kernels.h"
-#include "pdkernels/philox.h"
 #include "pdkernels/recurrence.h"
+#include "random_words.h"
 #include "rms_norm.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
-
-typedef uint64_t Longs __attribute__((vector_size(4 * PDK_LANES), may_alias));
-constexpr int kLongs = kLanes / 2;
 
 struct Rounded {
   PDK_INLINE static Vec multiply(Vec a, Vec b) { return rounded(a * b); }
@@ -17,68 +14,15 @@ struct Rounded {
   PDK_INLINE static float square_root(float x) { return __builtin_sqrtf(x); }
 };
 
-// The product of the low words of each pair of lanes; their high words may hold anything. One instruction, which GCC does not find.
-PDK_INLINE Longs product(Longs a, Longs b) {
-#if defined(__AVX2__)
-  Longs result;
-  __asm__("vpmuludq %2, %1, %0" : "=v"(result) : "v"(a), "v"(b));
-  return result;
-#else
-  return (a & 0xffffffffu) * (b & 0xffffffffu);
-#endif
-}
-
-PDK_INLINE Longs splat_long(uint64_t x) { return x + Longs{}; }
-
-// a0 b0 a1 b1 ..
-PDK_INLINE void interleave(Longs a, Longs b, Longs* result) {
-  Longs low{}, high{};
-  for (int lane = 0; lane < kLongs; ++lane) {
-    low[lane] = lane / 2 + lane % 2 * kLongs;
-    high[lane] = low[lane] + kLongs / 2;
-  }
-#ifdef __clang__
-  for (int lane = 0; lane < kLongs; ++lane) {
-    result[0][lane] = lane % 2 ? b[lane / 2] : a[lane / 2];
-    result[1][lane] = lane % 2 ? b[(kLongs + lane) / 2] : a[(kLongs + lane) / 2];
-  }
-#else
-  result[0] = __builtin_shuffle(a, b, low);
-  result[1] = __builtin_shuffle(a, b, high);
-#endif
-}
-
-// The numbers of one step and position. A lane computes a counter, its four words in the low halves of four vectors. Most of the
-// first round is the same for all of a row.
+// The numbers of one step and position.
 class Latents {
  public:
-  PDK_INLINE Latents(const InjectArgs& args, int64_t position, int64_t step) : std_(args.init_std) {
-    const uint64_t product1 = static_cast<uint64_t>(kPhiloxMultiplier1) * static_cast<uint32_t>(step);
-    first_[0] = splat_long(product1 >> 32 ^ static_cast<uint32_t>(position) ^ args.key[0]);
-    first_[1] = splat_long(product1);
-    first_[2] = splat_long(kLatentNoise ^ args.key[1]);
-    for (int round = 1; round < kPhiloxRounds; ++round) {
-      keys_[round][0] = splat_long(args.key[0] + static_cast<uint32_t>(round) * kPhiloxKeyStep0);
-      keys_[round][1] = splat_long(args.key[1] + static_cast<uint32_t>(round) * kPhiloxKeyStep1);
-    }
-  }
+  PDK_INLINE Latents(const InjectArgs& args, int64_t position, int64_t step)
+      : words_(args.key, static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise), std_(args.init_std) {}
 
   // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
-    Longs quads = splat_long(static_cast<uint64_t>(first / 4));
-    for (int lane = 0; lane < kLongs; ++lane) quads[lane] += static_cast<uint64_t>(lane);
-    const Longs multiplier0 = splat_long(kPhiloxMultiplier0), multiplier1 = splat_long(kPhiloxMultiplier1);
-    for (int64_t at = 0; at < count; at += 2 * kLanes, quads += kLongs) {
-      Longs c0 = first_[0], c1 = first_[1], c3 = product(quads, multiplier0), c2 = c3 >> 32 ^ first_[2];
-      for (int round = 1; round < kPhiloxRounds; ++round) {
-        const Longs product0 = product(c0, multiplier0), product1 = product(c2, multiplier1);
-        c0 = product1 >> 32 ^ c1 ^ keys_[round][0];
-        c1 = product1;
-        c2 = product0 >> 32 ^ c3 ^ keys_[round][1];
-        c3 = product0;
-      }
-      interleave((c0 & 0xffffffffu) | c1 << 32, (c2 & 0xffffffffu) | c3 << 32, reinterpret_cast<Longs*>(to + at));
-    }
+    words_.write(to, first, count);
     // A loop of its own, or the two chains of operations would not overlap with those of the next numbers.
     for (int64_t at = 0; at < count; at += kLanes) {
       const Vec t = __builtin_convertvector(odd_number(reinterpret_cast<const Ints&>(to[at])), Vec) * 0x1p-24f;
@@ -87,7 +31,7 @@ class Latents {
   }
 
  private:
-  Longs first_[3], keys_[kPhiloxRounds][2];
+  RandomWords words_;
   float std_;
 };
 

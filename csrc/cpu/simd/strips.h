@@ -107,11 +107,17 @@ PDK_INLINE auto sum_of(Lanes x) {
   return lanes[0];
 }
 
-// Calls body(item) for all items, on threads that get at least `elements` elements each.
+// Calls body(begin, end) on ranges that cover all items, on threads that get at least `elements` elements each.
+template <class Body>
+void for_ranges(int64_t items, int64_t elements_per_item, const Body& body) {
+  constexpr int64_t kElementsPerThread = 16 * 1024;  // below that, waking another thread costs more than it saves
+  parallel_for(0, items, 1 + kElementsPerThread / (elements_per_item + 1), body);
+}
+
+// Calls body(item) for all items, on such threads.
 template <class Body>
 void for_rows(int64_t items, int64_t elements_per_item, const Body& body) {
-  constexpr int64_t kElementsPerThread = 16 * 1024;  // below that, waking another thread costs more than it saves
-  parallel_for(0, items, 1 + kElementsPerThread / (elements_per_item + 1), [&](int64_t begin, int64_t end) {
+  for_ranges(items, elements_per_item, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) body(item);
   });
 }

@@ -71,6 +71,35 @@ PDK_INLINE Vec exponential(Vec x) {
   return (p * f + 1.0f) * reinterpret_cast<Vec>(exponent);
 }
 
+// e^x for x <= 0 and above kLeastExponent, as the terms of long sums need it: exactly 1 at 0, exactly 0 at kLeastExponent, NaN for NaN.
+// The polynomial's relative error swings around 0 and is at most 9e-8. A quarter fewer instructions than exponential<true>.
+constexpr float kLeastExponent = -88.02969f;  // -127 ln 2
+PDK_INLINE Vec exponential_term(Vec x) {
+  constexpr float kRounder = 12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
+  const Vec shifted = x * 1.44269504f + kRounder;
+  const Vec f = x * 1.44269504f - (shifted - kRounder);
+  Vec p = f * 0.001326472731307149f + 0.009671512991189957f;
+  p = p * f + 0.05550733581185341f;
+  p = p * f + 0.24022242426872253f;
+  p = p * f + 0.6931470036506653f;
+  return (p * f + 1.0f) * reinterpret_cast<Vec>(reinterpret_cast<Ints>(shifted) << 23);
+}
+
+// A bit for each lane of a mask.
+PDK_INLINE uint32_t bits_of(Ints mask) {
+#if defined(__AVX512DQ__)
+  typedef int Native __attribute__((vector_size(64)));
+  return __builtin_ia32_cvtd2mask512(reinterpret_cast<Native>(mask));
+#elif defined(__AVX2__)
+  typedef float Native __attribute__((vector_size(32)));
+  return static_cast<uint32_t>(__builtin_ia32_movmskps256(reinterpret_cast<Native>(mask)));
+#else
+  uint32_t bits = 0;
+  for (int lane = 0; lane < kLanes; ++lane) bits |= static_cast<uint32_t>(mask[lane] & 1) << lane;
+  return bits;
+#endif
+}
+
 // One round of a transposition: swaps the off-diagonal squares of size kDistance between two rows.
 template <int kDistance>
 PDK_INLINE void exchange(Ints& a, Ints& b) {

@@ -1,0 +1,293 @@
+// Vocabulary statistics: what each part of a row leaves behind, from one read of it. A part stays in the first-level cache while it is
+// looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw. Tokens that cannot be among the
+// first of the row, or win its draw, are told by one comparison a strip, because a thread knows what the parts before have.
+#include "kernels.h"
+#include "pdkernels/token_statistics.h"
+#include "random_words.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+// The first tokens that a thread has seen of a row, and the best score of its draw.
+struct Runners {
+  uint64_t top[kMaxTopK] = {};
+  double score = -__builtin_inf();
+
+  PDK_INLINE float bound(int count) const { return key_logit(top[count - 1]); }
+};
+
+PDK_INLINE void insert(uint64_t* top, int count, uint64_t key) {
+  if (key <= top[count - 1]) return;
+  int place = count - 1;
+  for (; place > 0 && top[place - 1] < key; --place) top[place] = top[place - 1];
+  top[place] = key;
+}
+
+// Calls body(at) for the lanes of a mask.
+template <class Body>
+PDK_INLINE void for_lanes(Ints mask, int64_t at, const Body& body) {
+  for (uint32_t bits = bits_of(mask); bits != 0; bits &= bits - 1) body(at + __builtin_ctz(bits));
+}
+
+// The largest logit, and the first tokens. NaNs are passed over.
+template <class T>
+PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, uint64_t* top, Runners& runners) {
+  Vec largest = splat(-kInfinity);
+  float bound = runners.bound(ranked);
+  for_strips(0, count, [&](int64_t first, int64_t last) {
+    Vec peak = splat(-kInfinity), other = peak;  // two chains
+    int64_t at = first;
+    for (; at + 2 * kLanes <= last; at += 2 * kLanes) {
+      peak = larger(load(logits + at, Whole{}), peak);
+      other = larger(load(logits + at + kLanes, Whole{}), other);
+    }
+    for_vectors(at, last, [&](int64_t place, auto lanes) { other = larger(load(logits + place, lanes, -kInfinity), other); });
+    peak = larger(other, peak);
+    largest = larger(peak, largest);
+    if (bits_of(peak > bound) == 0) return;
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      for_lanes(load(logits + at, lanes, -kInfinity) > bound, at, [&](int64_t place) {
+        const uint64_t key = token_key(to_float(logits[place]), first_id + place);
+        insert(top, ranked, key);
+        insert(runners.top, ranked, key);
+        bound = runners.bound(ranked);
+      });
+    });
+  });
+  float result = -kInfinity;
+  for (int lane = 0; lane < kLanes; ++lane) result = largest[lane] > result ? largest[lane] : result;
+  return result;
+}
+
+// Sums of e^x and x e^x, x = (logit - largest) inverse.
+template <bool kTempered, class T>
+PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, float inverse) {
+  const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
+  Vec total{}, weighted{};
+  for_strips(0, count, [&](int64_t first, int64_t last) {
+    Vec strip_total{}, strip_weighted{};
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      Vec x = load(logits + at, lanes, -kInfinity) - shift;
+      if constexpr (kTempered) x *= inverse;
+      x = x < kLeastExponent ? splat(kLeastExponent) : x;
+      const Vec e = exponential_term(x);
+      strip_total += e;
+      strip_weighted += x * e;
+    });
+    total += strip_total;
+    weighted += strip_weighted;
+  });
+  LawSums sums{largest, 0, 0};
+  for (int lane = 0; lane < kLanes; ++lane) sums.total += total[lane], sums.weighted += weighted[lane];
+  return sums;
+}
+
+// Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The bits of a float are a
+// lower bound of its logarithm, as a multiple of 2^-23.
+class Contest {
+ public:
+  explicit PDK_INLINE Contest(double temperature) : scale_(static_cast<float>(0x1p23 / (temperature * 0.6931471805599453))) {}
+
+  PDK_INLINE void set_best(double score) {
+    const float nearest = static_cast<float>(score);
+    best_ = nearest == -kInfinity ? -3.4e38f : nearest - __builtin_fabsf(nearest) * 0x1p-22f - 1e-37f;  // below the score
+  }
+  // At least 0 where the token can win; NaN, or below 0, where it cannot.
+  PDK_INLINE Vec chance(Vec logits, Ints words) const {
+    const Vec distance = __builtin_convertvector(reinterpret_cast<Ints>(~reinterpret_cast<Words>(words) >> 1), Vec);  // (1 - u) 2^31
+    constexpr float kSlack = 0.01f;  // of all roundings
+    return (logits - best_) * scale_ + ((127 + 31 + kSlack) * 0x1p23f - __builtin_convertvector(reinterpret_cast<Ints>(distance), Vec));
+  }
+
+ private:
+  float scale_, best_;
+};
+
+template <class T>
+PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id, Runners& runners,
+                          TokenPart& part) {
+  const RandomWords random(args.key, args.step_of(r), args.position(r), 0);
+  Contest contest(args.temperature);
+  contest.set_best(runners.score);
+  alignas(64) uint32_t words[kStrip];
+  for_strips(0, count, [&](int64_t first, int64_t last) {
+    random.write(words, first_id + first, last - first);
+    Vec best = splat(-1.0f);
+    const auto chance = [&](int64_t at, auto lanes) {
+      return contest.chance(load(logits + at, lanes, -kInfinity), *reinterpret_cast<const Ints*>(words + (at - first)));
+    };
+    for_vectors(first, last, [&](int64_t at, auto lanes) { best = larger(chance(at, lanes), best); });
+    if (bits_of(best >= 0) == 0) return;
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      for_lanes(chance(at, lanes) >= 0, at, [&](int64_t place) {
+        const float logit = to_float(logits[place]);
+        const double score = draw_score(logit, args.temperature, words[place - first]);
+        if (!(score > runners.score)) return;
+        runners.score = part.score = score;
+        part.drawn = token_key(logit, first_id + place);
+        contest.set_best(score);
+      });
+    });
+  });
+}
+
+template <class T>
+void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Runners& runners, TokenPart& part) {
+  const float largest = find_top(logits, count, first_id, args.num_ranked(), part.top, runners);
+  const float inverse = static_cast<float>(args.inverse());
+  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, inverse) : sums_of<true>(logits, count, largest, inverse);
+  part.lawless = part.sums.total != part.sums.total;
+  if (!part.lawless) return;
+  for (int64_t i = 0; i < count; ++i) insert(part.top, args.num_ranked(), token_key(to_float(logits[i]), first_id + i));
+}
+
+// A piece of a row in floats, where the suppressed tokens are -inf.
+template <class T>
+PDK_INLINE void stage(const TokenStatisticsArgs& args, const T* logits, int64_t begin, int64_t end, float* to) {
+  for_vectors(begin, end, [&](int64_t at, auto lanes) { store(to + (at - begin), load(logits + at, lanes), lanes); });
+  for (int i = 0; i < args.num_suppressed; ++i) {
+    if (args.suppress[i] >= begin && args.suppress[i] < end) to[args.suppress[i] - begin] = -kInfinity;
+  }
+}
+
+// Drops what lies below the cut.
+PDK_INLINE void filter(float* staged, int64_t count, float cut) {
+  for_vectors(0, count, [&](int64_t at, auto lanes) {
+    const Vec x = load(staged + at, lanes);
+    store(staged + at, choose(x < cut, splat(-kInfinity), x), lanes);
+  });
+}
+
+template <class T>
+void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& runners) {
+  TokenPart& part = args.parts[r * args.num_parts() + c];
+  part = {};
+  part.score = -__builtin_inf();
+  const T* logits = args.logits.row<const T>(args.source(r));
+  const int64_t begin = c * kVocabularyPart, end = smaller(begin + kVocabularyPart, args.width), count = end - begin;
+  const float cut = args.filtered() ? args.cuts[r] : -kInfinity;
+  if (cut == -kInfinity && !args.suppresses_in(begin, end)) {
+    statistics_of(args, logits + begin, count, begin, runners, part);
+    if (args.draws()) draw_from(args, r, logits + begin, count, begin, runners, part);
+    return;
+  }
+  alignas(64) float staged[kVocabularyPart];
+  stage(args, logits, begin, end, staged);
+  if (args.sampling) filter(staged, count, cut);
+  statistics_of<float>(args, staged, count, begin, runners, part);
+  if (!args.draws()) return;
+  if (!args.sampling) filter(staged, count, cut);
+  draw_from<float>(args, r, staged, count, begin, runners, part);
+}
+
+// --- filters ------------------------------------------------------------------------------------------------------------------
+
+constexpr int kBins = 2048;
+
+// Logits from the largest down: which bin holds the first one that has at least `target` mass before or in it, and what is left of them.
+struct Nucleus {
+  float* logits;
+  float* masses;
+  int64_t count;
+  double before, target;
+
+  // `bin_of` grows from the largest logits to the smallest, 0 .. kBins - 1.
+  template <class BinOf>
+  void narrow(const BinOf& bin_of) {
+    double bins[kBins] = {};
+    for (int64_t i = 0; i < count; ++i) bins[bin_of(logits[i])] += masses[i];
+    int last = kBins - 1;
+    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target behind all
+    int bin = 0;
+    for (; bin < last && (bins[bin] == 0 || before + bins[bin] < target); ++bin) before += bins[bin];
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      if (bin_of(logits[i]) == bin) logits[kept] = logits[i], masses[kept] = masses[i], ++kept;
+    }
+    count = kept;
+  }
+};
+
+// The smallest logit that a draw may take, -inf where nothing is dropped or the row has no law.
+template <class T>
+float cut_of(const TokenStatisticsArgs& args, int64_t r) {
+  const double heat = args.heat();
+  const int64_t width = args.width;
+  float* logits = reinterpret_cast<float*>(thread_scratch(2 * width * static_cast<int64_t>(sizeof(float)) + 64));
+  float* masses = logits + width;
+  stage(args, args.logits.row<const T>(args.source(r)), 0, width, logits);
+  Vec peak = splat(-kInfinity);
+  for_vectors(0, width, [&](int64_t at, auto lanes) { peak = larger(load(logits + at, lanes, -kInfinity), peak); });
+  float largest = -kInfinity;
+  for (int lane = 0; lane < kLanes; ++lane) largest = peak[lane] > largest ? peak[lane] : largest;
+  if (largest == -kInfinity || largest == kInfinity) return -kInfinity;
+
+  // The smallest float that is not below x.
+  const auto at_least = [](double x) {
+    const float nearest = static_cast<float>(x);
+    return nearest < x ? __builtin_nextafterf(nearest, kInfinity) : nearest;
+  };
+  const float floor = args.min_p > 0 ? at_least(largest + heat * __builtin_log(args.min_p)) : -kInfinity;
+  if (args.top_p >= 1) return floor;
+
+  // All of a token's mass before it: what has less than (1 - top_p) / V of it lies behind the nucleus.
+  const double reach = heat * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * heat;
+  const float inverse = static_cast<float>(1 / heat), lowest = static_cast<float>(reach * 1.00001);
+  double total = 0;
+  int64_t count = 0;
+  for_strips(0, width, [&](int64_t first, int64_t last) {
+    Vec sum{};
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      const Vec logit = load(logits + at, lanes, -kInfinity), below = logit - largest;
+      Vec x = below * inverse;
+      x = x < kLeastExponent ? splat(kLeastExponent) : x;
+      const Vec e = exponential_term(x);
+      sum += e;
+      for (uint32_t bits = bits_of(below >= lowest); bits != 0; bits &= bits - 1) {
+        const int lane = __builtin_ctz(bits);
+        logits[count] = logit[lane], masses[count] = e[lane], ++count;
+      }
+    });
+    total += sum_of(sum);
+  });
+  if (total != total) return -kInfinity;
+
+  Nucleus nucleus{logits, masses, count, 0, args.top_p * total};
+  const float bins_per_logit = static_cast<float>(kBins) / -lowest;
+  nucleus.narrow([&](float logit) {
+    const int bin = static_cast<int>((largest - logit) * bins_per_logit);
+    return bin < kBins ? bin : kBins - 1;
+  });
+  // What is left may still be many, and all of them equal: now by the bits of their keys.
+  for (int shift = 21; shift >= 0 && nucleus.count > 1; shift -= shift > 10 ? 11 : 10) {
+    nucleus.narrow([&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });
+  }
+  return nucleus.logits[0] > floor ? nucleus.logits[0] : floor;
+}
+
+template <class T>
+void token_statistics_of(const TokenStatisticsArgs& args) {
+  const int64_t parts = args.num_parts();
+  if (args.filtered()) {
+    for_rows(args.rows, args.width, [&](int64_t r) { args.cuts[r] = args.source(r) < 0 ? -kInfinity : cut_of<T>(args, r); });
+  }
+  for_ranges(args.rows * parts, smaller(args.width, kVocabularyPart), [&](int64_t begin, int64_t end) {
+    Runners runners;
+    for (int64_t item = begin; item < end; ++item) {
+      if (item % parts == 0) runners = {};
+      if (args.source(item / parts) >= 0) measure<T>(args, item / parts, item % parts, runners);
+    }
+  });
+}
+
+}  // namespace
+
+void token_statistics(const TokenStatisticsArgs& args) {
+  switch (args.element) {
+    case Element::kFloat: return token_statistics_of<float>(args);
+    case Element::kHalf: return token_statistics_of<Half>(args);
+    case Element::kBfloat16: return token_statistics_of<Bfloat16>(args);
+  }
+}
+
+}  // namespace pdkernels::cpu::PDK_ISA

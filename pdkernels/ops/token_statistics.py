@@ -1,0 +1,218 @@
+"""A token for each row of logits and what samplers want to know about it, in one read of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import INDEX_DTYPES, check_index, check_type, fail, message
+from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64
+from pdkernels.ops._library import call, define
+from pdkernels.reference import token_statistics as reference
+
+OP = "token_statistics"
+LAWS = ("model", "sampling")
+MAX_TOP_K = 16
+MAX_SUPPRESSED = 16
+
+
+class TokenStatistics(NamedTuple):
+    """What `token_statistics` found, one entry a row; ``...`` is the shape of the logits without their last dimension, or that of
+    `row_index`."""
+
+    ids: Tensor
+    """(...) int64: the token, the most probable one or a draw; -1 where there is no row."""
+    probs: Tensor
+    """(...) float32: its probability."""
+    top_ids: Tensor
+    """(..., top_k) int64: the most probable tokens, the lowest id first on ties."""
+    top_probs: Tensor
+    """(..., top_k) float32: their probabilities."""
+    margin: Tensor
+    """(...) float32: the largest probability minus the second largest."""
+    entropy: Tensor
+    """(...) float32: ``-sum p ln p``, in nats."""
+    logsumexp: Tensor
+    """(...) float32: ``ln sum exp`` of the law's logits; -inf where there is no row."""
+
+
+def token_statistics(
+    logits: Tensor,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int | Tensor = 0,
+    positions: Tensor | None = None,
+    row_index: Tensor | None = None,
+    suppress: int | Sequence[int] = (),
+    top_k: int = 5,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    law: str = "model",
+    backend: Backend = "auto",
+) -> TokenStatistics:
+    """A token for each row of logits, its probability, the runners-up, margin, entropy and log-sum-exp.
+
+    At temperature 0 the token is the first of the most probable ones; above, ``argmax(logit - T ln(-ln u))``, an exact draw
+    from ``softmax(logits / T)``. Its uniform numbers belong to (`seed`, `step`, position, token id), so a sequence draws the
+    same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
+
+    `top_p` and `min_p` filter what can be drawn: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass of all
+    more probable ones is below `top_p`, and P at least `min_p` times the largest. The first one always stays, and equals stay
+    or go together. `law` says what the statistics are of:
+
+    - ``"model"``: ``softmax(logits)``, neither tempered nor filtered (LLaDA, Fast-dLLM);
+    - ``"sampling"``: what the token is drawn from, tempered and filtered (Dream).
+
+    A row where everything is -inf or suppressed counts as no row: its ids are -1, its log-sum-exp is -inf and the other
+    numbers are 0. A row with a NaN or +inf has no law: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
+    else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
+
+    Args:
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
+        temperature: T, in [0, 1e30].
+        seed: key of the random numbers.
+        step: what they are drawn for, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that broadcasts
+            to the shape of the rows.
+        positions: int tensor of the shape of the rows, place in the text of each; 0 .. 2**32 - 1; None: the row's number.
+        row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to look at, -1 for none; None: all of them.
+        suppress: token ids, at most 16, that count as -inf everywhere.
+        top_k: how many runners-up, 1 .. min(V, 16).
+        top_p, min_p: in [0, 1].
+        law: ``"model"`` or ``"sampling"``.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
+
+    Raises:
+        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
+            step below 0 or above 2**32 - 1 that a draw would use. On CUDA such a row counts as no row, and of positions and
+            steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+
+    No gradient flows. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
+    at temperature 0.
+
+    Source: the samplers of Nie et al., "Large Language Diffusion Models", and Ye et al., "Dream 7B"; nucleus filter: Holtzman et
+    al., "The Curious Case of Neural Text Degeneration", section 3.1.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> found = pd.token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)
+        >>> found.ids, found.probs, found.top_ids
+        (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
+    """
+    if logits.requires_grad if isinstance(logits, Tensor) else False:
+        logits = logits.detach()
+    steps = None
+    if isinstance(step, Tensor):
+        step, steps = 0, _spread(step, logits, row_index)
+    banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
+    arguments = (logits, temperature, seed, step, steps, positions, row_index, banned, top_k, top_p, min_p, law)
+    return TokenStatistics(*call(token_statistics_op, arguments, logits, backend))
+
+
+def _shape(logits: Tensor, row_index: Tensor | None) -> torch.Size:
+    return logits.shape[:-1] if row_index is None else row_index.shape
+
+
+def _spread(step: Tensor, logits: Tensor, row_index: Tensor | None) -> Tensor:
+    """A step for each row."""
+    check_floats(OP, "logits", logits)
+    if row_index is not None:
+        check_type(isinstance(row_index, Tensor), OP, "row_index", "be a tensor", type(row_index).__name__)
+    shape = _shape(logits, row_index)
+    if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
+        fail(OP, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
+    return step.expand(shape)
+
+
+def _check(
+    logits: Tensor,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    row_index: Tensor | None = None,
+    suppress: Sequence[int] = (),
+    top_k: int = 5,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    law: str = "model",
+) -> None:
+    check_floats(OP, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
+    for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
+        check_type(isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
+    if not 0 <= temperature <= 1e30:
+        fail(OP, "temperature", "be in [0, 1e30]", temperature)
+    for name, number in (("top_p", top_p), ("min_p", min_p)):
+        if not 0 <= number <= 1:
+            fail(OP, name, "be in [0, 1]", number)
+    for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):
+        check_type(isinstance(number, (int, torch.SymInt)), OP, name, "be an int", type(number).__name__)
+    if not 0 <= step < 2**32:
+        fail(OP, "step", "be in [0, 2**32)", step)
+    if not 1 <= top_k <= MAX_TOP_K or top_k > logits.shape[-1]:
+        fail(OP, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(logits.shape[-1]))}", top_k)
+    if law not in LAWS:
+        fail(OP, "law", "be 'model' or 'sampling'", repr(law))
+    _check_suppress(suppress, logits.shape[-1])
+    if row_index is not None:
+        check_index(OP, "row_index", row_index, tuple(getattr(row_index, "shape", ())), logits.device)
+    for name, tensor in (("step", steps), ("positions", positions)):
+        if tensor is not None:
+            check_index(OP, name, tensor, tuple(_shape(logits, row_index)), logits.device)
+
+
+def _check_suppress(suppress: Sequence[int], width: int) -> None:
+    is_list = isinstance(suppress, (list, tuple)) and all(isinstance(token, int) for token in suppress)
+    check_type(is_list, OP, "suppress", "be an int or a sequence of ints", repr(suppress))
+    if len(suppress) > MAX_SUPPRESSED:
+        fail(OP, "suppress", f"have at most {MAX_SUPPRESSED} ids", len(suppress))
+    for token in suppress:
+        if not 0 <= token < width:
+            fail(OP, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
+
+
+def _fake(
+    logits: Tensor,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    steps: Tensor | None = None,
+    positions: Tensor | None = None,
+    row_index: Tensor | None = None,
+    suppress: Sequence[int] = (),
+    top_k: int = 5,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    law: str = "model",
+) -> tuple[Tensor, ...]:
+    _check(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law)
+    refuse_float64(OP, "logits", logits)
+    shape = _shape(logits, row_index)
+    ids, top_ids = (logits.new_empty(size, dtype=torch.int64) for size in (shape, (*shape, top_k)))
+    top_probs = logits.new_empty((*shape, top_k), dtype=torch.float32)
+    probs, margin, entropy, logsumexp = (logits.new_empty(shape, dtype=torch.float32) for _ in range(4))
+    return ids, probs, top_ids, top_probs, margin, entropy, logsumexp
+
+
+def _reference(
+    logits: Tensor, temperature: float = 0.0, seed: int = 0, step: int = 0, steps: Tensor | None = None, *options: object
+) -> tuple[Tensor, ...]:
+    return reference.token_statistics(logits, temperature, seed, step if steps is None else steps, *options)
+
+
+token_statistics_op = define(
+    "token_statistics(Tensor logits, float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, Tensor? positions=None, "
+    "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model') "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=_reference,
+    reference_check=_check,
+)

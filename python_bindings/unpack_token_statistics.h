@@ -1,0 +1,84 @@
+// Tensors -> the argument struct of the vocabulary-statistics kernels. As in unpack.h: geometry is checked here, in short words.
+#pragma once
+
+#include "pdkernels/token_statistics.h"
+#include "unpack_recurrence.h"
+#include "unpack_sandwich.h"
+
+#include <string>
+
+namespace pdkernels::bindings {
+
+using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
+  return sizes;
+}
+
+template <class Run>
+Statistics run_token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step, const OptionalTensor& steps,
+                                const OptionalTensor& positions, const OptionalTensor& row_index, const std::vector<int64_t>& suppress,
+                                int64_t top_k, double top_p, double min_p, const std::string& law, const Run& run) {
+  const Place place(logits);
+  const Rows rows(logits);
+  constexpr int64_t kWords = int64_t{1} << 32;
+  STD_TORCH_CHECK(rows.width > 0 && rows.width < kWords, "pdkernels: logits must have at least one token");
+  STD_TORCH_CHECK(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1 && step >= 0 && step < kWords,
+                  "pdkernels: an option is out of range");
+  STD_TORCH_CHECK(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed, "pdkernels: an option is out of range");
+  TokenStatisticsArgs args = {};
+  args.element = row_element(logits);
+  args.logits = rows.view();
+  args.source_rows = rows.count, args.width = rows.width;
+  const std::vector<int64_t> shape = row_index.has_value() ? sizes_of(*row_index) : shape_of(logits, -1);
+  args.rows = 1;
+  for (const int64_t size : shape) args.rows *= size;
+  // An entry a row, in the order of the results.
+  const auto numbers = [&](const OptionalTensor& given, OptionalTensor& held) {
+    if (!given.has_value()) return IndexView{};
+    place.require(*given);
+    STD_TORCH_CHECK(sizes_of(*given) == shape, "pdkernels: an index tensor has the wrong shape");
+    held = packed(*given);
+    static char nothing;  // given, even if it has no bytes to point to
+    return IndexView{args.rows > 0 ? held->data_ptr() : &nothing, 1, 0, is_wide(*held)};
+  };
+  OptionalTensor held[3];
+  args.row_index = numbers(row_index, held[0]);
+  args.positions = numbers(positions, held[1]);
+  args.steps = numbers(steps, held[2]);
+  args.step = static_cast<uint32_t>(step);
+  args.key[0] = static_cast<uint32_t>(seed);
+  args.key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  constexpr double kCoolest = 1e-30;  // scores of floats are the same at any temperature below
+  args.temperature = temperature > 0 && temperature < kCoolest ? kCoolest : temperature;
+  args.top_p = top_p, args.min_p = min_p;
+  args.sampling = is_second(law, "model", "sampling");
+  args.top_k = static_cast<int>(top_k);
+  for (const int64_t token : suppress) {
+    STD_TORCH_CHECK(token >= 0 && token < rows.width, "pdkernels: a suppressed token is out of range");
+    args.suppress[args.num_suppressed++] = token;
+  }
+
+  std::vector<int64_t> wide = shape;
+  wide.push_back(top_k);
+  const auto numbers_out = [&](const std::vector<int64_t>& size, ScalarType dtype) { return torch::stable::new_empty(logits, size, dtype); };
+  Tensor ids = numbers_out(shape, ScalarType::Long), top_ids = numbers_out(wide, ScalarType::Long);
+  Tensor probs = numbers_out(shape, ScalarType::Float), top_probs = numbers_out(wide, ScalarType::Float);
+  Tensor margin = numbers_out(shape, ScalarType::Float), entropy = numbers_out(shape, ScalarType::Float);
+  Tensor logsumexp = numbers_out(shape, ScalarType::Float);
+  args.ids = static_cast<int64_t*>(ids.data_ptr()), args.top_ids = static_cast<int64_t*>(top_ids.data_ptr());
+  const auto floats = [](const Tensor& t) { return static_cast<float*>(t.data_ptr()); };
+  args.probs = floats(probs), args.top_probs = floats(top_probs), args.margin = floats(margin);
+  args.entropy = floats(entropy), args.logsumexp = floats(logsumexp);
+  // What the parts of the vocabulary leave for each other: sized by the shapes alone.
+  const int64_t doubles = static_cast<int64_t>(sizeof(TokenPart) / sizeof(double));
+  Tensor parts = numbers_out({args.rows * args.num_parts() * doubles}, ScalarType::Double);
+  Tensor cuts = numbers_out({args.filtered() ? args.rows : 0}, ScalarType::Float);
+  args.parts = static_cast<TokenPart*>(parts.data_ptr()), args.cuts = floats(cuts);
+  if (args.rows > 0) run(args);
+  return {ids, probs, top_ids, top_probs, margin, entropy, logsumexp};
+}
+
+}  // namespace pdkernels::bindings
