@@ -245,7 +245,7 @@ H, W, I = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"weight": W[:, :3]}, ValueError, r"weight must have shape \(V, 4\), V at least 1, got \(9, 3\)"),
         ({"weight": W[:0]}, ValueError, r"V at least 1, got \(0, 4\)"),
         ({"weight": W[0]}, ValueError, r"weight must have shape \(V, 4\), V at least 1, got \(4,\)"),
-        ({"temperature": -1.0}, ValueError, r"temperature must be finite and at least 0, got -1\.0"),
+        ({"temperature": -1.0}, ValueError, r"temperature must be in \[0, 1e30\], got -1\.0"),
         ({"top_k": 10}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 9, got 10"),
         ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1\.5"),
         ({"law": "any"}, ValueError, r"law must be 'model' or 'sampling', got 'any'"),
