@@ -46,6 +46,9 @@ _TABLE = {
 # Most parts of a vocabulary: about two for each SM of a large GPU, so that the last ones to end keep few waiting.
 MOST_PARTS = 256
 
+# Of what float32 holds: 1 / T of a smaller temperature would be infinite.
+LARGEST = torch.finfo(torch.float32).max
+
 # The order of what is not there: below that of -inf.
 NONE = tl.constexpr(-(2**31))
 FAR = tl.constexpr(2**31 - 1)
@@ -292,7 +295,7 @@ def forward(
     tiles, parts = choose_parts(vocabulary, tiling.columns)
     top = min(max(top_k, 2), 16)  # the margin takes two
     sampled = temperature > 0
-    scale = 1.0 / temperature if law == "sampling" and sampled else 1.0
+    scale = min(1.0 / temperature, LARGEST) if law == "sampling" and sampled else 1.0
 
     make = lambda *size, dtype: torch.empty(size, dtype=dtype, device=hidden.device)  # noqa: E731
     ids, top_ids = make(slots, dtype=torch.int64), make(slots, top_k, dtype=torch.int64)

@@ -55,7 +55,7 @@ def test_within_the_error_budget(temperature: float, law: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("temperature, law", DRAWS)
-@pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (70, 129, 20, 1)])
+@pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (65, 129, 3, 1)])
 def test_ties_go_to_the_lowest_id(rows: int, width: int, depth: int, top_k: int, temperature: float, law: str, few_parts: None) -> None:
     hidden, weight = whole_numbers(rows, width, depth, torch.float16)
     options = {"temperature": temperature, "law": law, "top_k": top_k, "seed": -5, "step": 2**32 - 1}
@@ -107,16 +107,20 @@ def test_far_apart_and_far_out() -> None:
     hidden = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1e-30]])
     weight = torch.tensor([[3e38, 0.0], [3e38, 1.0], [-3e38, -1.0], [0.0, 1e8]])
     cases.check_exactly(run(hidden, weight, top_k=4), hidden, weight, top_k=4)
+    for temperature in (1e-42, 1e30):
+        found = run(hidden[1:], weight[1:], temperature=temperature, law="sampling", top_k=3)
+        assert all(t.isfinite().all() for t in (found.probs, found.margin, found.entropy))
+        assert torch.allclose(found.top_probs[1], torch.tensor([1.0, 0.0, 0.0] if temperature < 1 else [1 / 3] * 3))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_a_row_does_not_depend_on_the_others(temperature: float, few_parts: None) -> None:
-    hidden, weight = inputs(67, 400, 40, torch.float16)
-    positions = torch.arange(67) + 100
+    hidden, weight = inputs(65, 300, 40, torch.float16)
+    positions = torch.arange(65) + 100
     together = run(hidden, weight, temperature=temperature, positions=positions)
     again = run(hidden, weight, temperature=temperature, positions=positions)
     assert same_bits(together, again)
-    for row in (0, 66):
+    for row in (0, 64):
         alone = run(hidden[row : row + 1], weight, temperature=temperature, positions=positions[row : row + 1])
         assert same_bits(pd.TokenStatistics(*(t[row : row + 1] for t in together)), alone)
 
@@ -185,7 +189,7 @@ def test_filters_take_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_draws_are_those_of_the_reference() -> None:
     """Word for word: of equal logits the noise alone decides."""
-    hidden, weight = torch.ones(40, 1), torch.ones(1003, 1)
+    hidden, weight = torch.ones(20, 1), torch.ones(403, 1)
     for seed, step in ((0, 0), (2**63 - 1, 5), (-1, 2**31)):
         options = {"temperature": 1.0, "seed": seed, "step": step}
         assert torch.equal(run(hidden, weight, **options).ids, reference(hidden.double(), weight.double(), **options)[0])
