@@ -18,12 +18,16 @@ from pdkernels.ops._library import COMPOSED, SCHEMAS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "pdkernels"
 FAMILIES = sorted(path.stem for path in (PACKAGE / "ops").glob("[!_]*.py"))
+
+
+def ops_of(family: str) -> set[str]:
+    """Its public ops."""
+    return {op for op in SCHEMAS if getattr(getattr(pd, op, None), "__module__", None) == f"pdkernels.ops.{family}"}
+
+
 # Families whose ops all compose other ops on the CPU: they have no C++, but a Triton kernel.
-COMPOSED_FAMILIES = {
-    family
-    for family in FAMILIES
-    if {op for op in SCHEMAS if getattr(pd, op, None) and getattr(pd, op).__module__ == f"pdkernels.ops.{family}"} <= COMPOSED
-}
+COMPOSED_FAMILIES = {family for family in FAMILIES if ops_of(family) and ops_of(family) <= COMPOSED}
+
 SOURCES = sorted(
     path
     for folder in ("csrc", "python_bindings", "pdkernels", "reference", "tests", "bench", "examples", "scripts")
