@@ -40,6 +40,7 @@ class Public:
         self.recurrence_advance_ = pd.recurrence_advance_
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
         self.logit_drift = pd.logit_drift
+        self.token_statistics = pd.token_statistics
 
 
 class Simulated:
@@ -90,6 +91,14 @@ class Simulated:
 
     def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
+
+    def token_statistics(
+        self, logits, *, temperature=0.0, seed=0, step=0, positions=None, row_index=None, suppress=(), top_k=5, top_p=1.0, min_p=0.0,
+        law="model",
+    ) -> pd.TokenStatistics:  # fmt: skip
+        steps = step.expand(logits.shape[:-1] if row_index is None else row_index.shape) if isinstance(step, Tensor) else None
+        draw = (temperature, seed, 0 if steps is not None else step, steps, positions, row_index)
+        return pd.TokenStatistics(*self.ops.token_statistics(logits, *draw, list(suppress), top_k, top_p, min_p, law))
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""
