@@ -46,18 +46,17 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "MOST_PARTS", 2)
 
 
-@pytest.mark.parametrize("dtype", dot_dtypes(), ids=str)
-@pytest.mark.parametrize("temperature, law", DRAWS)
-def test_within_the_error_budget(temperature: float, law: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype, temperature, law", [(dtype, *draw) for i, dtype in enumerate(dot_dtypes()) for draw in DRAWS[i % 2 :: 2]])
+def test_within_the_error_budget(dtype: torch.dtype, temperature: float, law: str) -> None:
     hidden, weight = inputs(40, 331, 72, dtype)
     options = {"temperature": temperature, "law": law, "seed": 2**40 + 3, "step": 7, "suppress": (4, 330)}
     cases.check(run(hidden, weight, **options), hidden, weight, **options)
 
 
 @pytest.mark.parametrize("temperature, law", DRAWS)
-@pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (65, 129, 3, 1)])
+@pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (33, 129, 3, 1)])
 def test_ties_go_to_the_lowest_id(rows: int, width: int, depth: int, top_k: int, temperature: float, law: str, few_parts: None) -> None:
-    hidden, weight = whole_numbers(rows, width, depth, torch.float16)
+    hidden, weight = whole_numbers(rows, width, depth)
     options = {"temperature": temperature, "law": law, "top_k": top_k, "seed": -5, "step": 2**32 - 1}
     cases.check_exactly(run(hidden, weight, **options), hidden, weight, **options)
 
@@ -115,12 +114,12 @@ def test_far_apart_and_far_out() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_a_row_does_not_depend_on_the_others(temperature: float, few_parts: None) -> None:
-    hidden, weight = inputs(65, 300, 40, torch.float16)
-    positions = torch.arange(65) + 100
+    hidden, weight = inputs(33, 200, 40)
+    positions = torch.arange(33) + 100
     together = run(hidden, weight, temperature=temperature, positions=positions)
     again = run(hidden, weight, temperature=temperature, positions=positions)
     assert same_bits(together, again)
-    for row in (0, 64):
+    for row in (0, 32):
         alone = run(hidden[row : row + 1], weight, temperature=temperature, positions=positions[row : row + 1])
         assert same_bits(pd.TokenStatistics(*(t[row : row + 1] for t in together)), alone)
 
