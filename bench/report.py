@@ -268,6 +268,8 @@ TABLES = {
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
     "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
+    "token_statistics": lambda rows: by_rows(rows, op="token_statistics"),
+    "token_statistics sampling": lambda rows: by_rows(rows, op="token_statistics sampling"),
     "recurrence_advance_": recurrence_advance,
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),

@@ -236,6 +236,25 @@ def logit_drift() -> None:
     save(figure, "logit_drift.png")
 
 
+def token_statistics() -> None:
+    """Parts of a row, what each leaves behind, and what comes of them."""
+    figure, axis = canvas(10.5, 3.4, (-2.9, 16.2), (-0.9, 3.9))
+    logits = [0.2, 1.9, 0.6, 0.1, 1.2, 0.4, 2.6, 0.3, 0.9, 0.5, 0.2, 1.5, 0.7, 0.1, 0.4, 0.8]
+    best = sorted(range(16), key=lambda i: -logits[i])[:2]
+    for part in range(4):
+        for i in range(4 * part, 4 * part + 4):
+            axis.bar(i + 0.47, logits[i] * 0.55, 0.8, bottom=2.3, color=ACCEPTED if i in best else COMMITTED, edgecolor="#444444", linewidth=0.6)
+        axis.add_patch(plt.Rectangle((4 * part, 1.05), 3.9, 0.85, facecolor=FREE, edgecolor="#444444", linewidth=0.8))
+        axis.text(4 * part + 1.95, 1.47, r"max, $\Sigma e^x$, $\Sigma x e^x$" "\nfirst tokens, best draw", ha="center", va="center", fontsize=8)
+        axis.annotate("", xy=(4 * part + 1.95, 1.92), xytext=(4 * part + 1.95, 2.25), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
+        axis.annotate("", xy=(8, 0.62), xytext=(4 * part + 1.95, 1.03), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
+    axis.add_patch(plt.Rectangle((2.5, -0.25), 11, 0.85, facecolor=MODEL, edgecolor="#444444", linewidth=0.8))
+    axis.text(8, 0.17, "ids, probs, top_ids, top_probs, margin, entropy, logsumexp", ha="center", va="center", fontsize=9)
+    for y, text in ((2.9, "logits, read once"), (1.47, "a part"), (0.17, "the row")):
+        axis.text(-0.4, y, text, ha="right", va="center", fontsize=10)
+    save(figure, "token_statistics.png")
+
+
 def linear_token_statistics() -> None:
     """The head's rows in parts of two tiles, what a part keeps of its product with the hidden states, and the merge."""
     figure, axis = canvas(11, 3.6, (-3.2, 15.6), (-2.5, 4.2))
@@ -305,6 +324,7 @@ if __name__ == "__main__":
     verify_draft()
     sandwich()
     logit_drift()
+    token_statistics()
     linear_token_statistics()
     recurrence()
     recurrent_wave()

@@ -31,7 +31,7 @@ __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
     const uint64_t key = warp_largest(head);
     if (key == 0) break;
     if (key == head) head = next(key);
-    if (threadIdx.x % 32 == i) mine = key;
+    if (static_cast<int>(threadIdx.x % 32) == i) mine = key;
   }
   return mine;
 }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   const double heat = args.heat();
   const double floor = args.min_p > 0 ? largest + heat * log(args.min_p) : -INFINITY;
   if (lawless || largest == -INFINITY || args.top_p >= 1) {
-    if (threadIdx.x == 0) args.cuts[r] = lawless ? -INFINITY : __double2float_ru(floor);
+    if (threadIdx.x == 0) args.cuts[r] = lawless ? -INFINITY : at_least(floor);
     return;
   }
 
@@ -182,7 +182,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   // Of 16 bits the last ones say nothing: zeros, or ones where the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
   const float nucleus = place == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
-  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, __double2float_ru(floor));
+  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
 }
 
 // --- a part of a row ------------------------------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
         else:
             taken = number[piece]
             there = (taken >= 0) & (taken < rows)
-            block = hidden.index_select(0, torch.where(there, taken, 0)) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
+            chosen = torch.where(there, taken, 0)
+            block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
             index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
         placed = options._replace(row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece])
         blocks.append(token_statistics_op(linear(block, weight), *placed))

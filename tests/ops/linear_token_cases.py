@@ -37,15 +37,15 @@ def check_exactly(found: pd.TokenStatistics, hidden: Tensor, weight: Tensor, **o
         if not actual.dtype.is_floating_point:
             assert torch.equal(actual, wanted), name
         else:
-            torch.testing.assert_close(actual.double(), wanted, rtol=2e-5, atol=2e-6, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(actual.double(), wanted, rtol=2e-5, atol=2e-6, equal_nan=True)
 
 
 def check(
     found: pd.TokenStatistics, hidden: Tensor, weight: Tensor, *, temperature: float = 0.0, seed: int = 0, step: int = 0,
     suppress: tuple[int, ...] = (), top_k: int = 5, law: str = "model",
 ) -> None:  # fmt: skip
-    """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two logits
-    may have: that of the product in this dtype, by the same budget."""
+    """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two
+    logits may have: that of the product in this dtype, by the same budget."""
     options = {"temperature": temperature, "seed": seed, "step": step, "suppress": suppress, "top_k": top_k, "law": law}
     exact = pd.TokenStatistics(*reference(hidden.double(), weight.double(), **options))
     same = pd.TokenStatistics(*reference(hidden, weight, **options))

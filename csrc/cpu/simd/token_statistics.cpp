@@ -29,9 +29,11 @@ PDK_INLINE void for_lanes(Ints mask, int64_t at, const Body& body) {
   for (uint32_t bits = bits_of(mask); bits != 0; bits &= bits - 1) body(at + __builtin_ctz(bits));
 }
 
-// The largest logit, and the first tokens. NaNs are passed over.
+constexpr int kStrips = kVocabularyPart / kStrip;
+
+// The largest logit, that of each strip lane by lane, and the first tokens. NaNs are passed over.
 template <class T>
-PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, uint64_t* top, Runners& runners) {
+PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips], uint64_t* top, Runners& runners) {
   Vec largest = splat(-kInfinity);
   float bound = runners.bound(ranked);
   for_strips(0, count, [&](int64_t first, int64_t last) {
@@ -44,6 +46,7 @@ PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int 
     for_vectors(at, last, [&](int64_t place, auto lanes) { other = larger(load(logits + place, lanes, -kInfinity), other); });
     peak = larger(other, peak);
     largest = larger(peak, largest);
+    peaks[first / kStrip] = peak;
     if (bits_of(peak > bound) == 0) return;
     for_vectors(first, last, [&](int64_t at, auto lanes) {
       for_lanes(load(logits + at, lanes, -kInfinity) > bound, at, [&](int64_t place) {
@@ -59,27 +62,47 @@ PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int 
   return result;
 }
 
-// Sums of e^x and x e^x, x = (logit - largest) inverse.
-template <bool kTempered, class T>
-PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, float inverse) {
-  const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
+typedef double Doubles __attribute__((vector_size(8 * PDK_LANES), may_alias));
+
+struct VectorSums {
+  Doubles total{}, weighted{};
+  int64_t first = 0;  // tokens as large as the largest, held apart: next to their e^0 the others would lose their last bits
+};
+
+template <bool kTempered, bool kHoldsFirst, class T>
+PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, VectorSums& sums) {
   Vec total{}, weighted{};
-  for_strips(0, count, [&](int64_t first, int64_t last) {
-    Vec strip_total{}, strip_weighted{};
-    for_vectors(first, last, [&](int64_t at, auto lanes) {
-      Vec x = load(logits + at, lanes, -kInfinity) - shift;
-      if constexpr (kTempered) x *= inverse;
-      x = x < kLeastExponent ? splat(kLeastExponent) : x;
-      const Vec e = exponential_term(x);
-      strip_total += e;
-      strip_weighted += x * e;
-    });
-    total += strip_total;
-    weighted += strip_weighted;
+  Ints first{};
+  for_vectors(begin, end, [&](int64_t at, auto lanes) {
+    Vec x = load(logits + at, lanes, -kInfinity) - shift;
+    if constexpr (kTempered) x *= inverse;
+    x = x < kLeastExponent ? splat(kLeastExponent) : x;
+    Vec e = exponential_term(x);
+    if constexpr (kHoldsFirst) {
+      first += x == 0;
+      e = choose(x == 0, splat(0.0f), e);
+    }
+    total += e;
+    weighted += x * e;
   });
-  LawSums sums{largest, 0, 0};
-  for (int lane = 0; lane < kLanes; ++lane) sums.total += total[lane], sums.weighted += weighted[lane];
-  return sums;
+  sums.total += __builtin_convertvector(total, Doubles);
+  sums.weighted += __builtin_convertvector(weighted, Doubles);
+  sums.first -= sum_of(first);
+}
+
+// Sums of e^x and x e^x, x = (logit - largest) inverse. `peaks` are the largest logits of each strip, lane by lane.
+template <bool kTempered, class T>
+PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse) {
+  const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
+  VectorSums sums;
+  for_strips(0, count, [&](int64_t begin, int64_t end) {
+    if (bits_of(peaks[begin / kStrip] == largest) != 0) {
+      add_strip<kTempered, true>(logits, begin, end, shift, inverse, sums);
+    } else {
+      add_strip<kTempered, false>(logits, begin, end, shift, inverse, sums);
+    }
+  });
+  return {largest, static_cast<double>(sums.first) + sum_of(sums.total), sum_of(sums.weighted)};
 }
 
 // Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The bits of a float are a
@@ -133,11 +156,14 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
 
 template <class T>
 void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Runners& runners, TokenPart& part) {
-  const float largest = find_top(logits, count, first_id, args.num_ranked(), part.top, runners);
+  Vec peaks[kStrips];
+  const float largest = find_top(logits, count, first_id, args.num_ranked(), peaks, part.top, runners);
   const float inverse = static_cast<float>(args.inverse());
-  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, inverse) : sums_of<true>(logits, count, largest, inverse);
+  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, peaks, inverse)
+                           : sums_of<true>(logits, count, largest, peaks, inverse);
   part.lawless = part.sums.total != part.sums.total;
   if (!part.lawless) return;
+  for (uint64_t& key : part.top) key = 0;
   for (int64_t i = 0; i < count; ++i) insert(part.top, args.num_ranked(), token_key(to_float(logits[i]), first_id + i));
 }
 
@@ -222,11 +248,6 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   for (int lane = 0; lane < kLanes; ++lane) largest = peak[lane] > largest ? peak[lane] : largest;
   if (largest == -kInfinity || largest == kInfinity) return -kInfinity;
 
-  // The smallest float that is not below x.
-  const auto at_least = [](double x) {
-    const float nearest = static_cast<float>(x);
-    return nearest < x ? __builtin_nextafterf(nearest, kInfinity) : nearest;
-  };
   const float floor = args.min_p > 0 ? at_least(largest + heat * __builtin_log(args.min_p)) : -kInfinity;
   if (args.top_p >= 1) return floor;
 

@@ -29,6 +29,12 @@ PDK_HD float key_logit(uint64_t key) {
   return key == 0 ? -__builtin_inff() : __builtin_bit_cast(float, rank >> 31 ? rank & 0x7fffffffu : ~rank);
 }
 
+// The smallest float that is not below x.
+PDK_HD float at_least(double x) {
+  const float nearest = static_cast<float>(x);
+  return nearest < x ? key_logit(token_key(nearest, 0) + (uint64_t{1} << 32)) : nearest;
+}
+
 // --- draws ----------------------------------------------------------------------------------------------------------------
 
 PDK_HD double logarithm(double x) {
