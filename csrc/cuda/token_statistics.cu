@@ -281,13 +281,13 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   const float largest = key_logit(warp_largest(head));
 
   const double inverse = args.inverse();
-  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse);
+  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse), rest = args.inverse_rest();
   float total = 0, weighted = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const float x = (logits[i] - shift) * slope, e = expf(x);
+    const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near, x = distance + distance * rest, e = expf(x);
     total += e;
-    weighted += e == 0 ? 0.0f : x * e;
+    weighted += x * e;
   }
   const LawSums sums{largest, warp_sum(static_cast<double>(total)), warp_sum(static_cast<double>(weighted))};
   Drawn drawn{0, 0};

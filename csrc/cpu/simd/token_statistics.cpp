@@ -70,12 +70,16 @@ struct VectorSums {
 };
 
 template <bool kTempered, bool kHoldsFirst, class T>
-PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, VectorSums& sums) {
+PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, float rest, VectorSums& sums) {
   Vec total{}, weighted{};
   Ints first{};
   for_vectors(begin, end, [&](int64_t at, auto lanes) {
     Vec x = load(logits + at, lanes, -kInfinity) - shift;
-    if constexpr (kTempered) x *= inverse;
+    if constexpr (kTempered) {
+      x *= inverse;
+      x = x < 2 * kLeastExponent ? splat(2 * kLeastExponent) : x;
+      x += x * rest;
+    }
     x = x < kLeastExponent ? splat(kLeastExponent) : x;
     Vec e = exponential_term(x);
     if constexpr (kHoldsFirst) {
@@ -92,14 +96,14 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
 
 // Sums of e^x and x e^x, x = (logit - largest) inverse. `peaks` are the largest logits of each strip, lane by lane.
 template <bool kTempered, class T>
-PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse) {
+PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse, float rest) {
   const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
   VectorSums sums;
   for_strips(0, count, [&](int64_t begin, int64_t end) {
     if (bits_of(peaks[begin / kStrip] == largest) != 0) {
-      add_strip<kTempered, true>(logits, begin, end, shift, inverse, sums);
+      add_strip<kTempered, true>(logits, begin, end, shift, inverse, rest, sums);
     } else {
-      add_strip<kTempered, false>(logits, begin, end, shift, inverse, sums);
+      add_strip<kTempered, false>(logits, begin, end, shift, inverse, rest, sums);
     }
   });
   return {largest, static_cast<double>(sums.first) + sum_of(sums.total), sum_of(sums.weighted)};
@@ -159,8 +163,8 @@ void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t cou
   Vec peaks[kStrips];
   const float largest = find_top(logits, count, first_id, args.num_ranked(), peaks, part.top, runners);
   const float inverse = static_cast<float>(args.inverse());
-  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, peaks, inverse)
-                           : sums_of<true>(logits, count, largest, peaks, inverse);
+  part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, peaks, inverse, 0)
+                           : sums_of<true>(logits, count, largest, peaks, inverse, args.inverse_rest());
   part.lawless = part.sums.total != part.sums.total;
   if (!part.lawless) return;
   for (uint64_t& key : part.top) key = 0;

@@ -106,6 +106,8 @@ struct TokenStatisticsArgs {
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
   PDK_HD double heat() const { return draws() ? temperature : 1; }
   PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // what the law's logits are multiplied by
+  // What a float of it lacks, as a share: over long distances that is more than a rounding.
+  PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
   // The row of logits behind an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {
     const int64_t row = row_index.given() ? row_index.load(r) : r;
