@@ -208,7 +208,7 @@ def speculative_attention(rows: list[Row]) -> str:
 
 
 def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
-    """All numbers of rows in bf16, then in fp32; below the times the copy speed that those of pdkernels come to."""
+    """All numbers of rows in bf16, then in fp32; below the times the copy speed of pdkernels, where bytes were counted."""
     rows = [row for row in rows if wanted.items() <= row.items()]
     if not rows:
         return "not measured"
@@ -219,7 +219,8 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     ours = by_contender(rows, cases)[0][1]
-    lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
+    if any(row and "gb_per_s" in row for row in ours):
+        lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
     return f"{table(['µs, median; rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
@@ -280,6 +281,7 @@ TABLES = {
     "add_rms_norm": lambda rows: by_rows(rows, op="sandwich", kernel="add_rms_norm"),
     "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
+    "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
     **{
         f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)

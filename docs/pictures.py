@@ -305,6 +305,32 @@ def token_statistics() -> None:
     save(figure, "token_statistics.png")
 
 
+def linear_token_statistics() -> None:
+    """The head's rows in parts of two tiles, what a part keeps of its product with the hidden states, and the merge."""
+    figure, axis = canvas(11, 3.6, (-3.2, 15.6), (-2.5, 4.2))
+    colours, width = (COMMITTED, ACCEPTED, MODEL), 4
+    axis.add_patch(plt.Rectangle((-2.9, 1.2), 1.5, 1.4, facecolor=REJECTED, edgecolor="#444444", linewidth=0.8))
+    axis.text(-2.15, 1.9, "hidden\nrows x E", ha="center", va="center", fontsize=9)
+    arrow = {"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.1}
+    axis.annotate("", xy=(-0.1, 1.9), xytext=(-1.35, 1.9), arrowprops=arrow)
+    for part, colour in enumerate(colours):
+        left = part * width
+        for tile in range(2):
+            place = (left + tile * width / 2, 2.4)
+            axis.add_patch(plt.Rectangle(place, width / 2 - 0.12, 1.1, facecolor=colour, edgecolor="#444444", linewidth=0.8))
+            axis.text(place[0] + width / 4 - 0.06, 2.95, f"tile {2 * part + tile}", ha="center", va="center", fontsize=9, color="#222222" if colour == MODEL else "white")
+        axis.add_patch(plt.Rectangle((left, 0.2), width - 0.12, 1.2, facecolor=FREE, edgecolor=colour, linewidth=1.8))
+        axis.text(left + width / 2, 0.8, "m, s, u, draw, top_k\nof rows x 2 tiles", ha="center", va="center", fontsize=9)
+        axis.annotate("", xy=(left + width / 2, 1.45), xytext=(left + width / 2, 2.35), arrowprops=arrow)
+        axis.annotate("", xy=(6, -0.95), xytext=(left + width / 2, 0.15), arrowprops=arrow)
+    axis.text(6, 3.85, "the head, V x E: a program owns a part and walks its tiles", ha="center", fontsize=10)
+    axis.text(12.3, 1.9, "logits live in\nregisters, one\ntile at a time", ha="left", va="center", fontsize=9)
+    axis.add_patch(plt.Rectangle((2.6, -2.0), 6.8, 1.0, facecolor=FREE, edgecolor="#444444", linewidth=0.8))
+    axis.text(6, -1.5, "ids, probs, top_k, margin, entropy, logsumexp", ha="center", va="center", fontsize=9)
+    axis.text(9.7, -1.5, "merged in order, a row a program", ha="left", va="center", fontsize=9)
+    save(figure, "linear_token_statistics.png")
+
+
 def masks() -> None:
     rounds = [pdm.Stage(5, (4, 6, 3)), pdm.Stage(3, (4, 4)), pdm.Stage(1, sync=False)]
     noise_aware = {"prompt_len": 6, "block_size": 4, "num_blocks": 4}
@@ -350,6 +376,7 @@ if __name__ == "__main__":
     logit_drift()
     feature_cache()
     token_statistics()
+    linear_token_statistics()
     recurrence()
     unmask()
     recurrent_wave()

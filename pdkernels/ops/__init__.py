@@ -3,6 +3,7 @@
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
+from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
 from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
@@ -24,6 +25,7 @@ __all__ = [
     "kv_append_",
     "kv_commit_",
     "kv_trim_",
+    "linear_token_statistics",
     "logit_drift",
     "recurrence_advance_",
     "recurrence_exit",

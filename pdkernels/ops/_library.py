@@ -3,7 +3,7 @@
 A schema is the contract: ``Tensor(a!)`` marks what is written, lengths at run time are tensors, static things are ints.
 An op's fake is also its validation: it looks at shapes, dtypes and devices and makes the messages. Tracing runs it, and a
 call runs it only after the compiled code refused the arguments, so that a good call costs nothing for it. Triton kernels
-refuse nothing, so their fake runs before them.
+refuse nothing, nor does what is composed in Python, so their fake runs before them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ SCHEMAS: dict[str, str] = {}
 # ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the price of a sync per call. Read at import.
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
 
+# Ops whose kernel on the CPU is made of other ops, with no C++ of its own.
+COMPOSED: set[str] = set()
+
 _FAKES: dict[str, Callable[..., Any]] = {}
 _REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
@@ -32,6 +35,7 @@ def define(
     *,
     fake: Callable[..., Any],
     reference: Callable[..., Any],
+    cpu: Callable[..., Any] | None = None,
     triton: Callable[..., Any] | None = None,
     reference_check: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
@@ -40,6 +44,7 @@ def define(
     Without the compiled library the reference serves the CPU, so that graphs and raw op calls still work.
 
     Args:
+        cpu: the kernel on the CPU of an op that is made of other ops there.
         triton: the kernel on CUDA, for ops whose compiled library serves the CPU alone. It should import Triton in its body.
         reference_check: the validation of arguments for the reference, where that takes more than the kernels do.
     """
@@ -50,7 +55,10 @@ def define(
     if not name.endswith("_backward"):
         backends.register(name, on_cuda="triton" if triton else "native")
     torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
-    if not _native.has_native():
+    if cpu:
+        COMPOSED.add(name)
+        LIBRARY.impl(name, _checked(fake, cpu), "CPU")
+    elif not _native.has_native():
         LIBRARY.impl(name, reference, "CPU")
     if triton:
         LIBRARY.impl(name, _checked(fake, triton), "CUDA")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,29 +106,33 @@ def token_statistics(
     """
     if logits.requires_grad if isinstance(logits, Tensor) else False:
         logits = logits.detach()
+    options = raw_options(OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law)
+    return TokenStatistics(*call(token_statistics_op, (logits, *options), logits, backend))
+
+
+def rows_shape(x: Tensor, row_index: Tensor | None) -> torch.Size:
+    """Of the results: that of the rows of `x`, or of `row_index`."""
+    return x.shape[:-1] if row_index is None else row_index.shape
+
+
+def raw_options(
+    op: str, name: str, x: Tensor, temperature: float, seed: int, step: int | Tensor, positions: Tensor | None,
+    row_index: Tensor | None, suppress: int | Sequence[int], *rest: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the public functions take, as the ops take it: a tensor of steps has one for each row of `x`, `suppress` is a list."""
     steps = None
     if isinstance(step, Tensor):
-        step, steps = 0, _spread(step, logits, row_index)
+        check_floats(op, name, x)
+        if row_index is not None:
+            check_type(isinstance(row_index, Tensor), op, "row_index", "be a tensor", type(row_index).__name__)
+        shape = rows_shape(x, row_index)
+        if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
+            fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
+        step, steps = 0, step.expand(shape)
     if isinstance(seed, int):
         seed = (seed + 2**63) % 2**64 - 2**63
     banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
-    arguments = (logits, temperature, seed, step, steps, positions, row_index, banned, top_k, top_p, min_p, law)
-    return TokenStatistics(*call(token_statistics_op, arguments, logits, backend))
-
-
-def _shape(logits: Tensor, row_index: Tensor | None) -> torch.Size:
-    return logits.shape[:-1] if row_index is None else row_index.shape
-
-
-def _spread(step: Tensor, logits: Tensor, row_index: Tensor | None) -> Tensor:
-    """A step for each row."""
-    check_floats(OP, "logits", logits)
-    if row_index is not None:
-        check_type(isinstance(row_index, Tensor), OP, "row_index", "be a tensor", type(row_index).__name__)
-    shape = _shape(logits, row_index)
-    if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
-        fail(OP, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
-    return step.expand(shape)
+    return (temperature, seed, step, steps, positions, row_index, banned, *rest)
 
 
 def _check(
@@ -148,37 +152,47 @@ def _check(
     check_floats(OP, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
+    check_options(
+        OP, logits, logits.shape[-1], temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law
+    )
+
+
+def check_options(
+    op: str, x: Tensor, width: int, temperature: float, seed: int, step: int, steps: Tensor | None, positions: Tensor | None,
+    row_index: Tensor | None, suppress: Sequence[int], top_k: int, top_p: float, min_p: float, law: str,
+) -> None:  # fmt: skip
+    """All but the logits, of which there are `width` for each row of `x`."""
     for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
-        check_type(isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
+        check_type(isinstance(number, (int, float)), op, name, "be a number", type(number).__name__)
     if not 0 <= temperature <= 1e30:
-        fail(OP, "temperature", "be in [0, 1e30]", temperature)
+        fail(op, "temperature", "be in [0, 1e30]", temperature)
     for name, number in (("top_p", top_p), ("min_p", min_p)):
         if not 0 <= number <= 1:
-            fail(OP, name, "be in [0, 1]", number)
+            fail(op, name, "be in [0, 1]", number)
     for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):
-        check_type(isinstance(number, (int, torch.SymInt)), OP, name, "be an int", type(number).__name__)
+        check_type(isinstance(number, (int, torch.SymInt)), op, name, "be an int", type(number).__name__)
     if not 0 <= step < 2**32:
-        fail(OP, "step", "be in [0, 2**32)", step)
-    if not 1 <= top_k <= MAX_TOP_K or top_k > logits.shape[-1]:
-        fail(OP, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(logits.shape[-1]))}", top_k)
+        fail(op, "step", "be in [0, 2**32)", step)
+    if not 1 <= top_k <= MAX_TOP_K or top_k > width:
+        fail(op, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(width))}", top_k)
     if law not in LAWS:
-        fail(OP, "law", "be 'model' or 'sampling'", repr(law))
-    _check_suppress(suppress, logits.shape[-1])
+        fail(op, "law", "be 'model' or 'sampling'", repr(law))
+    _check_suppress(op, suppress, width)
     if row_index is not None:
-        check_index(OP, "row_index", row_index, tuple(getattr(row_index, "shape", ())), logits.device)
+        check_index(op, "row_index", row_index, tuple(getattr(row_index, "shape", ())), x.device)
     for name, tensor in (("step", steps), ("positions", positions)):
         if tensor is not None:
-            check_index(OP, name, tensor, tuple(_shape(logits, row_index)), logits.device)
+            check_index(op, name, tensor, tuple(rows_shape(x, row_index)), x.device)
 
 
-def _check_suppress(suppress: Sequence[int], width: int) -> None:
+def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
     is_list = isinstance(suppress, (list, tuple)) and all(isinstance(token, int) for token in suppress)
-    check_type(is_list, OP, "suppress", "be an int or a sequence of ints", repr(suppress))
+    check_type(is_list, op, "suppress", "be an int or a sequence of ints", repr(suppress))
     if len(suppress) > MAX_SUPPRESSED:
-        fail(OP, "suppress", f"have at most {MAX_SUPPRESSED} ids", len(suppress))
+        fail(op, "suppress", f"have at most {MAX_SUPPRESSED} ids", len(suppress))
     for token in suppress:
         if not 0 <= token < width:
-            fail(OP, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
+            fail(op, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
 
 
 def _fake(
@@ -197,10 +211,14 @@ def _fake(
 ) -> tuple[Tensor, ...]:
     _check(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law)
     refuse_float64(OP, "logits", logits)
-    shape = _shape(logits, row_index)
-    ids, top_ids = (logits.new_empty(size, dtype=torch.int64) for size in (shape, (*shape, top_k)))
-    top_probs = logits.new_empty((*shape, top_k), dtype=torch.float32)
-    probs, margin, entropy, logsumexp = (logits.new_empty(shape, dtype=torch.float32) for _ in range(4))
+    return new_results(logits, rows_shape(logits, row_index), top_k)
+
+
+def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
+    """Where results for rows of `x` go."""
+    ids, top_ids = (x.new_empty(size, dtype=torch.int64) for size in (shape, (*shape, top_k)))
+    top_probs = x.new_empty((*shape, top_k), dtype=torch.float32)
+    probs, margin, entropy, logsumexp = (x.new_empty(shape, dtype=torch.float32) for _ in range(4))
     return ids, probs, top_ids, top_probs, margin, entropy, logsumexp
 
 

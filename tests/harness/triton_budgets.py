@@ -31,19 +31,20 @@ SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 
-def measure(cases: list[str]) -> dict[str, dict[str, Any]]:
-    """`{"sm_90:bf16:128 forward": figures}`, from a process of its own. Cached by the sources that go into it."""
+def measure(cases: list[str], module: str = "tests.harness.triton_budgets") -> dict[str, dict[str, Any]]:
+    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a process of its own. Cached by the sources that go into it."""
     import triton
 
-    key = digest_text(triton.__version__, *cases, digest([Path(__file__), *sorted(KERNELS.glob("*.py"))]))
+    sources = {Path(__file__), ROOT / f"{module.replace('.', '/')}.py", *KERNELS.glob("*.py")}
+    key = digest_text(triton.__version__, *cases, digest(sorted(sources)))
 
     def compile_cases(target: Path) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment["TRITON_CACHE_DIR"] = str(CACHE / "triton")
-        command = [sys.executable, "-m", "tests.harness.triton_budgets", *cases]
+        command = [sys.executable, "-m", module, *cases]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"tests.harness.triton_budgets: {done.stderr}")
+            raise RuntimeError(f"{module}: {done.stderr}")
         target.write_text(done.stdout)
 
     return json.loads(build_once(CACHE / f"{key}.json", compile_cases).read_text())

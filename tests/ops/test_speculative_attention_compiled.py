@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.cudasim.build import ROOT, build_once, digest, digest_text
 from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
 
@@ -58,27 +54,9 @@ def main(cases: list[str]) -> None:
     print(json.dumps(found))
 
 
-def measure(case: str) -> dict[str, dict[str, Any]]:
-    """The figures of a case, from a process of its own. Cached by the sources that go into it."""
-    import triton
-
-    sources = [Path(__file__), Path(harness.__file__), *sorted(harness.KERNELS.glob("*.py"))]
-    key = digest_text(triton.__version__, case, digest(sources))
-
-    def compile_all(target: Path) -> None:
-        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment["TRITON_CACHE_DIR"] = str(harness.CACHE / "triton")
-        command = [sys.executable, "-m", "tests.ops.test_speculative_attention_compiled", case]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        target.write_text(done.stdout)
-
-    return json.loads(build_once(harness.CACHE / f"{key}.json", compile_all).read_text())
-
-
 def check(case: str) -> None:
     found = []
-    measured = measure(case)
+    measured = harness.measure([case], __name__)
     for name, figures in measured.items():
         if name.endswith("merge"):  # adds up, multiplies no matrices
             assert not any(figures[instruction] for instruction in harness.TENSOR_CORES)
@@ -93,7 +71,7 @@ def test_kernels_stay_within_budget(case: str) -> None:
     check(case)
     # Many rows deserve the instructions of their own architecture.
     best = dict(zip(("sm_80", "sm_90", "sm_100"), harness.TENSOR_CORES))[case.split(":")[0]]
-    assert all(measure(case)[f"{case} speculative many {layout}"][best] for layout in PAGES)
+    assert all(harness.measure([case], __name__)[f"{case} speculative many {layout}"][best] for layout in PAGES)
 
 
 @pytest.mark.slow

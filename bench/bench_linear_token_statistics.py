@@ -1,0 +1,80 @@
+"""Statistics of a head's logits: ours, and PyTorch's product with statistics behind it.
+
+A head of 1024 by 32768, 1, 32 and 256 rows, greedy: argmax, its probability, the five most probable tokens, margin, entropy and
+log-sum-exp. On a GPU the sizes are LLaDA's, 4096 by 126464. `torch.compile` sees product and statistics together; it runs beside
+every round as the baseline. Each contender is compared with float64, or with ours, before it is timed.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+import pdkernels as pd
+from bench.timing import compare
+from tests.ops import linear_token_cases as cases
+
+SIZES = {"cpu": (1024, 32768), "cuda": (4096, 126464)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ROWS = (1, 32, 256)
+CONTENDERS = ("pdkernels", "F.linear + pd.token_statistics", "F.linear + torch eager", "F.linear + torch, torch.compile")
+
+
+def plain(hidden: Tensor, weight: Tensor) -> pd.TokenStatistics:
+    """What a sampler writes in PyTorch."""
+    logits = linear(hidden, weight).float()
+    log_law = logits.log_softmax(-1)
+    law = log_law.exp()
+    top = law.topk(5, -1)
+    ids = logits.argmax(-1)
+    entropy = -(law * log_law).sum(-1)
+    probs = law.gather(-1, ids[:, None])[:, 0]
+    margin = top.values[:, 0] - top.values[:, 1]
+    return pd.TokenStatistics(ids, probs, top.indices, top.values, margin, entropy, logits.logsumexp(-1))
+
+
+@lru_cache(maxsize=1)
+def inputs(rows: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
+    depth, width = SIZES[device]
+    return tuple(t.to(device) for t in cases.inputs(rows, width, depth, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_linear_token_statistics(benchmark, name: str, dtype: str, rows: int, device: str) -> None:
+    benchmark.group = f"linear_token_statistics, {dtype}, {rows} rows, {device}"
+    hidden, weight = inputs(rows, dtype, device)
+    torch._dynamo.reset()
+    compiled = partial(torch.compile(plain, dynamic=False), hidden, weight)
+    calls = {
+        "pdkernels": partial(pd.linear_token_statistics, hidden, weight),
+        "F.linear + pd.token_statistics": lambda: pd.token_statistics(linear(hidden, weight)),
+        "F.linear + torch eager": partial(plain, hidden, weight),
+        "F.linear + torch, torch.compile": compiled,
+    }
+    with torch.inference_mode():
+        found = calls[name]()
+        if rows == 32 and name == "pdkernels":
+            cases.check(pd.TokenStatistics(*(t.cpu() for t in found)), hidden.cpu(), weight.cpu())
+        tolerance = 1e-5 if dtype == "fp32" else 3e-2
+        for actual, wanted in zip(found, calls["pdkernels"]()):
+            if actual.dtype.is_floating_point:
+                torch.testing.assert_close(actual, wanted, rtol=tolerance, atol=tolerance)
+        compare(
+            benchmark,
+            calls[name],
+            baseline=compiled,
+            baseline_name="torch.compile",
+            device=device,
+            rounds=max(10, 100 // rows),
+            warmup=3,
+            op="linear_token_statistics",
+            contender=name,
+            dtype=dtype,
+            rows=rows,
+        )

@@ -1,0 +1,213 @@
+"""Statistics of the logits of a language-model head that are never there as a whole: product and reduction in one op."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from pdkernels._validation import fail
+from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64
+from pdkernels.ops._library import DEBUG_CHECKS, call, define
+from pdkernels.ops.token_statistics import (
+    TokenStatistics,
+    check_options,
+    new_results,
+    raw_options,
+    rows_shape,
+    token_statistics_op,
+)
+from pdkernels.reference import linear_token_statistics as reference
+
+OP = "linear_token_statistics"
+
+
+class Options(NamedTuple):
+    """What the op takes besides tensors of floats, in its order and with its defaults."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    step: int = 0
+    steps: Tensor | None = None
+    positions: Tensor | None = None
+    row_index: Tensor | None = None
+    suppress: Sequence[int] = ()
+    top_k: int = 5
+    top_p: float = 1.0
+    min_p: float = 0.0
+    law: str = "model"
+
+
+# Most logits that are there at a time where rows go by blocks: 64 MiB in float32.
+BLOCK_LOGITS = 2**24
+
+
+def linear_token_statistics(
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int | Tensor = 0,
+    positions: Tensor | None = None,
+    row_index: Tensor | None = None,
+    suppress: int | Sequence[int] = (),
+    top_k: int = 5,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    law: str = "model",
+    backend: Backend = "auto",
+) -> TokenStatistics:
+    """`token_statistics` of the logits ``hidden @ weight^T``, of which there are never more than some at a time.
+
+    Means what ``token_statistics(F.linear(hidden, weight), ...)`` means, for memory that does not grow with rows times V. On CUDA
+    the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so that two may tie or
+    change places); with `top_p` or `min_p`, and on the CPU, rows go by blocks of at most 2**24 logits through ``F.linear`` and
+    the kernel of `token_statistics`.
+
+    Args:
+        hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
+        weight: ``(V, E)`` of the same dtype, the head's, V at least 1. Any strides; no bias.
+        temperature, seed, step, positions, suppress, top_k, top_p, min_p, law: as in `token_statistics`.
+        row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. So a
+            sampler passes all hidden states and names those it asks about.
+        backend: see `pdkernels.show_config`. The reference holds all logits, and takes float64 too.
+
+    Returns:
+        As `token_statistics`.
+
+    Raises:
+        ValueError: shapes that do not fit, options out of range; on the CPU a row number outside [-1, rows), or a position or
+            step below 0 or above 2**32 - 1 that a draw would use. On CUDA such a row counts as no row, and of positions and
+            steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+
+    No gradient flows. Deterministic. On CUDA and without filters a row's result does not depend on other rows; elsewhere the
+    product is PyTorch's, whose last bits may depend on how many rows there are.
+
+    Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online normalizer
+    calculation for softmax" (2018).
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> head = torch.eye(3)
+        >>> found = pd.linear_token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), head, top_k=2)
+        >>> found.ids, found.probs, found.top_ids
+        (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
+    """
+    hidden, weight = (x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in (hidden, weight))
+    options = raw_options(
+        OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law
+    )
+    return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
+
+
+def _check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
+    check_floats(OP, "hidden", hidden)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        fail(OP, "hidden", "have shape (..., E), E at least 1", tuple(hidden.shape))
+    check_floats(OP, "weight", weight, like=hidden)
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
+    check_options(OP, hidden, weight.shape[0], *Options(*options))
+
+
+def _check_values(hidden: Tensor, options: Options) -> None:
+    """Of tensors of numbers. On a GPU this waits for it."""
+    rows = hidden.numel() // hidden.shape[-1]
+    index = options.row_index
+    if index is not None and ((index < -1) | (index >= rows)).any():
+        wrong = index[(index < -1) | (index >= rows)][0].item()
+        fail(OP, "row_index", f"be in [-1, {rows - 1}]", wrong)
+    if options.temperature > 0:
+        for name, values in (("positions", options.positions), ("step", options.steps)):
+            wrong = None if values is None else (values < 0) | (values >= 2**32)
+            if wrong is not None and index is not None:
+                wrong &= index >= 0
+            if wrong is not None and wrong.any():
+                fail(OP, name, "be in [0, 2**32)", values[wrong][0].item())
+
+
+def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    _check(hidden, weight, *options)
+    refuse_float64(OP, "hidden", hidden)
+    given = Options(*options)
+    return new_results(hidden, rows_shape(hidden, given.row_index), given.top_k)
+
+
+def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    temperature, seed, step, steps, *rest = Options(*options)
+    return reference.linear_token_statistics(hidden, weight, temperature, seed, step if steps is None else steps, *rest)
+
+
+def _reference_check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
+    _check(hidden, weight, *options)
+    _check_values(hidden, Options(*options))
+
+
+def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    given = Options(*options)
+    _check_values(hidden, given)
+    return _by_blocks(hidden, weight, given)
+
+
+def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
+    """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a row of more."""
+    shape = rows_shape(hidden, options.row_index)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    rows = len(hidden)
+    number = None if options.row_index is None else options.row_index.reshape(-1).long()
+    slots = rows if number is None else len(number)
+    positions, steps = (None if x is None else x.reshape(-1) for x in (options.positions, options.steps))
+    if positions is None:
+        positions = torch.arange(rows, device=hidden.device) if number is None else number
+    size = max(1, BLOCK_LOGITS // weight.shape[0])
+    blocks = []
+    for start in range(0, max(slots, 1), size):
+        piece = slice(start, start + size)
+        index = None
+        if number is None:
+            block = hidden[piece]
+        else:
+            taken = number[piece]
+            there = (taken >= 0) & (taken < rows)
+            chosen = torch.where(there, taken, 0)
+            block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
+            index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
+        placed = options._replace(row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece])
+        blocks.append(token_statistics_op(linear(block, weight), *placed))
+    results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
+    return tuple(x.view((*shape, *x.shape[1:])) for x in results)
+
+
+def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    given = Options(*options)
+    if DEBUG_CHECKS:
+        _check_values(hidden, given)
+    if given.top_p < 1 or given.min_p > 0:  # which tokens stay is known once all logits are
+        return _by_blocks(hidden, weight, given)
+    from pdkernels.triton.linear_token_statistics import forward
+
+    shape = rows_shape(hidden, given.row_index)
+    steps, positions, row_index = (None if x is None else x.reshape(-1) for x in given[3:6])
+    results = forward(
+        hidden.reshape(-1, hidden.shape[-1]), weight, given.temperature, given.seed, given.step, steps, positions, row_index,
+        given.suppress, given.top_k, given.law,
+    )  # fmt: skip
+    return tuple(x.view((*shape, *x.shape[1:])) for x in results)
+
+
+linear_token_statistics_op = define(
+    f"{OP}(Tensor hidden, Tensor weight, float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, "
+    "Tensor? positions=None, Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, "
+    "str law='model') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=_reference,
+    cpu=_cpu,
+    triton=_triton,
+    reference_check=_reference_check,
+)

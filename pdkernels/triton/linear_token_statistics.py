@@ -1,0 +1,344 @@
+"""Statistics of ``hidden @ weight^T`` over the vocabulary without ever storing it, in Triton.
+
+A program owns a tile of rows and a part of the vocabulary, which it walks a tile of columns at a time: the product stays in
+registers, and what is asked of it joins the running statistics. A second kernel merges the parts, one row a program.
+
+Logits are compared as integers that order them like `torch.argmax` does (see `_order`), so that one maximum serves numbers,
+infinities and NaN; among equals the lowest id is taken. Tiles of rows have one size and parts follow from the size of the
+vocabulary: what a row gets does not depend on how many rows there are. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdkernels.triton import _blocking
+
+
+class Tiling(NamedTuple):
+    """How the product is cut: a tile's rows and columns, and how deep a step along the hidden dimension is."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    """Of the load pipeline."""
+
+
+# By architecture; those that are not listed take sm_80's, which fits into 99 KiB of shared memory. With few rows only the rate at
+# which weights arrive counts: 64 rows ask less of the tensor cores than that rate would let them do, so no smaller tile is needed,
+# which would round differently. 8 warps leave registers for random words: 4 would spill them by the kilobyte. float32 runs on the
+# plain FMA units, where large tiles spill. Registers and shared memory stand in tests/triton_budgets.json.
+_TABLE = {
+    "sm_90": Tiling(64, 128, 64, 8, 4),
+    "sm_100": Tiling(64, 128, 64, 8, 4),
+    "sm_80": Tiling(64, 128, 32, 8, 4),
+    "fp32": Tiling(32, 64, 32, 4, 2),
+}
+
+# Most parts of a vocabulary: about two for each SM of a large GPU, so that the last ones to end keep few waiting.
+MOST_PARTS = 256
+
+# Of what float32 holds: 1 / T of a smaller temperature would be infinite.
+LARGEST = torch.finfo(torch.float32).max
+
+# The order of what is not there: below that of -inf.
+NONE = tl.constexpr(-(2**31))
+FAR = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _order(x):
+    """int32 that compares as `torch.argmax` compares floats: NaN above infinity, -0.0 like 0.0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x != x, FAR, bits ^ ((bits >> 31) & FAR))
+
+
+@triton.jit
+def _value(order):
+    """What `_order` was given."""
+    return (order ^ ((order >> 31) & FAR)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _first(order, ids, axis: tl.constexpr):
+    """(largest, lowest of its ids) along an axis."""
+    best = tl.max(order, axis)
+    return best, tl.min(tl.where(order == tl.expand_dims(best, axis), ids, FAR), axis)
+
+
+@triton.jit
+def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
+    """``ln(-ln u)`` for the columns from `start`, a multiple of 4, on; u = (word + 0.5) / 2**32, accurate at both of its ends."""
+    quad = start // 4 + tl.arange(0, COLUMNS // 4)
+    w0, w1, w2, w3 = tl.philox(seed, quad[None, :], position[:, None], step[:, None], tl.zeros_like(quad)[None, :])
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(tl.int32, bitcast=True)
+    # Upper half: u = 1 - d, and d is known exactly where 1 - d is not.
+    upper = words < 0
+    d = (tl.where(upper, ~words, words).to(tl.float32) + 0.5) * 2.0**-32
+    u = tl.where(upper, 1.0 - d, d)
+    e = -tl.log(u)
+    # log1p of -d, after Kahan: what rounding 1 - d does to the logarithm it does to the distance from 1 as well.
+    e = tl.where(upper, tl.where(u == 1.0, d, e * (d / tl.where(u == 1.0, 1.0, 1.0 - u))), e)
+    return tl.log(e)
+
+
+@triton.jit
+def _row(row_index, slot, inside, rows):
+    """(row of `hidden`, whether there is one) of each slot; a number out of range is none."""
+    row = slot.to(tl.int64)
+    if row_index is not None:
+        row = tl.load(row_index + slot, mask=inside, other=-1).to(tl.int64)
+    there = inside & (row >= 0) & (row < rows)
+    return tl.where(there, row, 0), there
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
+    """Statistics of no column: peak, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
+    order, where what fills the tensors up is never the least."""
+    place = tl.arange(0, TOP_WIDTH)[None, :]
+    zeros = tl.zeros((ROWS,), tl.float32)
+    nobody = tl.zeros((ROWS,), tl.int32)
+    top = tl.zeros((ROWS, TOP_WIDTH), tl.int32) + tl.where(place < TOP, NONE, FAR)
+    top_ids = tl.zeros((ROWS, TOP_WIDTH), tl.int32) - 1 - place
+    return zeros - float("inf"), zeros, zeros, nobody + NONE, nobody, zeros, top, top_ids
+
+
+@triton.jit
+def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step, position, suppressed,
+          TOP: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr):  # fmt: skip
+    """The statistics after the columns from `start` on joined them."""
+    peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
+    column = start + tl.arange(0, logits.shape[1])
+    real = (column < vocabulary)[None, :]
+    for i in tl.static_range(SUPPRESSED):
+        logits = tl.where((2 * column + 3 == suppressed[i])[None, :], float("-inf"), logits)
+
+    # Sums of exp(x - peak) and of (x - peak) exp(x - peak), x = scale * logit. A sum of 0 is kept from 0 * -inf.
+    counting = tl.where(real, logits, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(counting, 1))
+    origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    x = (counting - origin[:, None]) * scale
+    p = tl.exp(x)
+    moved = (peak - origin) * scale
+    shrink = tl.exp(moved)
+    weighted = (weighted + tl.where(moved == float("-inf"), 0.0, moved * total)) * shrink
+    weighted += tl.sum(tl.where(x == float("-inf"), 0.0, x * p), 1)
+    total = total * shrink + tl.sum(p, 1)
+
+    if SAMPLED:
+        scores = logits - temperature * _noise(seed, step, position, start, logits.shape[1])
+        found, found_id = _first(tl.where(real, _order(scores), NONE), column[None, :], 1)
+        found_logit = tl.sum(tl.where(column[None, :] == found_id[:, None], logits, 0.0), 1)
+        better = found > best
+        best = tl.where(better, found, best)
+        best_id = tl.where(better, found_id, best_id)
+        best_logit = tl.where(better, found_logit, best_logit)
+
+    order = tl.where(real, _order(logits), NONE)
+    for _ in tl.static_range(TOP):
+        found, found_id = _first(order, column[None, :], 1)
+        order = tl.where(column[None, :] == found_id[:, None], NONE, order)
+        # Takes the place of the least, of equals that of the highest id. An equal one is not taken: its id is higher still.
+        least = tl.min(top, 1)
+        last = tl.max(tl.where(top == least[:, None], top_ids, NONE), 1)
+        taken = (found > least)[:, None] & (top == least[:, None]) & (top_ids == last[:, None])
+        top = tl.where(taken, found[:, None], top)
+        top_ids = tl.where(taken, found_id[:, None], top_ids)
+    return new_peak, total, weighted, best, best_id, best_logit, top, top_ids
+
+
+@triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "parts", "tiles", "step"])
+def _parts_kernel(
+    hidden, weight, row_index, positions, steps, step, sums, drawn, orders, ids,
+    hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
+    scale, temperature, seed: "i64", suppressed,
+    DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    # Tiles of rows that read the same weights are neighbours, for the L2 cache.
+    slot = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
+    part = tl.program_id(0) // row_tiles
+    row, there = _row(row_index, slot, slot < slots, rows)
+    if tl.max(there.to(tl.int32), 0) == 0:
+        return
+    along = tl.arange(0, STEP)
+    hidden_rows = hidden + row[:, None] * hidden_stride
+    position = row.to(tl.int32)
+    number = tl.zeros((ROWS,), tl.int32) + step
+    if SAMPLED and positions is not None:
+        position = tl.load(positions + slot, mask=there, other=0).to(tl.int32)
+    if SAMPLED and steps is not None:
+        number = tl.load(steps + slot, mask=there, other=0).to(tl.int32)
+
+    statistics = _nothing(ROWS, TOP, TOP_WIDTH)
+    for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))):
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        weight_rows = weight + tl.minimum(column, vocabulary - 1).to(tl.int64)[:, None] * weight_stride
+        logits = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in range(0, DEPTH, STEP):
+            wanted = there[:, None]
+            if DEPTH % STEP != 0:
+                wanted = wanted & (k + along < DEPTH)[None, :]
+                w = tl.load(weight_rows + ((k + along) * weight_step)[None, :], mask=(k + along < DEPTH)[None, :], other=0.0)
+            else:
+                w = tl.load(weight_rows + ((k + along) * weight_step)[None, :])
+            h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=wanted, other=0.0)
+            logits = tl.dot(h, tl.trans(w), logits, input_precision="ieee")
+        statistics = _join(
+            statistics, logits, tile * COLUMNS, vocabulary, scale, temperature, seed, number, position, suppressed,
+            TOP, SAMPLED, SUPPRESSED,
+        )  # fmt: skip
+
+    peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
+    result = slot.to(tl.int64) * parts + part
+    tl.store(sums + 3 * result, peak, mask=there)
+    tl.store(sums + 3 * result + 1, total, mask=there)
+    tl.store(sums + 3 * result + 2, weighted, mask=there)
+    if SAMPLED:
+        tl.store(drawn + 3 * result, best, mask=there)
+        tl.store(drawn + 3 * result + 1, best_id, mask=there)
+        tl.store(drawn + 3 * result + 2, best_logit.to(tl.int32, bitcast=True), mask=there)
+    place = tl.arange(0, TOP_WIDTH)[None, :]
+    tl.store(orders + result[:, None] * TOP + place, top, mask=there[:, None] & (place < TOP))
+    tl.store(ids + result[:, None] * TOP + place, top_ids, mask=there[:, None] & (place < TOP))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _merge_kernel(
+    row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy, out_logsumexp,
+    slots, rows, parts, scale,
+    TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, TOP_WANTED: tl.constexpr, SAMPLED: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0)
+    _, there = _row(row_index, slot, slot < slots, rows)
+    first = slot.to(tl.int64) * parts
+    part = tl.arange(0, PARTS)
+    mine = (part < parts) & there
+    peak = tl.load(sums + 3 * (first + part), mask=mine, other=float("-inf"))
+    total = tl.load(sums + 3 * (first + part) + 1, mask=mine, other=0.0)
+    weighted = tl.load(sums + 3 * (first + part) + 2, mask=mine, other=0.0)
+    origin = tl.max(peak, 0)
+    origin = tl.where(origin == float("-inf"), 0.0, origin)
+    moved = (peak - origin) * scale
+    shrink = tl.exp(moved)
+    weighted = tl.sum((weighted + tl.where(moved == float("-inf"), 0.0, moved * total)) * shrink, 0)
+    total = tl.sum(total * shrink, 0)
+    # Only where all logits are -inf, and where there is no row, the sum is 0: the largest adds 1.
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+
+    place = tl.arange(0, TOP_WIDTH)[None, :]
+    kept = mine[:, None] & (place < TOP)
+    order = tl.load(orders + (first + part[:, None]) * TOP + place, mask=kept, other=NONE)
+    id = tl.load(ids + (first + part[:, None]) * TOP + place, mask=kept, other=FAR)
+    chosen = tl.zeros((), tl.int32)
+    logit = tl.zeros((), tl.float32)
+    margin = tl.zeros((), tl.float32)
+    for k in tl.static_range(TOP):
+        best, best_id = _first(tl.reshape(order, (PARTS * TOP_WIDTH,)), tl.reshape(id, (PARTS * TOP_WIDTH,)), 0)
+        order = tl.where(id == best_id, NONE, order)
+        # A vocabulary of one has no second token.
+        p = tl.where(best == NONE, 0.0, tl.exp((_value(best) - origin) * scale) / divisor)
+        if k == 0:
+            chosen = best_id
+            logit = _value(best)
+            margin = p
+        if k == 1:
+            margin -= p
+        if k < TOP_WANTED:
+            tl.store(out_top_ids + slot * TOP_WANTED + k, tl.where(empty, -1, best_id).to(tl.int64))
+            tl.store(out_top_probs + slot * TOP_WANTED + k, tl.where(empty, 0.0, p))
+    if SAMPLED:
+        scores = tl.load(drawn + 3 * (first + part), mask=mine, other=NONE)
+        drawn_ids = tl.load(drawn + 3 * (first + part) + 1, mask=mine, other=FAR)
+        _, chosen = _first(scores, drawn_ids, 0)
+        logits = tl.load(drawn + 3 * (first + part) + 2, mask=mine, other=0).to(tl.float32, bitcast=True)
+        logit = tl.sum(tl.where(drawn_ids == chosen, logits, 0.0), 0)
+    tl.store(out_ids + slot, tl.where(empty, -1, chosen).to(tl.int64))
+    tl.store(out_probs + slot, tl.where(empty, 0.0, tl.exp((logit - origin) * scale) / divisor))
+    tl.store(out_margin + slot, tl.where(empty, 0.0, margin))
+    tl.store(out_entropy + slot, tl.where(empty, 0.0, tl.log(divisor) - weighted / divisor))
+    tl.store(out_logsumexp + slot, tl.where(empty, float("-inf"), origin * scale + tl.log(divisor)))
+
+
+def forward(
+    hidden: Tensor,
+    weight: Tensor,
+    temperature: float,
+    seed: int,
+    step: int,
+    steps: Tensor | None,
+    positions: Tensor | None,
+    row_index: Tensor | None,
+    suppress: Sequence[int],
+    top_k: int,
+    law: str,
+) -> tuple[Tensor, ...]:
+    """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of rows of ``hidden @ weight^T``, without filters.
+
+    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `steps`, `positions` and `row_index` are contiguous and of one size, which is
+    that of the results.
+    """
+    rows, depth = hidden.shape
+    vocabulary = weight.shape[0]
+    slots = rows if row_index is None else row_index.numel()
+    tiling = choose_tiling(hidden)
+    tiles, parts = choose_parts(vocabulary, tiling.columns)
+    top = min(max(top_k, 2), 16)  # the margin takes two
+    sampled = temperature > 0
+    scale = min(1.0 / temperature, LARGEST) if law == "sampling" and sampled else 1.0
+
+    make = lambda *size, dtype: torch.empty(size, dtype=dtype, device=hidden.device)  # noqa: E731
+    ids, top_ids = make(slots, dtype=torch.int64), make(slots, top_k, dtype=torch.int64)
+    probs, margin, entropy, logsumexp = (make(slots, dtype=torch.float32) for _ in range(4))
+    top_probs = make(slots, top_k, dtype=torch.float32)
+    results = (ids, probs, top_ids, top_probs, margin, entropy, logsumexp)
+    if slots == 0:
+        return results
+    sums = make(slots, parts, 3, dtype=torch.float32)
+    drawn = make(slots, parts, 3, dtype=torch.int32) if sampled else None
+    part_orders, part_ids = (make(slots, parts, top, dtype=torch.int32) for _ in range(2))
+    row_tiles = triton.cdiv(slots, tiling.rows)
+    width = triton.next_power_of_2(top)
+    _parts_kernel[(row_tiles * parts,)](
+        hidden, weight, row_index, positions, steps, _low_word(step), sums, drawn, part_orders, part_ids,
+        *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, parts, tiles,
+        # A number that is 1 or a multiple of 16 would be compiled into a kernel of its own; these are never.
+        scale, temperature, seed, tuple(2 * token + 3 for token in suppress),
+        DEPTH=depth, TOP=top, TOP_WIDTH=width, SAMPLED=sampled, SUPPRESSED=len(suppress),
+        ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth, num_warps=tiling.warps, num_stages=tiling.stages,
+    )  # fmt: skip
+    _merge_kernel[(slots,)](
+        row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, parts, scale,
+        TOP=top, TOP_WIDTH=width, TOP_WANTED=top_k, SAMPLED=sampled, PARTS=triton.next_power_of_2(parts), num_warps=4,
+    )  # fmt: skip
+    return results
+
+
+def choose_tiling(hidden: Tensor) -> Tiling:
+    return _TABLE[_blocking.architecture(hidden.device) if hidden.element_size() == 2 else "fp32"]
+
+
+def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
+    """(tiles of a part, parts): of the vocabulary alone, so that a row's sums are added up in one order in any batch.
+
+    >>> choose_parts(126464, 128), choose_parts(100, 128)
+    ((4, 247), (1, 1))
+    """
+    tiles = triton.cdiv(vocabulary, columns)
+    of_a_part = triton.cdiv(tiles, MOST_PARTS)
+    return of_a_part, triton.cdiv(tiles, of_a_part)
+
+
+def _low_word(number: int) -> int:
+    """As an int32 of the same bits."""
+    return (number + 2**31) % 2**32 - 2**31
