@@ -12,8 +12,10 @@ import argparse
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 # Every tensor is an allocation of its own, so that the checker knows where it ends.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -24,9 +26,18 @@ import torch
 import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import SCHEMAS
-from pdkernels.reference import block_sparse_attention, kv_cache, recurrence, speculative_attention, verify_draft  # noqa: F401  (submodules of `reference`)
+from pdkernels.reference import (  # noqa: F401  (submodules of `reference`)
+    block_sparse_attention,
+    kv_cache,
+    logit_drift,
+    recurrence,
+    sandwich,
+    speculative_attention,
+    verify_draft,
+)
 from tests.ops import kv_cases, recurrence_cases, speculative_cases, unmask_cases
 
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WILD = [-1, -(2**31), 2**31 - 1, 100]
 Run = Callable[[object, kv_cases.Case], None]
 
@@ -227,17 +238,112 @@ def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert not unmask_cases.differs(unmask_cases.Outcome(*(x.cpu() for x in (tokens, *result))), unmask_cases.expected(case))
 
 
+def attempt(bad: bool, call: Callable[[], object]) -> Any:
+    """What `call` gives, or None where it refused bad arguments."""
+    try:
+        return call()
+    except ValueError:
+        assert bad, "good values were refused"
+        return None
+
+
+def assert_near(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], tolerance: float = 0.1) -> None:
+    for a, b in zip(actual, wanted):
+        a, b = a.double().cpu(), b.double()
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True), "not what the reference does"
+
+
+def apart(rows: int, width: int, dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
+    """Rows with a gap between them."""
+    return torch.randn(rows, width + rng.choice([0, 3, 8])).to(dtype)[:, :width]
+
+
+def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> None:
+    dtype, rows, width = rng.choice(DTYPES), rng.randint(0, 5), 2 * rng.randint(1, 700)
+    x, other = (apart(rows, width, dtype, rng) for _ in range(2))
+    if bad:
+        other = other[:, :-1]
+    if op == "add_rms_norm":
+        weights = [torch.ones(width - bad).to(dtype), torch.ones(width).to(dtype)]
+        found = attempt(bad, lambda: pd.add_rms_norm(x.to(device), x.to(device), weights[0].to(device), next_weight=weights[1].to(device)))
+        wanted = reference.sandwich.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights)) if not bad else ()
+    elif op == "silu_gate":
+        x = x[:, : width - bad]
+        found = attempt(bad, lambda: [pd.silu_gate(x.to(device))])
+        wanted = [reference.sandwich.silu_gate(x.double())] if not bad else ()
+    else:
+        found = attempt(bad, lambda: pd.logit_drift(x.to(device), other.to(device)))
+        wanted = reference.logit_drift.logit_drift(x.double(), other.double()) if not bad else ()
+    if not bad:
+        assert_near(found, wanted)
+
+
+def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
+    dtype, batch, rows, capacity, head_dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6), 20, rng.choice([2, 8, 18])
+    qkv, (k, v) = torch.randn(batch, rows, 4, head_dim).to(dtype), torch.zeros(2, batch, capacity, 1, head_dim).to(dtype)
+    angles = torch.rand(capacity, head_dim)
+    lengths = torch.randint(0, capacity - rows + 1, (batch,)) + (capacity if bad else 0)
+    slots = torch.stack([torch.randperm(rows) - rng.randint(0, 1) for _ in range(batch)]) if rng.random() < 0.5 else None
+    on_device = [t.to(device, copy=True) for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
+    options = {} if slots is None else {"slots": slots.to(device)}
+    attempt(bad, lambda: pd.rotate_append_(on_device[0], None, *on_device[1:], **options))
+    if not bad:
+        wide = [t.double() if t.is_floating_point() else t for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
+        pd.rotate_append_(wide[0], None, *wide[1:], backend="reference", **({} if slots is None else {"slots": slots}))
+        assert_near([on_device[0], *on_device[3:5]], [wide[0], *wide[3:5]])
+
+
+def run_statistics(rng: random.Random, device: torch.device, bad: bool, head: bool) -> None:
+    dtype, rows, width = rng.choice(DTYPES), rng.randint(1, 5), rng.choice([3, 700, 9001])
+    x, weight = apart(rows, 16 if head else width, dtype, rng), apart(width if head else 1, 16, dtype, rng)
+    index = torch.randint(-1, rows, (7,)) + (rows if bad else 0)
+    options = {"temperature": rng.choice([0.0, 0.7]), "top_p": rng.choice([1.0, 0.8]), "suppress": [1], "top_k": 2, "law": "sampling"}
+    call, tensors = (pd.linear_token_statistics, (x, weight)) if head else (pd.token_statistics, (x,))
+    found = attempt(bad, lambda: call(*(t.to(device) for t in tensors), row_index=index.to(device), **options))
+    if not bad:
+        wanted = call(*(t.double() for t in tensors), row_index=index, backend="reference", **options)
+        assert_near([found.logsumexp], [wanted.logsumexp], 0.2)
+        assert found.ids.lt(width).all() and found.top_ids.lt(width).all()
+
+
+def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> None:
+    dtype, batch, rows, width = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 9), rng.choice([1, 16, 70])
+    x, cached = torch.randn(2, batch, rows, width).to(dtype)
+    chosen = rng.randint(0, rows)
+    index = torch.stack([torch.randperm(rows)[:chosen].sort().values for _ in range(batch)]) + (rows if bad else 0)
+    if op == "gather_rows":
+        call, tensors = pd.gather_rows, (x, index)
+    elif op == "add_cached_rows_":
+        call, tensors = pd.add_cached_rows_, (x, cached, torch.randn(batch, chosen, width).to(dtype), index)
+    else:
+        starts = torch.randint(0, 4, (batch,)) + (99 if bad else 0)
+        call, tensors = partial(pd.value_drift_select_, count=chosen), (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts)
+    wanted = call(*(t.clone() for t in tensors), backend="reference") if not bad else None
+    found = attempt(bad, lambda: call(*(t.clone().to(device) for t in tensors)))
+    if not bad and op != "value_drift_select_":
+        assert_near([found], [wanted])
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
+    "add_cached_rows_": partial(run_feature_rows, op="add_cached_rows_"),
+    "add_rms_norm": partial(run_rows, op="add_rms_norm"),
     "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
     "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
+    "gather_rows": partial(run_feature_rows, op="gather_rows"),
     "kv_append_": lambda *arguments: run_kv(*arguments, append),
     "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
+    "linear_token_statistics": partial(run_statistics, head=True),
+    "logit_drift": partial(run_rows, op="logit_drift"),
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,
+    "rotate_append_": run_rotate,
+    "silu_gate": partial(run_rows, op="silu_gate"),
     "speculative_attention": run_speculative,
+    "token_statistics": partial(run_statistics, head=False),
     "unmask_": run_unmask,
+    "value_drift_select_": partial(run_feature_rows, op="value_drift_select_"),
     "verify_draft": run_verify,
 }
 

@@ -187,24 +187,32 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
 
 // --- a part of a row ------------------------------------------------------------------------------------------------------------
 
-// The tokens of a thread: packs of neighbours, kThreads packs apart.
+// The tokens of a thread: packs of neighbours, kThreads packs apart, whether rows are loaded in packs or not.
 template <int kSize>
 __device__ int64_t token_at(int64_t begin, int i) {
   return begin + (static_cast<int64_t>(i / kSize) * kThreads + threadIdx.x) * kSize + i % kSize;
 }
 
 // This thread's logits; -inf behind the row and where a token is suppressed or below the cut.
-template <class T, int kSize>
+template <class T, bool kPacks>
 __device__ void load_share(const TokenStatisticsArgs& args, const T* row, int64_t begin, int64_t end, float cut, float* logits) {
+  constexpr int kSize = 16 / sizeof(T);
   const bool suppresses = args.suppresses_in(begin, end);
 #pragma unroll
   for (int pack = 0; pack < kEach / kSize; ++pack) {
     const int64_t first = token_at<kSize>(begin, pack * kSize);
-    Pack<T, kSize> values;
-    if (first < end) values = Pack<T, kSize>::load(row, first / kSize);
+    Pack<T, kSize> values = {};
+    if constexpr (kPacks) {
+      if (first < end) values = Pack<T, kSize>::load(row, first / kSize);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        if (first + j < end) values.at[j] = row[first + j];
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kSize; ++j) {
-      float x = first < end ? to_float(values.at[j]) : -INFINITY;
+      float x = first + (kPacks ? 0 : j) < end ? to_float(values.at[j]) : -INFINITY;
       if (suppresses && args.suppresses_in(first + j, first + j + 1)) x = -INFINITY;
       logits[pack * kSize + j] = x < cut ? -INFINITY : x;
     }
@@ -230,9 +238,8 @@ __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin,
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int64_t token = token_at<kSize>(begin, i);
-    if (kSize == 1 || i % 4 == 0) words = words_at(token);
-    const uint32_t word = kSize == 1 ? words.word[token % 4] : words.word[i % 4];
-    rough[i] = possible(logits[i]) ? logits[i] - temperature * rough_noise(word) : -INFINITY;
+    if (i % 4 == 0) words = words_at(token);
+    rough[i] = possible(logits[i]) ? logits[i] - temperature * rough_noise(words.word[i % 4]) : -INFINITY;
     best = rough[i] > best ? rough[i] : best;
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) best = fmaxf(best, __shfl_xor_sync(kAll, best, lanes));
@@ -254,8 +261,9 @@ struct Room {
   Drawn drawn[kWarps];
 };
 
-template <class T, int kSize, bool kDraws>
+template <class T, bool kPacks, bool kDraws>
 __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+  constexpr int kSize = 16 / sizeof(T);
   __shared__ Room room;
   const unsigned num_parts = static_cast<unsigned>(args.num_parts());
   const int64_t r = blockIdx.x / num_parts, source = args.source(r), begin = blockIdx.x % num_parts * kVocabularyPart;
@@ -264,7 +272,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   const float cut = args.filtered() ? args.cuts[r] : -INFINITY;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   float logits[kEach];
-  load_share<T, kSize>(args, args.logits.row<const T>(source), begin, end, args.sampling ? cut : -INFINITY, logits);
+  load_share<T, kPacks>(args, args.logits.row<const T>(source), begin, end, args.sampling ? cut : -INFINITY, logits);
 
   // A thread's first token: of equals the one it meets first, whose id is the lowest.
   const auto first_of = [&] {
@@ -282,14 +290,20 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
 
   const double inverse = args.inverse();
   const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse), rest = args.inverse_rest();
-  float total = 0, weighted = 0;
+  // Floats of four neighbours, doubles beyond: the largest term is 1, and what is added to it one by one is rounded as often.
+  double total = 0, weighted = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near, x = distance + distance * rest, e = expf(x);
-    total += e;
-    weighted += x * e;
+  for (int first = 0; first < kEach; first += 4) {
+    float few = 0, few_weighted = 0;
+#pragma unroll
+    for (int i = first; i < first + 4; ++i) {
+      const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near, x = distance + distance * rest, e = expf(x);
+      few += e;
+      few_weighted += x * e;
+    }
+    total += few, weighted += few_weighted;
   }
-  const LawSums sums{largest, warp_sum(static_cast<double>(total)), warp_sum(static_cast<double>(weighted))};
+  const LawSums sums{largest, warp_sum(total), warp_sum(weighted)};
   Drawn drawn{0, 0};
   if constexpr (kDraws) drawn = draw<kSize>(args, r, begin, cut, logits);
   // Last, because tokens that were found are taken out.
@@ -385,10 +399,10 @@ cudaError_t token_statistics(const TokenStatisticsArgs& args, cudaStream_t strea
     const bool packs = args.width % kSize == 0 && in_packs<T>(args.logits);
     if (args.filtered() && packs) PDK_LAUNCH((token_cut_kernel<T, kSize>), rows, dim3(kCutThreads), 0, stream, args);
     if (args.filtered() && !packs) PDK_LAUNCH((token_cut_kernel<T, 1>), rows, dim3(kCutThreads), 0, stream, args);
-    if (packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, kSize, true>), parts, dim3(kThreads), 0, stream, args);
-    if (packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, kSize, false>), parts, dim3(kThreads), 0, stream, args);
-    if (!packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, 1, true>), parts, dim3(kThreads), 0, stream, args);
-    if (!packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, 1, false>), parts, dim3(kThreads), 0, stream, args);
+    if (packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, true, true>), parts, dim3(kThreads), 0, stream, args);
+    if (packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, true, false>), parts, dim3(kThreads), 0, stream, args);
+    if (!packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, false, true>), parts, dim3(kThreads), 0, stream, args);
+    if (!packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, false, false>), parts, dim3(kThreads), 0, stream, args);
   });
   PDK_LAUNCH(token_row_kernel, rows, dim3(32), 0, stream, args);
   return cudaGetLastError();
