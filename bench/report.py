@@ -119,7 +119,7 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
     for row in rows:
         cells = [f"{row['right'] / row['problems']:.0%}", f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:,.0f}"]
         memory = ["-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"] if watched else []
-        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", *memory, row["verdict"]])
+        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", *memory, row["verdict"] if watched or not row["yardstick"] else "-"])
     header = [f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}", "exact match", f"tokens per {step}", "tokens/s", "speed",
               *(["peak MB"] if watched else []), f"identical to {'greedy' if watched else 'the first'}"]  # fmt: skip
     return f"{table(header, lines)}\n\n{machine(rows)}"

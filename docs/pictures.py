@@ -12,7 +12,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels import masks as pdm
-from pdkernels.evaluation import plot_wave
+from pdkernels.evaluation import plot_canvas, plot_wave
 
 IMAGES = Path(__file__).resolve().parent / "images"
 COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#f2f2f2", "#f2cf5b"
@@ -366,6 +366,14 @@ def recurrent_wave() -> None:
     plot_wave(result.stats.trace[0], IMAGES / "recurrent_wave.png", tokenizer=model.tokenizer, threshold=0.03)
 
 
+def slowfast_canvas() -> None:
+    """How SlowFast fills the canvas of a sum."""
+    model = pd.models.load("tiny-masked")
+    options = {"block_size": 16, "tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
+    result = pd.decoding.generate(model, "482 + 967 = ?\n", "slowfast", max_new_tokens=96, trace=True, **options)
+    plot_canvas(result.stats.trace[0], IMAGES / "slowfast_canvas.png", tokenizer=model.tokenizer, mask_token=model.mask_token)
+
+
 if __name__ == "__main__":
     masks()
     block_sparse_attention()
@@ -380,3 +388,4 @@ if __name__ == "__main__":
     recurrence()
     unmask()
     recurrent_wave()
+    slowfast_canvas()

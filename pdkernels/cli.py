@@ -283,7 +283,7 @@ def _evaluation_table(rows: list[evaluation.Row]) -> Table:
     first = rows[0]
     prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
     table = Table(box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold")
-    table.add_column("", no_wrap=True)
+    table.add_column("", overflow="fold")  # settings may be long
     judged = any(row.tokens_per_cycle is not None for row in rows) and first.extra_memory is None
     figures = {"tokens/\nforward": ("{:.2f}", "tokens_per_forward"), "tokens/\ncycle": ("{:.2f}", "tokens_per_cycle")}
     figures |= {"\ntokens/s": ("{:.0f}", "tokens_per_second"), "\nspeed": ("{:.2f}x", "speedup")}

@@ -122,7 +122,8 @@ def test_other_models_run_what_they_can() -> None:
     found, skipped = contenders({"plain": small_model(None), "tri-mode": small_model()}, widths=[5])
     assert skipped == []
     assert [c.label for c in found if c.model == "plain"] == ["autoregressive", "jacobi, 5", "jacobi_multiblock, 5"]
-    able = [name for name in decoding.available() if not name.startswith("recurrent_")]
+    able = [name for name in decoding.available() if decoding.suits(name, small_model())]
+    assert "fast_dllm_v2" in able and "llada" not in able
     assert [c.method for c in found if c.model == "tri-mode"] == able
 
 
@@ -335,7 +336,7 @@ def test_the_fastest_width_is_found_on_prompts_that_are_not_counted(monkeypatch:
 
 def test_what_cannot_be_compared() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match=r"pdkernels.evaluation: competing must begin with autoregressive or recurrent_static for small, got jacobi, 4\."):
+    with pytest.raises(ValueError, match=r"pdkernels.evaluation: competing must begin with autoregressive for small, got jacobi, 4\."):
         evaluate({"small": model}, [Contender("small", "jacobi", 4)], small_task())
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         rows_of([], small_task(), batch_size=0)

@@ -60,17 +60,19 @@ def test_a_task_for_a_canvas() -> None:
     assert task.limit == 60 and len(task.prompts) == 20
     assert all(len(problem.steps) < 60 for problem in task.problems)
     assert any(len(problem.steps) >= 60 for problem in evaluation.make_task("sums", 20).problems)
+    with pytest.raises(ValueError, match=r"pdkernels.evaluation.make_task: canvas must have room for 6 different sums, got 12\."):
+        evaluation.make_task("sums", 1, canvas=12)
 
 
 def test_a_contest_of_few() -> None:
     """Figures that a run by hand gives too."""
-    model, task = small_model(), evaluation.make_task("sums", 2, canvas=24)
+    model, task = small_model(), evaluation.make_task("sums", 2, canvas=60)
     competing = [evaluation.Contender("some", "llada"), evaluation.Contender("some", "fast_dllm", settings=(("block_size", 8),))]
     rows = evaluation.evaluate({"some": model}, competing, task)
     assert [row.verdict for row in rows][0] == "is greedy" and not any(row.broken for row in rows)
     for row in rows:
         results = [
-            decoding.generate(model, prompt, row.method, max_new_tokens=24, **dict(row.settings)) for prompt in task.prompts
+            decoding.generate(model, prompt, row.method, max_new_tokens=60, **dict(row.settings)) for prompt in task.prompts
         ]
         assert row.tokens == sum(result.stats.tokens for result in results)
         forwards = sum(result.stats.forwards for result in results)
@@ -103,7 +105,7 @@ def test_pictures(tmp_path: Path) -> None:
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdkernels.models.load", lambda name: small_model())
-    monkeypatch.setitem(evaluation.FAMILIES, "masked", evaluation.FAMILIES["masked"]._replace(canvas=16))
+    monkeypatch.setitem(evaluation.FAMILIES, "masked", evaluation.FAMILIES["masked"]._replace(canvas=60))
     arguments = ["eval", "--family", "masked", "--model", "some", "--method", "slowfast", "--problems", "2", "--plot", str(tmp_path / "a.png")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output

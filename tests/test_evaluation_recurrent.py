@@ -55,7 +55,7 @@ def test_methods_go_with_their_models() -> None:
         "recurrent_static", "recurrent_diffusion", "jacobi, 4"
     ]  # fmt: skip
     assert [contender.label for contender in found if contender.model == "plain"] == ["autoregressive", "jacobi, 4"]
-    assert skipped == ["plain with recurrent_diffusion: that method is for recurrent-depth models such as tiny-recurrent"]
+    assert skipped == ["plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"]
     assert all(decoding.suits(name, plain) != name.startswith("recurrent_") for name in decoding.available())
 
 

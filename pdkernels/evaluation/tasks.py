@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 from typing import NamedTuple
 
 from pdkernels._validation import check
@@ -14,6 +15,8 @@ TASKS = ("sums", "source")
 _SUMS_LIMIT = 360
 _SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
 _WARM_UP = 5
+# Problems looked at for each that is wanted: of short ones there are few.
+_LONGEST_SEARCH = 1000
 
 
 class Task(NamedTuple):
@@ -42,7 +45,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         canvas: of sums, those alone whose solution and end token fit into so many tokens, which all contenders may write. None: any.
 
     Raises:
-        ValueError: no such task, fewer than one problem, an interpreter without source files.
+        ValueError: no such task, fewer than one problem, a canvas for too few of them, an interpreter without source files.
 
     Example:
         >>> make_task("sums", 2).prompts[0].endswith("= ?\\n")
@@ -54,11 +57,12 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
     count = _WARM_UP + problems
     if name == "sums":
         sums: dict[str, Problem] = {}
-        for problem in arithmetic(seed, held_out=True):  # small ones come again
+        for problem in islice(arithmetic(seed, held_out=True), _LONGEST_SEARCH * count):  # small ones come again
             if canvas is None or len(problem.steps) < canvas:
                 sums[problem.prompt] = problem
             if len(sums) == count:
                 break
+        check(len(sums) == count, op, "canvas", f"have room for {count} different sums", canvas)
         prompts = list(sums)
         return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:])
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
