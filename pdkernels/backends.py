@@ -65,3 +65,8 @@ def _explain(op: str, backend: str, device: str) -> NoReturn:
     else:
         remedy = "Rebuild with nvcc on the PATH (PDKERNELS_BUILD_CUDA=1), or pass backend='reference'."
     raise NotImplementedError(message(op, "backend", f"be one of {', '.join(here)} on {device}", repr(backend), remedy))
+
+
+def backend_of(dtype: torch.dtype) -> Backend:
+    """fp64 is for proofs: the kernels do not take it."""
+    return "reference" if dtype == torch.float64 else "auto"

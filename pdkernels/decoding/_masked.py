@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check_type
+from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import ORDER, checked_mask_token, uniforms
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import MaskedStep
 from pdkernels.models.feature_cache import FeatureCache
-from pdkernels.models.recurrent_depth import backend_of
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 

@@ -6,13 +6,12 @@ methods start a position from the same state and draw its token with the same no
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 
-from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, check_sampling, checked_size, draw
+from pdkernels._validation import check_type
+from pdkernels.decoding._sampling import OWN, check_sampling, checked_number, checked_size, draw
 from pdkernels.decoding._session import Session
 from pdkernels.models.recurrent_depth import RecurrentDepth
 
@@ -63,24 +62,6 @@ def checked_sampling(op: str, temperature: float, top_p: float | None, min_p: fl
         if value is not None:
             checked_number(op, name, value, 1.0)
     return Sampling(temperature, top_p, min_p, seed)
-
-
-def checked_number(op: str, name: str, value: float, most: float = math.inf) -> float:
-    """A number from 0 up to `most`."""
-    check_type(type(value) in (int, float), op, name, "be a number", type(value).__name__)
-    bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
-    check(0 <= value <= most, op, name, bounds, value)
-    return value
-
-
-def checked_name(op: str, name: str, value: str, known: tuple[str, ...]) -> str:
-    check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
-    return value
-
-
-def checked_flag(op: str, name: str, value: bool) -> bool:
-    check_type(type(value) is bool, op, name, "be a bool", type(value).__name__)
-    return value
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:

@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import Prefill, Sampling
 from pdkernels.decoding._sampling import random_words
 from pdkernels.decoding._session import Session
-from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, backend_of
+from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
 

@@ -86,6 +86,24 @@ def checked_size(op: str, name: str, value: int) -> int:
     return value
 
 
+def checked_number(op: str, name: str, value: float, most: float = math.inf) -> float:
+    """A number from 0 up to `most`."""
+    check_type(type(value) in (int, float), op, name, "be a number", type(value).__name__)
+    bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
+    check(0 <= value <= most, op, name, bounds, value)
+    return value
+
+
+def checked_name(op: str, name: str, value: str, known: tuple[str, ...]) -> str:
+    check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
+    return value
+
+
+def checked_flag(op: str, name: str, value: bool) -> bool:
+    check_type(type(value) is bool, op, name, "be a bool", type(value).__name__)
+    return value
+
+
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     """The id of open slots: `given`, or the model's own."""
     token = getattr(model, "mask_token", None) if given is None else given

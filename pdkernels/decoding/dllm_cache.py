@@ -8,8 +8,7 @@ forward computes says `pdkernels.models.feature_cache`.
 from __future__ import annotations
 
 from pdkernels.decoding._masked import KeptCanvas
-from pdkernels.decoding._recurrent import checked_name, checked_number
-from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.llada import begin, fill
 

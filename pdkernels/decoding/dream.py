@@ -10,8 +10,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, checked_masked_model
-from pdkernels.decoding._recurrent import checked_name, checked_number
-from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
 from pdkernels.reference.dream import time_quota

@@ -19,8 +19,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, Law, blocks_of, checked_masked_model
-from pdkernels.decoding._recurrent import checked_name, checked_number
-from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.fast_dllm"

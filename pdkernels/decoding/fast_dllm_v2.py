@@ -16,8 +16,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, Law
-from pdkernels.decoding._recurrent import checked_flag, checked_number
-from pdkernels.decoding._sampling import check_sampling, checked_mask_token, checked_size
+from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model
-from pdkernels.decoding._recurrent import checked_flag, checked_name, checked_number
-from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.reference.masked_sampling import quotas
 

@@ -13,18 +13,11 @@ import math
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import (
-    checked_model,
-    checked_name,
-    checked_number,
-    checked_recurrences,
-    checked_sampling,
-    prefill,
-)
-from pdkernels.decoding._sampling import checked_size
+from pdkernels.backends import backend_of
+from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
+from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import AdaptiveStep
-from pdkernels.models.recurrent_depth import backend_of
 from pdkernels.ops import logit_drift
 
 _OP = "decoding.recurrent_adaptive"

@@ -10,18 +10,10 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._recurrent import (
-    checked_flag,
-    checked_model,
-    checked_name,
-    checked_number,
-    checked_recurrences,
-    checked_sampling,
-    prefill,
-)
+from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._recurrent_published import FREEZES, decode_published
 from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
-from pdkernels.decoding._sampling import checked_size
+from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import RecurrentStep
 

@@ -17,8 +17,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, KeptCanvas, Law, WholeCanvas, checked_masked_model
-from pdkernels.decoding._recurrent import checked_flag, checked_name, checked_number
-from pdkernels.decoding._sampling import check_sampling, checked_size
+from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
 

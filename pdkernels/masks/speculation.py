@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, fail
+from pdkernels._validation import fail
 from pdkernels.masks._arguments import choice, integer, inverse
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 

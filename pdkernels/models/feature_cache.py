@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels._validation import check, check_index, check_type
-from pdkernels.models.recurrent_depth import backend_of
+from pdkernels.backends import backend_of
 from pdkernels.models.rewriting import Places, places_of
 from pdkernels.models.transformer import Transformer
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, message
-from pdkernels.backends import Backend
+from pdkernels.backends import backend_of
 from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
 from pdkernels.models.caches import new_cache
 from pdkernels.models.rope import RopeTables, Rotation
@@ -36,11 +36,6 @@ if TYPE_CHECKING:
 
 STATE_STD = math.sqrt(0.4)
 """Standard deviation of an initial state before it is cut at three of them: sqrt(2 / (5 E)), as of weights, times sqrt(E)."""
-
-
-def backend_of(dtype: torch.dtype) -> Backend:
-    """fp64 is for proofs: the kernels do not take it."""
-    return "reference" if dtype == torch.float64 else "auto"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import INDEX_DTYPES, check_index, check_type, fail, message
+from pdkernels._validation import check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64
 from pdkernels.ops._library import call, define

@@ -25,6 +25,7 @@ uint32_t key_of(const ValueDriftArgs& args, const char* fresh, const char* cache
 }
 
 void replace(const ValueDriftArgs& args, const char* fresh, char* cached) {
+  if (args.v_row.head_bytes == 0) return;  // then there may be no address either
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
     __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride, args.v_row.head_bytes);
   }
