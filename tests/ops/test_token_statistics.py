@@ -47,6 +47,14 @@ def test_runners_up(impl, top_k: int) -> None:
     check(run(impl, wide, top_k=top_k), wide, top_k=top_k)
 
 
+def test_runners_up_next_to_each_other(impl) -> None:
+    """Logits a rounding apart, in any order and in growing order: each of the first may come last."""
+    steps = torch.arange(9000)
+    shuffled = torch.randperm(9000, generator=torch.Generator().manual_seed(0))
+    logits = (1 + torch.stack([steps, steps.flip(0), shuffled]) * 2.0**-23).float()
+    assert run(impl, logits, top_k=16).top_ids.equal(logits.argsort(-1, descending=True)[:, :16])
+
+
 def test_by_hand(impl) -> None:
     found = run(impl, torch.tensor([[math.log(2), math.log(6), -INF, 0.0, 0.0]]), top_k=5)
     assert found.ids.item() == 1 and found.top_ids.tolist() == [[1, 0, 3, 4, 2]]
