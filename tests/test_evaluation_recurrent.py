@@ -56,7 +56,8 @@ def test_methods_go_with_their_models() -> None:
     ]  # fmt: skip
     assert [contender.label for contender in found if contender.model == "plain"] == ["autoregressive", "jacobi, 4"]
     assert skipped == ["plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"]
-    assert not any(decoding.suits(name, plain) for name in decoding.available() if name.startswith("recurrent_"))
+    for_others = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
+    assert all(decoding.suits(name, plain) != (name.startswith("recurrent_") or name in for_others) for name in decoding.available())
 
 
 def test_fewer_recurrences_promise_nothing() -> None:

@@ -35,6 +35,15 @@ from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
+def share(masks: Any, steps: Any, step: Any) -> Any:
+    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, the first ones more. Ints or tensors of them.
+
+    >>> [share(7, 3, step) for step in range(3)]
+    [3, 2, 2]
+    """
+    return masks // steps + (step < masks % steps)
+
+
 class Law(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
@@ -74,7 +83,8 @@ class Canvas:
         self.tokens = packed.masked_fill(new, mask_token)
         self._answer = self.prompt_lengths[:, None] + self._place[:limit]
         self._filled = new.long() - 1  # number of the forward that filled a place, 0 while it is open, -1 where it is not ours
-        self._ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=packed.device)
+        # On the device once: a copy from the host in every step would wait for it.
+        self._ends, self._late = (torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, law.late))
         self.forward = torch.zeros_like(self.totals)
         self.going = torch.ones_like(self.totals, dtype=torch.bool)
         self.part = self.going
@@ -131,8 +141,7 @@ class Canvas:
         guesses = self._statistics(logits, places, ())
         if law.late:
             sure = self._statistics(logits, places, law.late)
-            late = is_end(guesses.ids, torch.tensor(law.late, device=places.device))
-            guesses = guesses._replace(probs=sure.probs.masked_fill(late, 0))
+            guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
     def _statistics(self, logits: torch.Tensor, places: torch.Tensor, late: tuple[int, ...]) -> TokenStatistics:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
+from pdkernels.decoding._masked import share
 from pdkernels.decoding._sampling import OWN, check_sampling, checked_mask_token, checked_size, draw, law, without_
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import DenoiseStep
@@ -157,7 +158,7 @@ def _settled(block: torch.Tensor, unfilled: torch.Tensor, wanted: int, ends: tor
 def _quota(masks: int, steps: int | None, step: int) -> int:
     """Slots to fill in forward `step` of a block: `masks` of them spread evenly, the remainder first."""
     steps = masks if steps is None else min(steps, masks)
-    return masks // steps + (step < masks % steps)
+    return share(masks, steps, step)
 
 
 def _record(session: Session, sequence: int, before: list[int], after: list[int], mask_token: int) -> None:

@@ -13,8 +13,6 @@ from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, checked_masked_
 from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
-from pdkernels.reference.dream import time_quota
-from pdkernels.reference.masked_sampling import timesteps
 
 _OP = "decoding.dream"
 
@@ -65,18 +63,19 @@ def decode(
     canvas = Canvas(session, mask_token, Law(temperature, top_p, "sampling", seed))
     if masks == 0:
         return canvas.finish()
-    forward, times = WholeCanvas(session, canvas), timesteps(steps, eps)
+    forward = WholeCanvas(session, canvas)
     for step in range(steps):
         canvas.begin()
         windows = canvas.windows(0, session.max_new_tokens)
         places = canvas.open_places(windows, masks)
         guesses = canvas.guess(forward(), places)
-        time, after = (times[step], times[step + 1]) if step < steps - 1 else (1.0, 0.0)
+        # The share of the masks that stays; the last forward leaves none.
+        stays = _time(step + 1, steps, eps) / _time(step, steps, eps) if step < steps - 1 else 0.0
         if algorithm == "origin":
-            left = canvas.commit(windows, places, guesses.ids, None, threshold=after / time, need=0).remaining
+            left = canvas.commit(windows, places, guesses.ids, None, threshold=stays, need=0).remaining
             masks = max(fact[0] for fact in canvas.poll(left))
         else:
-            quota = time_quota(masks, time, after)
+            quota = int(masks * (1 - stays))
             scores = _scores(guesses, algorithm)
             if order_temperature > 0:
                 scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(places)))).to(scores.dtype)
@@ -87,6 +86,11 @@ def decode(
         if not canvas.unfinished:
             break
     return canvas.finish()
+
+
+def _time(step: int, steps: int, eps: float) -> float:
+    """Falls from 1 to `eps` in equal steps."""
+    return 1 + (eps - 1) * step / steps
 
 
 def _scores(guesses: TokenStatistics, algorithm: str) -> torch.Tensor:

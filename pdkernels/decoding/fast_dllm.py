@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, Law, blocks_of, checked_masked_model
+from pdkernels.decoding._masked import Canvas, Law, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
@@ -105,7 +105,7 @@ def decode(
         rule: dict[str, Any] = {} if alone else {"threshold": threshold, "factor": factor}
         if steps is not None and not alone:
             masks = ((limit - first).clamp(max=block_size) - next_token).clamp(min=0)
-            rule = {"quota": _share(masks, max(1, steps // blocks - next_token), taken - next_token)}
+            rule = {"quota": share(masks, max(1, steps // blocks - next_token), taken - next_token)}
         canvas.commit(windows, places, guesses.ids, guesses.probs, **rule)
 
         open_ = canvas.masked(block).any(1)
@@ -116,11 +116,6 @@ def decode(
             first = torch.where(open_, first, first + block_size).clamp(max=limit)
             taken = torch.where(open_, taken, 0)
     return canvas.finish()
-
-
-def _share(masks: torch.Tensor, steps: int, step: torch.Tensor) -> torch.Tensor:
-    """How many of a block's `masks` its forward number `step` fills, of `steps`: an equal share, the first ones more."""
-    return masks // steps + (step < masks % steps)
 
 
 class Rows:

@@ -7,10 +7,9 @@ says where that code differs; both take the same forwards, draw the same tokens 
 from __future__ import annotations
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model
+from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.reference.masked_sampling import quotas
 
 _OP = "decoding.llada"
 
@@ -81,7 +80,8 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[tuple[int, int]], st
     """The loop of the sampler with any forward: block after block, an equal share of its places in each of its steps."""
     for first, last in blocks:
         masks = last - first
-        for quota in filter(None, quotas(masks, masks if steps is None else steps // len(blocks))):
+        runs = masks if steps is None else min(masks, steps // len(blocks))
+        for quota in [share(masks, runs, run) for run in range(runs)]:
             canvas.begin()
             windows = canvas.windows(first, last)
             places = canvas.open_places(windows, masks)

@@ -45,7 +45,6 @@ class Places(NamedTuple):
         """Store K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attend; q's shape."""
         kv_heads = self.cache.kv_heads
         sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
-        positions = (self.starts[:, None] + self.slots).clamp(0, self.cache.capacity - 1)
         if self.cache.dtype in KERNEL_DTYPES and takes_head_dim(self.cache.head_dim):
             k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
             rotate_append_(
@@ -54,20 +53,25 @@ class Places(NamedTuple):
             )  # fmt: skip
             q, k, v = qkv.split(sizes, -2)
             return speculative_attention(
-                self._scaled(q, positions), k, v, k_cache, v_cache, self.visible, _nothing_new(qkv.shape[1], qkv.device),
+                self._scaled(q), k, v, k_cache, v_cache, self.visible, _nothing_new(qkv.shape[1], qkv.device),
                 block_table=self.cache.block_table,
             )  # fmt: skip
         q, k, v = qkv.split(sizes, -2)
+        positions = self._positions()
         rotation = self.table.at(positions)
         self._store_(rotate(k, rotation, self.style), v, positions, layer)
         seen = torch.arange(self.keys, device=qkv.device) < self.visible[:, None, None, None]
-        q = self._scaled(rotate(q, rotation, self.style), positions)
+        q = self._scaled(rotate(q, rotation, self.style))
         return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
 
-    def _scaled(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def _positions(self) -> torch.Tensor:
+        """`(batch, rows)`; padding stands anywhere in the cache."""
+        return (self.starts[:, None] + self.slots).clamp(0, self.cache.capacity - 1)
+
+    def _scaled(self, q: torch.Tensor) -> torch.Tensor:
         if self.table.query_scale is None:
             return q
-        return q * self.table.query_scale[positions, :, None].to(q.dtype)
+        return q * self.table.query_scale[self._positions(), :, None].to(q.dtype)
 
     def _store_(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int) -> None:
         sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,32 +14,20 @@ from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64
 from pdkernels.ops._library import DEBUG_CHECKS, call, define
 from pdkernels.ops.token_statistics import (
+    OPTIONS,
+    RESULTS,
+    Options,
     TokenStatistics,
     check_options,
     new_results,
     raw_options,
+    reference_options,
     rows_shape,
     token_statistics_op,
 )
 from pdkernels.reference import linear_token_statistics as reference
 
 OP = "linear_token_statistics"
-
-
-class Options(NamedTuple):
-    """What the op takes besides tensors of floats, in its order and with its defaults."""
-
-    temperature: float = 0.0
-    seed: int = 0
-    step: int = 0
-    steps: Tensor | None = None
-    positions: Tensor | None = None
-    row_index: Tensor | None = None
-    suppress: Sequence[int] = ()
-    top_k: int = 5
-    top_p: float = 1.0
-    min_p: float = 0.0
-    law: str = "model"
 
 
 # Most logits that are there at a time where rows go by blocks: 64 MiB in float32.
@@ -113,7 +101,7 @@ def _check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
     check_floats(OP, "weight", weight, like=hidden)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
-    check_options(OP, hidden, weight.shape[0], *Options(*options))
+    check_options(OP, hidden, weight.shape[0], Options(*options))
 
 
 def _check_values(hidden: Tensor, options: Options) -> None:
@@ -140,8 +128,7 @@ def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 
 def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    temperature, seed, step, steps, *rest = Options(*options)
-    return reference.linear_token_statistics(hidden, weight, temperature, seed, step if steps is None else steps, *rest)
+    return reference.linear_token_statistics(hidden, weight, *reference_options(options))
 
 
 def _reference_check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
@@ -202,9 +189,7 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
 
 
 linear_token_statistics_op = define(
-    f"{OP}(Tensor hidden, Tensor weight, float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, "
-    "Tensor? positions=None, Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, "
-    "str law='model') -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{OP}(Tensor hidden, Tensor weight, {OPTIONS}) -> {RESULTS}",
     fake=_fake,
     reference=_reference,
     cpu=_cpu,

@@ -40,6 +40,30 @@ class TokenStatistics(NamedTuple):
     """(...) float32: ``ln sum exp`` of the law's logits; -inf where there is no row."""
 
 
+class Options(NamedTuple):
+    """What the ops of this kind take besides tensors of floats, in their order and with their defaults."""
+
+    temperature: float = 0.0
+    seed: int = 0
+    step: int = 0
+    steps: Tensor | None = None
+    positions: Tensor | None = None
+    row_index: Tensor | None = None
+    suppress: Sequence[int] = ()
+    top_k: int = 5
+    top_p: float = 1.0
+    min_p: float = 0.0
+    law: str = "model"
+
+
+OPTIONS = (
+    "float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
+    "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model'"
+)
+"""The same in a schema."""
+RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+
+
 def token_statistics(
     logits: Tensor,
     *,
@@ -135,33 +159,16 @@ def raw_options(
     return (temperature, seed, step, steps, positions, row_index, banned, *rest)
 
 
-def _check(
-    logits: Tensor,
-    temperature: float = 0.0,
-    seed: int = 0,
-    step: int = 0,
-    steps: Tensor | None = None,
-    positions: Tensor | None = None,
-    row_index: Tensor | None = None,
-    suppress: Sequence[int] = (),
-    top_k: int = 5,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    law: str = "model",
-) -> None:
+def _check(logits: Tensor, *options: Any) -> None:
     check_floats(OP, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
-    check_options(
-        OP, logits, logits.shape[-1], temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law
-    )
+    check_options(OP, logits, logits.shape[-1], Options(*options))
 
 
-def check_options(
-    op: str, x: Tensor, width: int, temperature: float, seed: int, step: int, steps: Tensor | None, positions: Tensor | None,
-    row_index: Tensor | None, suppress: Sequence[int], top_k: int, top_p: float, min_p: float, law: str,
-) -> None:  # fmt: skip
+def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
+    temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law = options
     for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         check_type(isinstance(number, (int, float)), op, name, "be a number", type(number).__name__)
     if not 0 <= temperature <= 1e30:
@@ -195,23 +202,11 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
             fail(op, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
 
 
-def _fake(
-    logits: Tensor,
-    temperature: float = 0.0,
-    seed: int = 0,
-    step: int = 0,
-    steps: Tensor | None = None,
-    positions: Tensor | None = None,
-    row_index: Tensor | None = None,
-    suppress: Sequence[int] = (),
-    top_k: int = 5,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    law: str = "model",
-) -> tuple[Tensor, ...]:
-    _check(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law)
+def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    _check(logits, *options)
     refuse_float64(OP, "logits", logits)
-    return new_results(logits, rows_shape(logits, row_index), top_k)
+    given = Options(*options)
+    return new_results(logits, rows_shape(logits, given.row_index), given.top_k)
 
 
 def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
@@ -222,16 +217,18 @@ def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
     return ids, probs, top_ids, top_probs, margin, entropy, logsumexp
 
 
-def _reference(
-    logits: Tensor, temperature: float = 0.0, seed: int = 0, step: int = 0, steps: Tensor | None = None, *options: object
-) -> tuple[Tensor, ...]:
-    return reference.token_statistics(logits, temperature, seed, step if steps is None else steps, *options)
+def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    return reference.token_statistics(logits, *reference_options(options))
+
+
+def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
+    """As the references take them: a step, or one for each row."""
+    temperature, seed, step, steps, *rest = Options(*options)
+    return (temperature, seed, step if steps is None else steps, *rest)
 
 
 token_statistics_op = define(
-    "token_statistics(Tensor logits, float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, Tensor? positions=None, "
-    "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model') "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}",
     fake=_fake,
     reference=_reference,
     reference_check=_check,

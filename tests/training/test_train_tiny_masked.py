@@ -177,16 +177,18 @@ def test_the_script_writes_a_model_that_loads(causal: Transformer, tmp_path: Pat
 
 
 def test_the_shipped_model_adds_several_bytes_a_forward() -> None:
-    """Block by block; on a whole canvas it writes as fast, but answers before it has worked them out."""
+    """Block by block; on a whole canvas one byte a forward, since with more it answers before it has worked them out."""
     import train_tiny_masked as script
 
     assert (WEIGHTS / "tiny-masked.safetensors").stat().st_size <= 4_000_000
     model = pd.models.load("tiny-masked")
     assert (model.config.attention, model.config.predicts, model.mask_token) == ("bidirectional", "own", MASK)
     problems = script.held_out_sums(12)
+    solved, forwards = script.look(model, problems[:6])
+    assert solved >= 0.5 and forwards == script.CANVAS
     assert script.look(model, problems, 0.9)[1] < 40
     result = pd.decoding.generate(
         model, [problem.prompt for problem in problems], "fast_dllm", max_new_tokens=script.CANVAS, block_size=8, threshold=0.9
     )
     right = sum(problem.is_solved_by(text) for problem, text in zip(problems, result.text, strict=True))
-    assert right >= 8 and result.stats.tokens_per_forward > 3
+    assert right >= 10 and result.stats.tokens_per_forward > 5
