@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import pytest
@@ -19,18 +20,20 @@ ROWS = (1, 16, 64, 128)
 
 
 def formulas(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Every criterion of the published sampler, each law computed once."""
+    """Every criterion of the published sampler, each law computed once, and no logarithm of a probability."""
     now, then = logits.float().log_softmax(-1), previous.float().log_softmax(-1)
     p_now, p_then = now.exp(), then.exp()
-    entropy = -(p_now * (p_now + 1e-10).log()).sum(-1)
+    entropy = -(p_now * now).sum(-1)
     kl = (p_then * (then - now)).sum(-1)
 
-    def levelled(p: Tensor) -> Tensor:
-        kept = torch.where(p < 0.1 * p.amax(-1, keepdim=True), 1 / VOCABULARY, p)
-        return kept / kept.sum(-1, keepdim=True)
+    def levelled(p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        dropped = p < 0.1 * p.amax(-1, keepdim=True)
+        q = torch.where(dropped, 1 / VOCABULARY, p)
+        return q, torch.where(dropped, -math.log(VOCABULARY), log_p), q.sum(-1)
 
-    q_now, q_then = levelled(p_now), levelled(p_then)
-    return logits.argmax(-1), entropy, kl, (q_then * (q_then.log() - q_now.log())).sum(-1)
+    (_, log_now, all_now), (q_then, log_then, all_then) = levelled(p_now, now), levelled(p_then, then)
+    minp_kl = (q_then * (log_then - log_now)).sum(-1) / all_then + (all_now / all_then).log()
+    return logits.argmax(-1), entropy, kl, minp_kl
 
 
 CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
@@ -51,10 +54,10 @@ def test_logit_drift(benchmark, name: str, dtype: str, rows: int, device: str) -
     call = {"pdkernels": ours, "torch eager": partial(formulas, logits, previous), "torch.compile": compiled}[name]
     with torch.inference_mode():
         for found, oracle, plain in zip(call(), reference(logits.double(), previous.double()), reference(logits, previous)):
-            if name == "torch.compile":  # its sums are up to thirty times as far off as the budget of a kernel of ours allows
-                torch.testing.assert_close(found.double(), oracle.double(), rtol=1e-3, atol=1e-4)
-            else:
+            if name == "pdkernels":
                 assert_within_budget(found, oracle, plain, name=name)
+            else:  # sums in fewer steps are up to thirty times as far off as the budget of a kernel of ours allows
+                torch.testing.assert_close(found.double(), oracle.double(), rtol=1e-3, atol=1e-4)
         compare(
             benchmark,
             call,

@@ -41,7 +41,7 @@ def check(actual: pd.LogitDrift, logits: Tensor, previous: Tensor | None, min_p:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (3, 8192), (3, 8193), (2, 65536)])
+@pytest.mark.parametrize("rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (24, 8192), (24, 8193), (24, 65536)])
 def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype) -> None:
     logits, previous = inputs(rows, width, dtype)
     check(run(impl, logits, previous), logits, previous)

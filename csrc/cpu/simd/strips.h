@@ -28,6 +28,7 @@ PDK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
 }
 
 typedef uint32_t Words __attribute__((vector_size(4 * PDK_LANES), may_alias));
+typedef uint32_t LooseWords __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(2)));
 typedef uint16_t LooseShorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
 
 // The conversions of vector.h for a whole vector: compilers find them in long loops, but not in a handful of lanes.
@@ -65,6 +66,26 @@ PDK_INLINE Vec load(const T* from, Part part, float fill = 0) {
   Vec x = splat(fill);
   to_floats(from, reinterpret_cast<float*>(&x), part.count);
   return x;
+}
+
+// Calls body(x, y) with vectors that hold the elements of [begin, end), each once and in no particular order, and `fill` in lanes that
+// are left over. Meanwhile the elements `kAhead` further on come nearer, where there are any.
+template <int64_t kAhead = 0, class T, class Body>
+PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill, const Body& body) {
+  int64_t at = begin;
+  for (; at + 2 * kLanes <= end; at += 2 * kLanes) {
+    if constexpr (kAhead > 0) {
+      const char* next = reinterpret_cast<const char*>(from) + (at + kAhead) * static_cast<int64_t>(sizeof(T));
+      for (int byte = 0; byte < 2 * kLanes * static_cast<int>(sizeof(T)); byte += 64) __builtin_prefetch(next + byte, 0, 2);
+    }
+    if constexpr (sizeof(T) == sizeof(float)) {
+      body(load(from + at, Whole{}), load(from + at + kLanes, Whole{}));
+    } else {  // 16 bits become floats in half the instructions where a word of memory holds one of each vector
+      const Words words = *reinterpret_cast<const LooseWords*>(from + at);
+      body(widened(words & 0xffffu, T{}), widened(words >> 16, T{}));
+    }
+  }
+  for_vectors(at, end, [&](int64_t place, auto lanes) { body(load(from + place, lanes, fill), splat(fill)); });
 }
 
 template <class T>

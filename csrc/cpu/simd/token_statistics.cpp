@@ -38,12 +38,10 @@ PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int 
   float bound = runners.bound(ranked);
   for_strips(0, count, [&](int64_t first, int64_t last) {
     Vec peak = splat(-kInfinity), other = peak;  // two chains
-    int64_t at = first;
-    for (; at + 2 * kLanes <= last; at += 2 * kLanes) {
-      peak = larger(load(logits + at, Whole{}), peak);
-      other = larger(load(logits + at + kLanes, Whole{}), other);
-    }
-    for_vectors(at, last, [&](int64_t place, auto lanes) { other = larger(load(logits + place, lanes, -kInfinity), other); });
+    for_pairs(logits, first, last, -kInfinity, [&](Vec x, Vec y) {
+      peak = larger(x, peak);
+      other = larger(y, other);
+    });
     peak = larger(other, peak);
     largest = larger(peak, largest);
     peaks[first / kStrip] = peak;
@@ -73,14 +71,14 @@ template <bool kTempered, bool kHoldsFirst, class T>
 PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, float rest, VectorSums& sums) {
   Vec total{}, weighted{};
   Ints first{};
-  for_vectors(begin, end, [&](int64_t at, auto lanes) {
-    Vec x = load(logits + at, lanes, -kInfinity) - shift;
+  const auto add = [&](Vec x) {
+    x -= shift;
     if constexpr (kTempered) {
       x *= inverse;
-      x = x < 2 * kLeastExponent ? splat(2 * kLeastExponent) : x;
+      x = larger(splat(2 * kLeastExponent), x);
       x += x * rest;
     }
-    x = x < kLeastExponent ? splat(kLeastExponent) : x;
+    x = larger(splat(kLeastExponent), x);
     Vec e = exponential_term(x);
     if constexpr (kHoldsFirst) {
       first += x == 0;
@@ -88,6 +86,11 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
     }
     total += e;
     weighted += x * e;
+  };
+  // While the processor computes, the next part of the row comes out of the memory.
+  for_pairs<kVocabularyPart>(logits, begin, end, -kInfinity, [&](Vec x, Vec y) {
+    add(x);
+    add(y);
   });
   sums.total += __builtin_convertvector(total, Doubles);
   sums.weighted += __builtin_convertvector(weighted, Doubles);
