@@ -21,6 +21,17 @@ from pdkernels.ops._library import DEBUG_CHECKS
 _OP = "integrations.device_loop.DeviceLoop"
 
 
+def available() -> bool:
+    """Whether this machine has what a `DeviceLoop` needs: a GPU, a driver and cuda-python that are new enough."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        require(_OP, torch.device("cuda"))
+    except (ImportError, NotImplementedError):
+        return False
+    return True
+
+
 class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
@@ -46,8 +57,8 @@ class DeviceLoop:
 
     Example:
         >>> import pdkernels as pd
-        >>> from pdkernels.integrations.device_loop import DeviceLoop
-        >>> if torch.cuda.is_available():
+        >>> from pdkernels.integrations.device_loop import DeviceLoop, available
+        >>> if available():
         ...     model = pd.models.load("tiny-code").cuda()
         ...     loop = DeviceLoop(model, "jacobi", longest_prompt=64, max_new_tokens=32, block_size=8)
         ...     result = loop.generate("class Node:")

@@ -1,4 +1,4 @@
-"""Generations of `DeviceLoop` against those of `generate`. Run by test_device_loop.py: python generations.py LIBCUDA"""
+"""Generations of `DeviceLoop` against those of `generate`: python -m tests.integrations.fake_driver.generations LIBCUDA"""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import gc
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
-
 import pytest
 import torch
 
 import pdkernels as pd
+from pdkernels.integrations import while_graph
+from pdkernels.integrations.device_loop import DeviceLoop
 from tests.integrations.fake_driver.stand_in import FakeDriver, install
-
-DRIVER = FakeDriver(Path(sys.argv[1]))
-install(DRIVER)
-
-from pdkernels.integrations import while_graph  # noqa: E402
-from pdkernels.integrations.device_loop import DeviceLoop  # noqa: E402
 
 CASES = [
     ("tiny-code", "autoregressive", {}),
@@ -32,7 +26,7 @@ CASES = [
 PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
 
 
-def check_case(name: str, method: str, options: dict[str, object], limit: int) -> None:
+def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int) -> None:
     model = pd.models.load(name)
     loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
     step, rounds = loop._steps.step, [0]
@@ -41,7 +35,7 @@ def check_case(name: str, method: str, options: dict[str, object], limit: int) -
         rounds[0] += 1
         step(*arguments)
 
-    DRIVER.functions = [counted if function == step else function for function in DRIVER.functions]
+    driver.functions = [counted if function == step else function for function in driver.functions]
     for prompts in PROMPTS:
         heard: list[tuple[int, list[int], int]] = []
         rounds[0] = 0
@@ -70,7 +64,7 @@ def check_ends() -> None:
             assert result.stats.forwards == expected.stats.forwards
 
 
-def check_errors() -> None:
+def check_errors(driver: FakeDriver) -> None:
     model = pd.models.load("tiny-code")
     loop = DeviceLoop(model, longest_prompt=3, max_new_tokens=2)
     with pytest.raises(ValueError, match="prompt must have at most 3 tokens, got 4"):
@@ -81,16 +75,23 @@ def check_errors() -> None:
         DeviceLoop(pd.models.load("tiny-trimode"), "linear_self_speculation", longest_prompt=3, threshold=0.9)
     with pytest.raises(RuntimeError, match=r"the driver must take the graph, got CUDA_ERROR_INVALID_VALUE \(refused by the fake driver\)"):
         while_graph._call(while_graph.driver.cuGraphCreate(7))
-    DRIVER.library.fake_version(12040)
+    driver.library.fake_version(12040)
     with pytest.raises(NotImplementedError, match="the driver must be for CUDA 13.0 or newer, got 12040"):
         DeviceLoop(model, longest_prompt=3)
-    DRIVER.library.fake_version(13000)
+    driver.library.fake_version(13000)
 
 
-for name, method, options in CASES:
-    for limit in (2, 17):
-        check_case(name, method, options, limit)
-check_ends()
-check_errors()
-gc.collect()  # releases graphs, by way of the driver
-print(f"{len(CASES)} cases went well")
+def main() -> None:
+    driver = FakeDriver(Path(sys.argv[1]))
+    install(driver)
+    for case in CASES:
+        for limit in (2, 17):
+            check_case(driver, *case, limit)
+    check_ends()
+    check_errors(driver)
+    gc.collect()  # releases graphs, by way of the driver
+    print(f"{len(CASES)} cases went well")
+
+
+if __name__ == "__main__":
+    main()

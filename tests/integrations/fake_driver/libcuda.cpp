@@ -74,6 +74,9 @@ bool in_sequence(const CUgraph_st& graph) {
   return true;
 }
 
+// A loop that nobody ends is a GPU that hangs: here it is an error.
+struct Endless {};
+
 void execute(const CUgraph_st& graph) {
   for (const auto& node : graph.nodes) {
     if (node->type == CU_GRAPH_NODE_TYPE_KERNEL) {
@@ -81,7 +84,10 @@ void execute(const CUgraph_st& graph) {
     } else if (node->type == CU_GRAPH_NODE_TYPE_GRAPH) {
       execute(*node->child);
     } else {
-      while (conditions.at(node->handle).value != 0) execute(*node->child);
+      for (int rounds = 0; conditions.at(node->handle).value != 0; ++rounds) {
+        if (rounds == 1000) throw Endless();
+        execute(*node->child);
+      }
     }
   }
 }
@@ -169,7 +175,12 @@ CUresult instantiate(CUgraphExec* out, CUgraph graph, unsigned long long flags) 
 
 CUresult launch(CUgraphExec executable, CUstream) {
   for (auto& [handle, condition] : conditions) condition.value = condition.start;
-  return execute(*executable->graph), CUDA_SUCCESS;
+  try {
+    execute(*executable->graph);
+  } catch (Endless) {
+    return CUDA_ERROR_LAUNCH_TIMEOUT;
+  }
+  return CUDA_SUCCESS;
 }
 
 CUresult exec_destroy(CUgraphExec executable) { return delete executable, CUDA_SUCCESS; }
