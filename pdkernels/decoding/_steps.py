@@ -8,6 +8,7 @@ half turns entries, one per step, into the session's record. Here the two take t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 from typing import ClassVar
 
@@ -51,8 +52,11 @@ class Steps(ABC):
         return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
 
 
-def run(steps: Steps, session: Session) -> int:
-    """A whole generation, with one read of the device per step. Returns in how many forwards its sequences took part."""
+def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:
+    """A whole generation, with one read of the device per step. Returns in how many forwards its sequences took part.
+
+    `replay` does what a step of unknown width does, in its place.
+    """
     if session.max_new_tokens == 0:
         return 0
     steps.start(session)
@@ -60,7 +64,10 @@ def run(steps: Steps, session: Session) -> int:
     steps.opened(session, rows)
     taken_part = session.batch
     while (width := max(row[0] for row in rows)) > 0:
-        steps.step(width, ragged=min(row[0] for row in rows) < width)
+        if replay is None:
+            steps.step(width, ragged=min(row[0] for row in rows) < width)
+        else:
+            replay()
         before, rows = rows, steps.entry.tolist()
         taken_part += steps.stepped(session, before, rows)
     return taken_part

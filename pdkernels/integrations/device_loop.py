@@ -14,6 +14,7 @@ from pdkernels._validation import check, check_type, message
 from pdkernels.decoding import STEPS, DecodeResult, OnTokens, check_options
 from pdkernels.decoding._request import Prompts, finished, open_session
 from pdkernels.decoding._session import Session
+from pdkernels.decoding._steps import run
 from pdkernels.integrations.while_graph import WhileGraph, capture, require
 from pdkernels.ops import record_step_
 from pdkernels.ops._library import DEBUG_CHECKS
@@ -123,7 +124,8 @@ class DeviceLoop:
 
         Args:
             prompt: as many as `batch`, none longer than `longest_prompt`.
-            on_tokens: called as by `generate`, but when everything is there.
+            on_tokens: as in `generate`. Who listens gets a host that looks at the device after every step: it replays the captured
+                one.
             trace: as in `generate`.
         """
         session, single = open_session(self.model, prompt, self.max_new_tokens, self.end_tokens, on_tokens, trace)
@@ -134,6 +136,8 @@ class DeviceLoop:
             return finished(session, single, self.method, lambda: self._decode(session))
 
     def _decode(self, session: Session) -> int:
+        if session.listens:
+            return run(self._steps, session, self._captured.replay)
         self._steps.start(session)
         self._count.zero_()
         self._graph.launch()

@@ -126,6 +126,8 @@ def test_captured_generations_are_those_of_generate(name: str, method: str, opti
         result = loop.generate(prompts, trace=True)
         same(result, pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options))
         same(loop.generate(prompts, trace=True), result)
+        # Who listens gets the captured step from the host, one at a time.
+        same(loop.generate(prompts, trace=True, on_tokens=lambda *news: None), result)
 
 
 @needs_gpu

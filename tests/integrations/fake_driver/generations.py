@@ -37,9 +37,8 @@ def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, ob
 
     driver.functions = [counted if function == step else function for function in driver.functions]
     for prompts in PROMPTS:
-        heard: list[tuple[int, list[int], int]] = []
         rounds[0] = 0
-        result = loop.generate(prompts, trace=True, on_tokens=lambda *news: heard.append(news))
+        result = loop.generate(prompts, trace=True)
         expected = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options)
         assert [ids.tolist() for ids in result.tokens] == [ids.tolist() for ids in expected.tokens]
         assert result.text == expected.text
@@ -47,6 +46,9 @@ def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, ob
             assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
         # One round for every draft of the slowest sequence, and none behind the end.
         assert rounds[0] == max(len(accepted) for accepted in expected.stats.accepted)
+        heard: list[tuple[int, list[int], int]] = []
+        streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news: heard.append(news))
+        assert streamed.text == result.text and streamed.stats.trace == result.stats.trace
         for sequence, ids in enumerate(result.tokens):
             assert [token for who, news, _ in heard if who == sequence for token in news] == ids.tolist()
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -52,7 +53,7 @@ class FakeDriver:
         if self.failures:
             raise self.failures[0]
 
-    def captured(self, step: Callable[[], None]) -> object:
+    def captured(self, step: Callable[[], None]) -> SimpleNamespace:
         """As `while_graph.capture` returns it: a graph of its own with one kernel."""
         from cuda.bindings import driver
 
@@ -61,7 +62,7 @@ class FakeDriver:
         driver.cuStreamBeginCaptureToGraph(driver.CUstream(STREAM), graph, None, None, 0, mode)
         self.launch(step)
         driver.cuStreamEndCapture(driver.CUstream(STREAM))
-        return type("Captured", (), {"raw_cuda_graph": lambda self: int(graph)})()
+        return SimpleNamespace(raw_cuda_graph=lambda: int(graph), replay=step)
 
 
 def install(driver: FakeDriver) -> None:
