@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
-from typing import ClassVar
 
 import torch
 
@@ -27,7 +26,7 @@ class Steps(ABC):
     """
 
     entry: torch.Tensor
-    needs_host: ClassVar[str] = ""
+    needs_host: str = ""
     """What of the options makes a step read its device; empty where none does."""
 
     @abstractmethod
