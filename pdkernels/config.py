@@ -66,7 +66,7 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             return "not installed"
 
-    optional = {name: installed(name) for name in ("triton", "safetensors", "cuda-python")}
+    optional = {name: installed(name) for name in ("triton", "safetensors", "cuda-bindings")}
     return {"python": platform.python_version(), "torch": torch.__version__, **optional}
 
 

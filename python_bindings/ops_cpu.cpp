@@ -11,6 +11,7 @@
 #include "simd/kernels.h"
 #include "unpack_attention.h"
 #include "unpack_feature_cache.h"
+#include "unpack_record_step.h"
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
@@ -62,6 +63,11 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   VerdictTensors out(draft);
   pdkernels::cpu::verify_draft(verify_args(draft, predictions, draft_lengths, end_tokens, refill, out));
   return out.tuple();
+}
+
+void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
+  STD_TORCH_CHECK(!handle.has_value(), "pdkernels: a condition's handle is for CUDA");
+  pdkernels::cpu::record_step(record_args(log, count, more, entry));
 }
 
 Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
@@ -199,6 +205,7 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
+  m.impl("record_step_", TORCH_BOX(&record_step));
   m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
   m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
   m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));

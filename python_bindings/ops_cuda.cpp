@@ -8,6 +8,7 @@
 #include "kernels.h"
 #include "unpack.h"
 #include "unpack_feature_cache.h"
+#include "unpack_record_step.h"
 #include "unpack_recurrence.h"
 #include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
@@ -80,6 +81,12 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   VerdictTensors out(draft);
   check(pdkernels::cuda::verify_draft(verify_args(draft, predictions, draft_lengths, end_tokens, refill, out), launch.stream));
   return out.tuple();
+}
+
+void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
+  const Launch launch(entry);
+  const uint64_t bits = static_cast<uint64_t>(handle.value_or(0));
+  check(pdkernels::cuda::record_step(record_args(log, count, more, entry), handle.has_value() ? &bits : nullptr, launch.stream));
 }
 
 Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
@@ -188,6 +195,7 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
+  m.impl("record_step_", TORCH_BOX(&record_step));
   m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
   m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
   m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));

@@ -2,7 +2,7 @@
 
 Part 1  builds and runs all tests with CUDA tensors
 Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op
-Part 3  CUDA graphs: capture, replay with changed data
+Part 3  CUDA graphs: capture, replay with changed data; whole generations in a graph, with their times
 Part 4  benchmarks
 
 Results go to `bench/results/<gpu>/part-N.json` and `part-N.log` (another folder: OUT). PDKERNELS_COMMIT names the commit
@@ -31,7 +31,7 @@ BUDGET = 570.0  # seconds for a part
 FACTS = """
 import importlib.metadata as metadata, json, platform, torch, pdkernels as pd
 from pdkernels import _native
-names = [name for name in ("pdkernels", "torch", "triton") if any(metadata.distributions(name=name))]
+names = [name for name in ("pdkernels", "torch", "triton", "cuda-bindings") if any(metadata.distributions(name=name))]
 print(json.dumps({"python": platform.python_version(), **{name: metadata.version(name) for name in names},
                   "cuda": torch.version.cuda, "compiled": _native.build_info()}))
 """
@@ -117,10 +117,15 @@ def run_part(part: Part, number: int, python: str, out: Path, dry: bool) -> None
             checker = [tool, "--tool", name, "--error-exitcode", "9"]
             part.run(name, [*checker, *driver], needs=r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
     elif number == 3:
+        # Without cuda-python the tests and times of device loops would be skipped, and nobody would see it.
+        looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
+        part.run("what a device loop needs", [python, "-c", "" if dry else looked])
         part.run("capture and replay", tests(python, "tests", "-k", "capture", "-v"), needs=ran)
+        bench = tests(python, "bench/bench_device_loop.py", "--benchmark-only", f"--benchmark-json={out / 'device_loop.json'}")
+        part.run("generations with and without a host", bench, needs=ran)
     else:
-        result = out / "benchmarks.json"
-        part.run("benchmarks", tests(python, "bench", "--benchmark-only", f"--benchmark-json={result}"), needs=ran)
+        result, rest = out / "benchmarks.json", ["--ignore=bench/bench_device_loop.py"]
+        part.run("benchmarks", tests(python, "bench", *rest, "--benchmark-only", f"--benchmark-json={result}"), needs=ran)
 
 
 def main() -> None:

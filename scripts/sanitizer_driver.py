@@ -30,6 +30,7 @@ from pdkernels.reference import (  # noqa: F401  (submodules of `reference`)
     block_sparse_attention,
     kv_cache,
     logit_drift,
+    record_step,
     recurrence,
     sandwich,
     speculative_attention,
@@ -103,6 +104,22 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
     if not bad:
         expected = reference.verify_draft.verify_draft(draft, predictions, **options)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected)), "not what the reference does"
+
+
+def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
+    steps, batch, columns = rng.randint(1, 4), rng.choice([1, 2, 300]), rng.choice([1, 5, 33])
+    entry = torch.randint(0, 2, (batch, columns))
+    count = torch.tensor([rng.choice([-1, steps, 2**40]) if bad else rng.randrange(steps)])
+    here = [torch.full((steps, batch, columns), -7), count, torch.tensor([True]), entry]
+    there = [t.clone().to(device) for t in here]
+    try:
+        pd.record_step_(*there)
+    except ValueError:
+        assert bad, "good values were refused"
+    if not bad:
+        reference.record_step.record_step_(*here)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here)), "not what the reference does"
+    assert not bad or (there[0] == -7).all(), "a bad count was not left alone"
 
 
 def run_attention(rng: random.Random, device: torch.device, bad: bool, backward: bool) -> None:
@@ -335,6 +352,7 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
     "linear_token_statistics": partial(run_statistics, head=True),
     "logit_drift": partial(run_rows, op="logit_drift"),
+    "record_step_": run_record,
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,

@@ -151,7 +151,7 @@ import torch
 before, start = set(sys.modules), time.process_time()
 import pdkernels
 print(time.process_time() - start)
-heavy = {"rich", "typer", "triton", "transformers", "matplotlib"}
+heavy = {"rich", "typer", "triton", "transformers", "matplotlib", "cuda"}
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & heavy))
 assert not torch.cuda.is_initialized()
 """

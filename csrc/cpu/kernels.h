@@ -5,6 +5,7 @@
 #include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
 #include "pdkernels/logit_drift.h"
+#include "pdkernels/record_step.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
@@ -18,6 +19,7 @@ void kv_append(const AppendArgs& args);
 void kv_commit(const CommitArgs& args);
 void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch);
 void verify_draft(const VerifyArgs& args);
+void record_step(const RecordArgs& args);
 void recurrence_inject(const InjectArgs& args);
 void recurrence_exit(const ExitArgs& args);
 void recurrence_advance(const AdvanceArgs& args);

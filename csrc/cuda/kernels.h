@@ -6,6 +6,7 @@
 #include "pdkernels/feature_cache.h"
 #include "pdkernels/kv_cache.h"
 #include "pdkernels/logit_drift.h"
+#include "pdkernels/record_step.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/token_statistics.h"
@@ -18,6 +19,8 @@ cudaError_t kv_append(const AppendArgs& args, cudaStream_t stream);
 cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream);
 cudaError_t kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch, cudaStream_t stream);
 cudaError_t verify_draft(const VerifyArgs& args, cudaStream_t stream);
+// The handle of a graph's conditional node is told whether to go on; none: nullptr.
+cudaError_t record_step(const RecordArgs& args, const uint64_t* handle, cudaStream_t stream);
 cudaError_t recurrence_inject(const InjectArgs& args, cudaStream_t stream);
 cudaError_t recurrence_exit(const ExitArgs& args, cudaStream_t stream);
 cudaError_t recurrence_advance(const AdvanceArgs& args, cudaStream_t stream);

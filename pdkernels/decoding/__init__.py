@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +27,8 @@ from pdkernels.decoding import (
     recurrent_static,
     slowfast,
 )
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._request import Prompts, finished, open_session
+from pdkernels.decoding._steps import Steps
 from pdkernels.decoding.result import (
     AdaptiveStep,
     DecodeResult,
@@ -80,6 +80,13 @@ _METHODS: dict[str, Callable[..., int | None]] = {
     "fast_dllm_v2": fast_dllm_v2.decode,
 }
 
+# Methods with a step that needs no host: `pdkernels.integrations.device_loop` runs whole generations of them on the device.
+STEPS: dict[str, type[Steps]] = {
+    "autoregressive": autoregressive.AutoregressiveSteps,
+    "jacobi": jacobi.JacobiSteps,
+    "linear_self_speculation": linear_self_speculation.LinearSteps,
+}
+
 # Methods for masked-diffusion models: they fill in places that they see both sides of.
 _MASKED = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
 
@@ -97,8 +104,6 @@ _OWN_TOKENS = (
 _NAMED = ("planned",)
 
 _OP = "decoding.generate"
-
-Prompt = str | torch.Tensor | Sequence[int]
 
 
 def available() -> tuple[str, ...]:
@@ -155,7 +160,7 @@ def suits(method: str, model: Any) -> bool:
 
 def generate(
     model: Any,
-    prompt: Prompt | Sequence[str] | Sequence[torch.Tensor] | Sequence[Sequence[int]],
+    prompt: Prompts,
     method: str = "autoregressive",
     *,
     max_new_tokens: int = 128,
@@ -245,46 +250,9 @@ def generate(
         (True, True)
     """
     decode = _method(method)
-    _check_options(method, options)
-    check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
-    check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
-    vocabulary = model.config.vocab_size
-    ends = tuple(model.end_tokens) if end_tokens is None else tuple(end_tokens)
-    for token in ends:
-        check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
-        check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
-    prompts, single = _token_lists(model, prompt, vocabulary)
-
-    session = Session(model, prompts, max_new_tokens, ends, on_tokens, trace)
-    started = time.perf_counter()
-    with torch.inference_mode():
-        forwards = decode(session, **options)
-    seconds = time.perf_counter() - started - session.callback_seconds
-
-    tokens = sum(len(ids) for ids in session.tokens)
-    # By default a sequence takes part in the prompt's forward and in one per verified draft.
-    taken_part = forwards or sum(1 + len(accepted) for accepted in session.accepted)
-    stats = DecodeStats(
-        method=method,
-        forwards=session.forwards,
-        tokens=tokens,
-        tokens_per_forward=tokens / taken_part,
-        seconds=seconds,
-        accepted=session.accepted,
-        trace=session.trace,
-        recurrences=session.recurrences,
-    )
-    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
-    text = None
-    if model.tokenizer is not None:
-        text = [model.tokenizer.decode(sequence) for sequence in session.tokens]
-    if single:
-        return DecodeResult(ids[0], None if text is None else text[0], stats)
-    return DecodeResult(ids, text, stats)
-
-
-def _is_int(value: object) -> bool:
-    return type(value) is int
+    check_options(method, options)
+    session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
+    return finished(session, single, method, lambda: decode(session, **options))
 
 
 def _method(method: str) -> Callable[..., int | None]:
@@ -298,7 +266,8 @@ def _method(method: str) -> Callable[..., int | None]:
     return _METHODS[method]
 
 
-def _check_options(method: str, options: dict[str, Any]) -> None:
+def check_options(method: str, options: dict[str, Any]) -> None:
+    """TypeError or ValueError for options that `method` does not have."""
     accepted = method_options(method)
     for name in options:
         check_type(
@@ -307,39 +276,5 @@ def _check_options(method: str, options: dict[str, Any]) -> None:
         )
     page_size = options.get("page_size")
     if page_size is not None:
-        check_type(_is_int(page_size), _OP, "page_size", "be an int", type(page_size).__name__)
+        check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
         check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
-
-
-def _token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int]], bool]:
-    """Each prompt as a list of ids, and whether there was a single one instead of a batch."""
-    single = isinstance(prompt, (str, torch.Tensor)) or (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_int(item) for item in prompt)
-    )
-    if not single:
-        check_type(
-            isinstance(prompt, Sequence), _OP, "prompt", "be text, token ids or a list of either", type(prompt).__name__
-        )
-        check(len(prompt) > 0, _OP, "prompt", "hold at least one token", "an empty list")
-    prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
-    for ids in prompts:
-        check(len(ids) > 0, _OP, "prompt", "hold at least one token", "an empty prompt",
-              "Start from a beginning-of-text token if the model has one.")
-        low, high = min(ids), max(ids)
-        check(low >= 0 and high < vocabulary, _OP, "prompt", f"hold ids in 0 .. {vocabulary - 1}", f"{low} .. {high}")
-    return prompts, single
-
-
-def _token_list(model: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        check(model.tokenizer is not None, _OP, "prompt", "be token ids (the model has no tokenizer)", "a str")
-        return list(model.tokenizer.encode(prompt))
-    if isinstance(prompt, torch.Tensor):
-        integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
-        check_type(integral, _OP, "prompt", "be an integer tensor", prompt.dtype)
-        check(prompt.dim() == 1, _OP, "prompt", "be a 1-D tensor", f"shape {tuple(prompt.shape)}",
-              "Give a batch as a list of 1-D tensors.")
-        return prompt.tolist()
-    integers = isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt)
-    check_type(integers, _OP, "prompt", "be text, a 1-D tensor or a list of ints", type(prompt).__name__)
-    return list(prompt)

@@ -66,6 +66,10 @@ class Session:
         lengths = [len(prompt) for prompt in self.prompts]
         return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
 
+    def ends_on(self, device: torch.device) -> torch.Tensor | None:
+        """The end tokens as a tensor; None where there are none."""
+        return torch.tensor(self.end_tokens, dtype=torch.int64, device=device) if self.end_tokens else None
+
     def ragged(self, counts: torch.Tensor) -> torch.Tensor | None:
         """`counts` of the prompts' forward, or None where all prompts are equally long and every row counts."""
         return None if all(len(prompt) == self.longest for prompt in self.prompts) else counts

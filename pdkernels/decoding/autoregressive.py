@@ -5,47 +5,62 @@ from __future__ import annotations
 import torch
 
 from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._steps import Rows, Steps, run
 
 
-def decode(session: Session, *, page_size: int | None = None) -> None:
+def decode(session: Session, *, page_size: int | None = None) -> int:
     """Fill `session` with greedy tokens, one forward each (the prompt's forward gives the first).
 
     Options:
         page_size: rows per cache page; None keeps the cache contiguous.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
     """
-    if session.max_new_tokens == 0:
-        return
-    model = session.model
-    cache = session.new_cache(page_size)
-    device = cache.lengths.device
-    prompts, prompt_lengths = session.packed_prompts(session.longest, device)
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device)
+    return run(AutoregressiveSteps(session, page_size=page_size), session)
 
-    last = (prompt_lengths - 1)[:, None]
-    token = model(prompts, cache=cache, counts=session.ragged(prompt_lengths), rows=last).argmax(-1)
-    session.forwards += 1
-    cache.commit_(prompt_lengths)
-    active = torch.ones_like(prompt_lengths)  # 1 while a sequence goes on, then 0: its cache stands still
 
-    current = token[:, 0].tolist()
-    for sequence, first in enumerate(current):
-        session.record_first(sequence, first)
-    going = [first not in session.end_tokens for first in current]
+class AutoregressiveSteps(Steps):
+    """An entry: 1 while a sequence goes on, its newest token."""
 
-    for _ in range(session.max_new_tokens - 1):
-        if not any(going):
-            break
-        if ends.numel():
-            active = active.masked_fill(is_end(token[:, 0], ends), 0)
-        # A finished sequence goes through the model too, but its row is never committed.
-        token = model(token, cache=cache).argmax(-1)
+    def __init__(self, sizes: Session, *, page_size: int | None = None) -> None:
+        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        self.cache = sizes.new_cache(page_size)
+        self.ends = sizes.ends_on(self.cache.device)
+        self.entry = self.cache.lengths.new_zeros(sizes.batch, 2)
+        self.going, self.token = self.entry[:, 0], self.entry[:, 1:]
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+
+    def start(self, session: Session) -> None:
+        prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_()
+        last = (prompt_lengths - 1)[:, None]
+        first = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last).argmax(-1)
+        self.cache.commit_(prompt_lengths)
+        self.remaining.fill_(self.limit - 1)
+        self._write(first)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
+        following = self.model(self.token, cache=self.cache).argmax(-1)
+        self.cache.commit_(self.going)
+        self.remaining -= self.going
+        self._write(following)
+
+    def _write(self, token: torch.Tensor) -> None:
+        self.token.copy_(token)
+        if self.ends is not None:
+            self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
+        self.going.copy_(self.remaining.clamp(max=1))
+
+    def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
-        cache.commit_(active)
-        following = token[:, 0].tolist()  # the one read of the device in a step
-        for sequence in range(session.batch):
-            if going[sequence]:
-                session.record_step(
-                    sequence, [current[sequence]], [following[sequence]], accepted=1, next_token=following[sequence]
-                )
-                going[sequence] = following[sequence] not in session.end_tokens
-        current = following
+        for sequence, (_, token) in enumerate(rows):
+            session.record_first(sequence, token)
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        for sequence, ((going, known), (_, token)) in enumerate(zip(before, rows)):
+            if going:
+                session.record_step(sequence, [known], [token], accepted=1, next_token=token)
+        return sum(going for going, _ in before)

@@ -11,6 +11,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._steps import Rows, Steps, run
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.jacobi"
@@ -25,7 +26,7 @@ def decode(
     window: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
-) -> None:
+) -> int:
     """Fill `session` with greedy tokens, several per forward where drafts are accepted.
 
     Options:
@@ -34,84 +35,93 @@ def decode(
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
         page_size: rows per cache page; None keeps the cache contiguous.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
     """
-    length = _checked_length(block_size, window)
-    check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
-    running = window is not None
-    limit = session.max_new_tokens
-    if limit == 0:
-        return
-    # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
-    slots = max(1, min(length, limit - 1))
+    return run(JacobiSteps(session, block_size=block_size, window=window, seed=seed, page_size=page_size), session)
 
-    model = session.model
-    cache = session.new_cache(page_size)
-    lengths = cache.lengths  # grows in place with every commit
-    device = lengths.device
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
-    words = filler_words(seed, limit, slots, device)
-    slot = torch.arange(slots, device=device)
 
-    # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
-    history, prompt_lengths = session.packed_prompts(session.longest + limit + slots, device)
-    first_fillers = history.gather(1, words[0, : slots - 1] % prompt_lengths[:, None])
-    history.scatter_(1, prompt_lengths[:, None] + slot[:-1], first_fillers)
-    width = session.longest + slots - 1
-    rows = (prompt_lengths - 1)[:, None] + slot
-    counts = session.ragged(prompt_lengths + (slots - 1))
-    draft = model(history[:, :width], cache=cache, counts=counts, rows=rows).argmax(-1)
-    session.forwards += 1
-    cache.commit_(prompt_lengths)
+class JacobiSteps(Steps):
+    """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last."""
 
-    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
-    if ends is not None:
-        remaining.masked_fill_(is_end(draft[:, 0], ends), 0)
-    draft_lengths = remaining.clamp(max=slots)
-    predictions = torch.empty_like(draft)
-    step = torch.ones(1, dtype=torch.int64, device=device)
+    def __init__(
+        self, sizes: Session, *, block_size: int | None = None, window: int | None = None, seed: int = 0, page_size: int | None = None
+    ) -> None:
+        length = _checked_length(block_size, window)
+        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+        self.model, self.limit, self.running = sizes.model, sizes.max_new_tokens, window is not None
+        # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
+        self.slots = max(1, min(length, self.limit - 1))
+        self.cache = sizes.new_cache(page_size)
+        device = self.cache.device
+        self.ends = sizes.ends_on(device)
+        self.words = filler_words(seed, self.limit, self.slots, device)
+        self.slot = torch.arange(self.slots, device=device)
+        self.history = torch.zeros(sizes.batch, sizes.longest + self.limit + self.slots, dtype=torch.int64, device=device)
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+        self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
+        self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
+        self.draft_lengths, self.accepted = self.entry[:, 0], self.entry[:, 1]
+        self.draft, self.predictions = self.entry[:, 2:].split(self.slots, 1)
 
-    host_draft = draft.tolist()
-    host_lengths = [0 if row[0] in session.end_tokens else min(slots, limit - 1) for row in host_draft]
-    for sequence, row in enumerate(host_draft):
-        session.record_first(sequence, row[0])
+    def start(self, session: Session) -> None:
+        # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
+        packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
+        self.history.copy_(packed)
+        first_fillers = self.history.gather(1, self.words[0, : self.slots - 1] % prompt_lengths[:, None])
+        self.history.scatter_(1, prompt_lengths[:, None] + self.slot[:-1], first_fillers)
+        self.cache.lengths.zero_()
+        width = session.longest + self.slots - 1
+        rows = (prompt_lengths - 1)[:, None] + self.slot
+        counts = session.ragged(prompt_lengths + (self.slots - 1))
+        self.draft.copy_(self.model(self.history[:, :width], cache=self.cache, counts=counts, rows=rows).argmax(-1))
+        self.cache.commit_(prompt_lengths)
 
-    while (width := max(host_lengths)) > 0:
-        counts = None if min(host_lengths) == width else draft_lengths
-        torch.argmax(model(draft[:, :width], cache=cache, counts=counts), -1, out=predictions[:, :width])
-        session.forwards += 1
+        self.remaining.fill_(self.limit - 1)
+        if self.ends is not None:
+            self.remaining.masked_fill_(is_end(self.draft[:, 0], self.ends), 0)
+        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
+        self.number.fill_(1)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        counts = self.draft_lengths if ragged else None
+        self.predictions[:, :width] = self.model(self.draft[:, :width], cache=self.cache, counts=counts).argmax(-1)
         # Like its KV rows, a draft stands behind the committed history at its own place: only a commit makes it count.
-        refill = history.gather(1, words.index_select(0, step) % lengths[:, None])
-        history.scatter_(1, lengths[:, None] + slot, draft)
-        verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends, refill=refill)
-        cache.commit_(verdict.accepted)
-        step += 1
+        committed = self.cache.lengths[:, None]  # grows in place with every commit
+        refill = self.history.gather(1, self.words.index_select(0, self.number) % committed)
+        self.history.scatter_(1, committed + self.slot, self.draft)
+        verdict = verify_draft(
+            self.draft, self.predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends, refill=refill
+        )
+        self.cache.commit_(verdict.accepted)
+        self.number += 1
 
         # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
-        remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
-        if running:
-            next_lengths = remaining.clamp(max=slots)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        if self.running:
+            next_lengths = self.remaining.clamp(max=self.slots)
         else:
-            rest = draft_lengths - verdict.accepted
-            next_lengths = torch.minimum(rest.masked_fill_(rest == 0, slots), remaining)
+            rest = self.draft_lengths - verdict.accepted
+            next_lengths = torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining)
+        self.draft_lengths.copy_(next_lengths)
+        self.accepted.copy_(verdict.accepted)
+        self.draft.copy_(verdict.new_draft)
 
-        # The one read of the device in a step.
-        columns = [verdict.accepted[:, None], next_lengths[:, None], verdict.new_draft]
-        if session.trace is not None:
-            columns.append(predictions)
-        poll = torch.cat(columns, 1).tolist()
-        for sequence, row in enumerate(poll):
-            if (length := host_lengths[sequence]) > 0:
-                session.record_step(
-                    sequence,
-                    host_draft[sequence][:length],
-                    row[2 + slots :][:length] if session.trace is not None else None,
-                    accepted=row[0],
-                    next_token=row[2],
-                )
-        host_draft = [row[2 : 2 + slots] for row in poll]
-        host_lengths = [row[1] for row in poll]
-        draft, draft_lengths = verdict.new_draft, next_lengths
+    def opened(self, session: Session, rows: Rows) -> None:
+        session.forwards += 1
+        for sequence, row in enumerate(rows):
+            session.record_first(sequence, row[2])
+
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        session.forwards += 1
+        judged = 2 + self.slots
+        for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
+            if length:
+                said = row[judged : judged + length]
+                session.record_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
+        return sum(row[0] > 0 for row in before)
 
 
 def _checked_length(block_size: int | None, window: int | None) -> int:

@@ -20,6 +20,7 @@ from pdkernels.decoding._sampling import (
     without_,
 )
 from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._steps import Rows, Steps, run
 from pdkernels.decoding.result import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import verify_draft
@@ -54,109 +55,137 @@ def decode(
     Returns:
         Forwards that the sequences took part in, all together.
     """
-    checked_size(_OP, "block_size", block_size)
-    check_sampling(_OP, temperature, seed)
-    check_type(type(threshold) in (int, float), _OP, "threshold", "be a number", type(threshold).__name__)
-    check(threshold >= 0, _OP, "threshold", "be at least 0", threshold)
-    check(verification in ("compare", "rejection"), _OP, "verification", "be 'compare' or 'rejection'", repr(verification))
-    check(verification == "compare" or threshold == 0, _OP, "threshold", "be 0 with verification='rejection'", threshold,
-          "Slots filled in later passes depend on others; use verification='compare'.")
-    model = session.model
-    mask_token = checked_mask_token(_OP, model, mask_token)
-    limit = session.max_new_tokens
-    if limit == 0:
-        return 0
-    # At temperature 0 both verifications are the same.
-    rejection = verification == "rejection" and temperature > 0 and block_size > 1
+    options = {"block_size": block_size, "threshold": threshold, "temperature": temperature, "verification": verification}
+    return run(LinearSteps(session, **options, mask_token=mask_token, seed=seed, page_size=page_size), session)
 
-    cache = session.new_cache(page_size)
-    lengths = cache.lengths  # grows in place with every commit
-    device = lengths.device
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
-    slot = torch.arange(block_size, device=device)
-    everything = full(block_size).plan(64, 64, device)
-    nothing = torch.zeros_like(lengths)  # what a draft pass stores
 
-    prompts, prompt_lengths = session.packed_prompts(session.longest, device)
-    last = (prompt_lengths - 1)[:, None]
-    logits = model(prompts, cache=cache, counts=session.ragged(prompt_lengths), rows=last)
-    first = draw(logits, prompt_lengths[:, None], temperature, seed, OWN)
-    session.forwards += 1
-    cache.commit_(prompt_lengths)
+class LinearSteps(Steps):
+    """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
+    block, what the verifier said to it."""
 
-    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
-    if ends is not None:
-        remaining.masked_fill_(is_end(first[:, 0], ends), 0)
-    draft_lengths = remaining.clamp(max=block_size)
-    block = torch.full((session.batch, block_size), mask_token, device=device)
-    block[:, :1] = first
-    forward = torch.ones_like(prompt_lengths)  # number of each sequence's last forward
+    def __init__(
+        self,
+        sizes: Session,
+        *,
+        block_size: int = 32,
+        threshold: float = 0.0,
+        temperature: float = 0.0,
+        verification: str = "compare",
+        mask_token: int | None = None,
+        seed: int = 0,
+        page_size: int | None = None,
+    ) -> None:
+        checked_size(_OP, "block_size", block_size)
+        check_sampling(_OP, temperature, seed)
+        check_type(type(threshold) in (int, float), _OP, "threshold", "be a number", type(threshold).__name__)
+        check(threshold >= 0, _OP, "threshold", "be at least 0", threshold)
+        check(verification in ("compare", "rejection"), _OP, "verification", "be 'compare' or 'rejection'", repr(verification))
+        check(verification == "compare" or threshold == 0, _OP, "threshold", "be 0 with verification='rejection'", threshold,
+              "Slots filled in later passes depend on others; use verification='compare'.")
+        self.model, self.limit = sizes.model, sizes.max_new_tokens
+        self.block_size, self.threshold, self.temperature, self.seed = block_size, threshold, temperature, seed
+        self.mask_token = checked_mask_token(_OP, self.model, mask_token)
+        # At temperature 0 both verifications are the same.
+        self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
+        self.needs_host = "a threshold above 0" if threshold > 0 else ""
 
-    known = first[:, 0].tolist()
-    taken_part = session.batch
-    for sequence, token in enumerate(known):
-        session.record_first(sequence, token)
-    host_lengths = [0 if token in session.end_tokens else min(block_size, limit - 1) for token in known]
+        self.cache = sizes.new_cache(page_size)
+        device = self.cache.device
+        self.ends = sizes.ends_on(device)
+        self.slot = torch.arange(block_size, device=device)
+        self.everything = full(block_size).plan(64, 64, device)
+        self.nothing = torch.zeros_like(self.cache.lengths)  # what a draft pass stores
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+        self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
+        self.entry = self.remaining.new_zeros(sizes.batch, 4 + 2 * block_size)
+        self.draft_lengths, self.accepted, self.known, self.forwards = self.entry[:, :4].unbind(1)
+        self.block, self.predictions = self.entry[:, 4:].split(block_size, 1)
 
-    while (width := max(host_lengths)) > 0:
-        before = forward.clone()
-        unfilled = (draft_lengths > 0)[:, None].expand(-1, block_size - 1)
-        drafting = block_size > 1
+    def start(self, session: Session) -> None:
+        prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
+        self.cache.lengths.zero_()
+        last = (prompt_lengths - 1)[:, None]
+        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
+        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seed, OWN)[:, 0]
+        self.cache.commit_(prompt_lengths)
+        self.known.copy_(first)
+        self.remaining.fill_(self.limit - 1)
+        if self.ends is not None:
+            self.remaining.masked_fill_(is_end(first, self.ends), 0)
+        self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
+        self.forward.fill_(1)
+
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        width = width or self.block_size
+        before = self.forward.clone()
+        logits = self._draft()
+
+        draft, lengths = self.block[:, :width], self.cache.lengths
+        judged = self.model(draft, cache=self.cache, counts=self.draft_lengths if ragged else None)
+        self.forward += 1
+        positions = lengths[:, None] + 1 + self.slot[:width]
+        predictions = draw(judged, positions, self.temperature, self.seed, OWN)
+        if self.rejection:
+            tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
+            p, q = law(judged[:, :tested], self.temperature), law(logits[:, :tested], self.temperature)
+            guesses = self.block[:, 1 : tested + 1]
+            predictions[:, :tested] = _verdicts(p, q, guesses, positions[:, :tested], self.seed, self.forward)
+        verdict = verify_draft(draft, predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends)
+        self.cache.commit_(verdict.accepted)
+
+        # The verifier's next token is known, hence counted; a finished sequence has nothing remaining.
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
+        self.accepted.copy_(verdict.accepted)
+        self.known.copy_(verdict.next_token)
+        self.forwards.copy_(self.forward - before)
+        self.predictions[:, :width] = predictions
+
+    def _draft(self) -> torch.Tensor | None:
+        """Fills the block behind its known token, and returns the logits of the last pass over it."""
+        self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
+        self.block[:, 1:] = self.mask_token
+        unfilled = (self.draft_lengths > 0)[:, None].expand(-1, self.block_size - 1)
+        logits, drafting = None, self.block_size > 1
         while drafting:
-            forward += unfilled.any(1)
+            self.forward += unfilled.any(1)
             # It only reads the cache: of a draft pass nothing but the draft survives.
-            logits = model(
-                block, cache=cache, counts=nothing, mask=everything, rows=slice(1, None), adapted=model.has_adapter
-            )
-            session.forwards += 1
-            without_(logits, mask_token)
-            guesses = draw(logits, lengths[:, None] + slot[1:], temperature, seed, forward[:, None])
-            if threshold == 0:
-                block[:, 1:] = guesses
+            logits = self.model(
+                self.block, cache=self.cache, counts=self.nothing, mask=self.everything, rows=slice(1, None),
+                adapted=self.model.has_adapter,
+            )  # fmt: skip
+            without_(logits, self.mask_token)
+            positions = self.cache.lengths[:, None] + self.slot[1:]
+            guesses = draw(logits, positions, self.temperature, self.seed, self.forward[:, None])
+            if self.threshold == 0:
+                self.block[:, 1:] = guesses
                 break
             # Neither temperature nor noise enters the confidence.
             confidence = law(logits, 1.0).gather(-1, guesses[..., None])[..., 0].masked_fill_(~unfilled, -1)
-            best = slot[:-1] == confidence.argmax(1, keepdim=True)
-            chosen = unfilled & (best | (confidence >= threshold))
-            block[:, 1:] = torch.where(chosen, guesses, block[:, 1:])
+            best = self.slot[:-1] == confidence.argmax(1, keepdim=True)
+            chosen = unfilled & (best | (confidence >= self.threshold))
+            self.block[:, 1:] = torch.where(chosen, guesses, self.block[:, 1:])
             unfilled = unfilled & ~chosen
             drafting = bool(unfilled.any())  # the read of the device in a step that only drafts
+        return logits
 
-        draft = block[:, :width]
-        counts = None if min(host_lengths) == width else draft_lengths
-        judged = model(draft, cache=cache, counts=counts)
+    def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
-        forward += 1
-        positions = lengths[:, None] + 1 + slot[:width]
-        predictions = draw(judged, positions, temperature, seed, OWN)
-        if rejection:
-            tested = min(width, block_size - 1)  # the last row of a whole block has no guess to test
-            p, q = law(judged[:, :tested], temperature), law(logits[:, :tested], temperature)
-            predictions[:, :tested] = _verdicts(p, q, block[:, 1 : tested + 1], positions[:, :tested], seed, forward)
-        verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
-        cache.commit_(verdict.accepted)
+        for sequence, row in enumerate(rows):
+            session.record_first(sequence, row[2])
 
-        # The verifier's next token is known, hence counted; a finished sequence has nothing remaining.
-        remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
-        draft_lengths = remaining.clamp(max=block_size)
-
-        # The one read of the device in a step that judges.
-        facts = [verdict.accepted, draft_lengths, verdict.next_token, forward - before]
-        columns = [torch.stack(facts, 1), draft]
-        if session.trace is not None:
-            columns.append(predictions)
-        poll = torch.cat(columns, 1).tolist()
-        for sequence, (accepted, _, next_token, forwards, *tokens) in enumerate(poll):
-            if (length := host_lengths[sequence]) > 0:
-                drafted = tokens[:width][:length]
-                taken_part += forwards
-                session.record_step(sequence, drafted, None, accepted=accepted, next_token=next_token)
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        taken_part = []
+        for sequence, ((length, *_), (_, accepted, known, forwards, *tokens)) in enumerate(zip(before, rows)):
+            if length:
+                drafted, judged = tokens[:length], tokens[self.block_size :][:length]
+                taken_part.append(forwards)
+                session.record_step(sequence, drafted, None, accepted=accepted, next_token=known)
                 if session.trace is not None:
-                    session.trace[sequence].append(LinearStep(drafted, tokens[width:][:length], accepted, forwards))
-        host_lengths = [row[1] for row in poll]
-        block[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence
-        block[:, 1:] = mask_token
-    return taken_part
+                    session.trace[sequence].append(LinearStep(drafted, judged, accepted, forwards))
+        # The sequence that was drafted last took part in every forward.
+        session.forwards += max(taken_part)
+        return sum(taken_part)
 
 
 def _verdicts(

@@ -94,10 +94,16 @@ def cached_visibility(
     return Visibility(whole[:, None], prefix=keys)
 
 
-@lru_cache(maxsize=64)
 def _causal_plan(rows: int, device: torch.device) -> TilePlan:
-    """A decoder asks for the same few widths again and again."""
+    """A decoder asks for the same few widths again and again. Short ones are never freed: a graph may have captured them."""
+    return (_kept_plan if rows <= 256 else _recent_plan)(rows, device)
+
+
+def _new_causal_plan(rows: int, device: torch.device) -> TilePlan:
     return causal_mask(rows).plan(64, 64, device)
+
+
+_kept_plan, _recent_plan = lru_cache(None)(_new_causal_plan), lru_cache(16)(_new_causal_plan)
 
 
 def attend_cached(

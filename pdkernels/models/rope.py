@@ -117,6 +117,7 @@ class RopeTables:
         self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "yarn": yarn}
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
+        self._outgrown: list[Rotation] = []  # graphs may have captured them; together they are smaller than their successor
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""
@@ -127,6 +128,7 @@ class RopeTables:
             # Not an inference tensor, even if made during inference: training may use it later.
             with torch.inference_mode(False), torch.no_grad():
                 table = rope_tables(size, **self._arguments, dtype=key[1], device=device)
+            self._outgrown += filter(None, [self._tables.get(key)])
             self._tables[key] = table
         return table
 

@@ -5,6 +5,7 @@ from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_dri
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
+from pdkernels.ops.record_step import record_step_
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
 from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
 from pdkernels.ops.speculative_attention import speculative_attention
@@ -27,6 +28,7 @@ __all__ = [
     "kv_trim_",
     "linear_token_statistics",
     "logit_drift",
+    "record_step_",
     "recurrence_advance_",
     "recurrence_exit",
     "recurrence_inject",

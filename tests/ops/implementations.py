@@ -24,6 +24,7 @@ from torch.utils import cpp_extension
 
 import pdkernels as pd
 from pdkernels.ops._library import SCHEMAS
+from pdkernels.ops.record_step import signed
 from tests.cudasim.build import ROOT, SCHEDULES, build_library, schedule
 
 
@@ -36,6 +37,7 @@ class Public:
         self.raises = device == "cpu"
         self.kv_append_, self.kv_commit_, self.kv_trim_ = pd.kv_append_, pd.kv_commit_, pd.kv_trim_
         self.verify_draft = pd.verify_draft
+        self.record_step_ = pd.record_step_
         self.recurrence_inject, self.recurrence_exit = pd.recurrence_inject, pd.recurrence_exit
         self.recurrence_advance_ = pd.recurrence_advance_
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
@@ -64,6 +66,9 @@ class Simulated:
 
     def verify_draft(self, draft, predictions, *, draft_lengths=None, end_tokens=None, refill=None) -> pd.DraftVerdict:
         return pd.DraftVerdict(*self.ops.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
+
+    def record_step_(self, log, count, more, entry, *, handle=None) -> None:
+        self.ops.record_step_(log, count, more, entry, signed(handle))
 
     def recurrence_inject(
         self, state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, *, seed=0, noise=0.0,

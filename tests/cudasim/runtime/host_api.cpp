@@ -9,6 +9,9 @@ namespace {
 
 std::atomic<cudaError_t> last_error = cudaSuccess;
 
+std::mutex conditions_mutex;
+std::map<cudaGraphConditionalHandle, unsigned int> conditions;
+
 std::mutex limits_mutex;
 std::map<const void*, int> shared_limits;  // of the kernels that opted in
 
@@ -40,6 +43,18 @@ cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes) {
 }
 
 }  // namespace cudasim
+
+void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value) {
+  const std::lock_guard lock(cudasim::conditions_mutex);
+  cudasim::conditions[handle] = value;
+}
+
+// For the tests: what was said last, and then forgotten; -1 where nothing was.
+extern "C" __attribute__((visibility("default"))) long long cudasim_condition(cudaGraphConditionalHandle handle) {
+  const std::lock_guard lock(cudasim::conditions_mutex);
+  const auto said = cudasim::conditions.extract(handle);
+  return said.empty() ? -1 : static_cast<long long>(said.mapped());
+}
 
 cudaError_t cudaGetLastError() { return cudasim::last_error.exchange(cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return cudasim::last_error; }

@@ -46,6 +46,10 @@ inline constexpr int kMultiProcessors = 4;
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes);
 }  // namespace cudasim
 
+// There are no graphs here: what a kernel says to a conditional node is kept for `cudasim_condition`.
+using cudaGraphConditionalHandle = unsigned long long;
+void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
+
 cudaError_t cudaGetLastError();     // and forgets it
 cudaError_t cudaPeekAtLastError();  // and keeps it
 const char* cudaGetErrorName(cudaError_t error);

@@ -1,0 +1,103 @@
+"""Whole generations with a host in every step, with a host that replays a captured step, and without a host.
+
+Small models show what the host costs, one of 8 billion random weights what is left of it where a step takes milliseconds. All
+have the tokens of the captured step; the host's own loop may narrow a step to its longest draft, so in half precision its logits round
+differently, and its tokens are compared only where its steps have the same shapes or the model is a trained one.
+
+On a machine without a GPU, or without cuda-python, the first contender alone runs, on the small models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+from bench.timing import compare
+from pdkernels.integrations.device_loop import DeviceLoop, available
+from pdkernels.models.transformer import Transformer, TransformerConfig
+
+LIMIT = 64
+CASES = [
+    ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "jacobi", {"block_size": 8}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 16}),
+    ("8B", "autoregressive", {}),
+    ("8B", "jacobi", {"block_size": 16}),
+    ("8B", "linear_self_speculation", {"block_size": 32}),
+]
+CONTENDERS = ["host in every step", "replayed by a host", "no host"]
+
+
+@cache
+def model(name: str, device: str) -> Any:
+    if name != "8B":
+        return pd.models.load(name).to(device)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            config = TransformerConfig(
+                vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate_size=14336,
+                rope_theta=500000.0, tied_head=False, max_positions=8192,
+            )  # fmt: skip
+            return Transformer(config, mask_token=0).requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def prompt_of(name: str) -> Any:
+    return list(range(1, 129)) if name == "8B" else "class Node:"
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
+def setup(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any], DeviceLoop | None]:
+    """One loop for all contenders of a case: its graph takes seconds to make."""
+    name, method, options = request.param
+    if not available():
+        if name == "8B":
+            pytest.skip("needs a GPU and cuda-python")
+        return name, method, options, None
+    return name, method, options, DeviceLoop(
+        model(name, "cuda"), method, longest_prompt=128, max_new_tokens=LIMIT, end_tokens=(), **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("contender", CONTENDERS)
+def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoop | None], contender: str) -> None:
+    name, method, options, loop = setup
+    device = "cpu" if loop is None else "cuda"
+    benchmark.group = f"device loop, {name}, {method}, {device}"
+    prompt, where = prompt_of(name), model(name, device)
+    calls: dict[str, Callable[[], pd.decoding.DecodeResult]] = {
+        "host in every step": lambda: pd.decoding.generate(where, prompt, method, max_new_tokens=LIMIT, end_tokens=(), **options)
+    }
+    if loop is not None:
+        calls["replayed by a host"] = lambda: loop.generate(prompt, on_tokens=lambda *news: None)
+        calls["no host"] = lambda: loop.generate(prompt)
+    if contender not in calls:
+        pytest.skip("needs a GPU and cuda-python")
+    results = {each: calls[each]() for each in calls}
+    same_shapes = ["replayed by a host", "no host"] if name == "8B" and method != "autoregressive" else CONTENDERS
+    tokens = [result.tokens.tolist() for each, result in results.items() if each in same_shapes]
+    assert all(ids == tokens[0] for ids in tokens)
+    forwards = results[contender].stats.forwards
+    compare(
+        benchmark,
+        calls[contender],
+        baseline=calls["host in every step"],
+        baseline_name="host in every step",
+        device=device,
+        rounds=5,
+        warmup=1,
+        op="device loop",
+        contender=contender,
+        model=name,
+        method=method,
+        forwards=forwards,
+        tokens=LIMIT,
+    )

@@ -1,0 +1,72 @@
+"""A decoding method in two halves: what a step does on the device, and what the host makes of it.
+
+The device half has static shapes, keeps its state in tensors that are made once and change in place, and reads nothing back: it
+can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The host
+half turns entries, one per step, into the session's record. Here the two take turns.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+
+from pdkernels.decoding._session import Session
+
+Rows = list[list[int]]
+
+
+class Steps(ABC):
+    """Made for sessions with the sizes of one; `start` takes any that has the same batch and limits and no longer prompts.
+
+    `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column holds the tokens of a sequence's
+    next draft, 0 when it is done; the others are the method's own.
+    """
+
+    entry: torch.Tensor
+    needs_host: str = ""
+    """What of the options makes a step read its device; empty where none does."""
+
+    @abstractmethod
+    def start(self, session: Session) -> None:
+        """The prompts' forward, and the first entry."""
+
+    @abstractmethod
+    def step(self, width: int | None = None, ragged: bool = True) -> None:
+        """One more round for all sequences. No draft is longer than `width` (None: it is not known), all are as long if not `ragged`."""
+
+    @abstractmethod
+    def opened(self, session: Session, rows: Rows) -> None:
+        """Records the first entry."""
+
+    @abstractmethod
+    def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
+        """Records an entry, given the one before it. Returns in how many forwards of the step its sequences took part."""
+
+    def recorded(self, session: Session, entries: list[Rows]) -> int:
+        """Records a whole generation, and returns in how many forwards its sequences took part."""
+        self.opened(session, entries[0])
+        return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
+
+
+def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:
+    """A whole generation, with one read of the device per step. Returns in how many forwards its sequences took part.
+
+    `replay` does what a step of unknown width does, in its place.
+    """
+    if session.max_new_tokens == 0:
+        return 0
+    steps.start(session)
+    rows = steps.entry.tolist()
+    steps.opened(session, rows)
+    taken_part = session.batch
+    while (width := max(row[0] for row in rows)) > 0:
+        if replay is None:
+            steps.step(width, ragged=min(row[0] for row in rows) < width)
+        else:
+            replay()
+        before, rows = rows, steps.entry.tolist()
+        taken_part += steps.stepped(session, before, rows)
+    return taken_part

@@ -1,0 +1,145 @@
+"""Whole generations without the host: a decoder's step in a CUDA graph, inside a conditional node that repeats it.
+
+Needs a GPU, a driver for CUDA 13.0 or newer and cuda-python: ``pip install 'pdkernels[cuda-graphs]'``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, check_type, message
+from pdkernels.decoding import STEPS, DecodeResult, OnTokens, check_options
+from pdkernels.decoding._request import Prompts, finished, open_session
+from pdkernels.decoding._session import Session
+from pdkernels.decoding._steps import run
+from pdkernels.integrations.while_graph import WhileGraph, capture, require
+from pdkernels.ops import record_step_
+from pdkernels.ops._library import DEBUG_CHECKS
+
+_OP = "integrations.device_loop.DeviceLoop"
+
+
+def available() -> bool:
+    """Whether this machine has what a `DeviceLoop` needs: a GPU, a driver and cuda-python that are new enough."""
+    if not torch.cuda.is_available():
+        return False
+    try:
+        require(_OP, torch.device("cuda"))
+    except (ImportError, NotImplementedError):
+        return False
+    return True
+
+
+class DeviceLoop:
+    """One decoding method on one model, for generations that run on the device from the prompt to the last token.
+
+    `pdkernels.decoding.generate` looks at its device after every step. Here the step is captured once, in a conditional while
+    node of a CUDA graph. A kernel writes what the host would have read into a log and tells the node whether a sequence
+    still goes on (`pdkernels.record_step_`); the host reads the log when all is done. Tokens, stats and traces are those of
+    `generate`.
+
+    Args:
+        model: a model on a GPU, as for `generate`. Its weights are read in place for as long as this object lives.
+        method: ``autoregressive``, ``jacobi`` or ``linear_self_speculation`` (with threshold 0).
+        batch: sequences of every generation.
+        longest_prompt: most tokens that a prompt may have.
+        max_new_tokens, end_tokens: as in `generate`.
+        **options: of the method, as in `generate`.
+
+    Raises:
+        NotImplementedError: no GPU, an old driver, a method or an option that needs its host.
+        ImportError: no cuda-python.
+        ValueError, TypeError: as `generate` does.
+
+    A cache and a log of all steps are made here, once. One generation at a time.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from pdkernels.integrations.device_loop import DeviceLoop, available
+        >>> if available():
+        ...     model = pd.models.load("tiny-code").cuda()
+        ...     loop = DeviceLoop(model, "jacobi", longest_prompt=64, max_new_tokens=32, block_size=8)
+        ...     result = loop.generate("class Node:")
+        ...     assert torch.equal(result.tokens, pd.decoding.generate(model, "class Node:", max_new_tokens=32).tokens)
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        method: str = "autoregressive",
+        *,
+        batch: int = 1,
+        longest_prompt: int,
+        max_new_tokens: int = 128,
+        end_tokens: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        if method not in STEPS:
+            raise NotImplementedError(message(_OP, "method", f"be one of {', '.join(STEPS)}", repr(method),
+                                              "Others decide between steps on the host: use pdkernels.decoding.generate."))  # fmt: skip
+        check_options(method, options)
+        # The prompts' forward gives the first token, and a loop is for more.
+        sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
+        for name, (size, least) in sizes.items():
+            check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
+            check(size >= least, _OP, name, f"be at least {least}", size)
+        require(_OP, model.device)
+        check(not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step.")
+        self.model, self.method, self.max_new_tokens, self.end_tokens = model, method, max_new_tokens, end_tokens
+        with torch.inference_mode(), torch.cuda.device(model.device):
+            # Sizes are all that counts of this session.
+            self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
+            self._steps = STEPS[method](self._largest, **options)
+            if self._steps.needs_host:
+                raise NotImplementedError(message(_OP, "options", "leave the host out of a step", self._steps.needs_host,
+                                                  "Use pdkernels.decoding.generate."))  # fmt: skip
+            # An entry for the prompts and one for every step, which gives each sequence that goes on a token at least.
+            entry = self._steps.entry
+            self._log, self._count = entry.new_zeros(max_new_tokens, *entry.shape), entry.new_zeros(1)
+            self._more = torch.zeros_like(self._count, dtype=torch.bool)
+            # A graph reads addresses: what moves a model elsewhere must not free them.
+            self._weights = [parameter.detach() for parameter in model.parameters()]
+            self._assemble()
+
+    def _assemble(self) -> None:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        # Kernels get compiled, tables and workspaces made; a capture could do neither.
+        with torch.cuda.stream(stream):
+            self._steps.start(self._largest)
+            self._record(None)
+            self._steps.step()
+        torch.cuda.current_stream().wait_stream(stream)
+        self._captured = capture(self._steps.step, stream)
+        self._graph = WhileGraph(self._captured.raw_cuda_graph(), self._record, stream)
+
+    def _record(self, handle: int | None) -> None:
+        record_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
+
+    def generate(self, prompt: Prompts, *, on_tokens: OnTokens | None = None, trace: bool = False) -> DecodeResult:
+        """What `pdkernels.decoding.generate` returns for these prompts.
+
+        Args:
+            prompt: as many as `batch`, none longer than `longest_prompt`.
+            on_tokens: as in `generate`. Who listens gets a host that looks at the device after every step: it replays the captured
+                one.
+            trace: as in `generate`.
+        """
+        session, single = open_session(self.model, prompt, self.max_new_tokens, self.end_tokens, on_tokens, trace)
+        check(session.batch == self._largest.batch, _OP, "prompt", f"hold {self._largest.batch} sequences", session.batch)
+        check(session.longest <= self._largest.longest, _OP, "prompt", f"have at most {self._largest.longest} tokens",
+              session.longest, "Raise longest_prompt.")  # fmt: skip
+        with torch.cuda.device(self.model.device):
+            return finished(session, single, self.method, lambda: self._decode(session))
+
+    def _decode(self, session: Session) -> int:
+        if session.listens:
+            return run(self._steps, session, self._captured.replay)
+        self._steps.start(session)
+        self._count.zero_()
+        self._graph.launch()
+        # The first and last wait for the device.
+        return self._steps.recorded(session, self._log[: int(self._count)].tolist())

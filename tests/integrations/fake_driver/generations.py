@@ -1,0 +1,99 @@
+"""Generations of `DeviceLoop` against those of `generate`: python -m tests.integrations.fake_driver.generations LIBCUDA"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.integrations import while_graph
+from pdkernels.integrations.device_loop import DeviceLoop
+from tests.integrations.fake_driver.stand_in import FakeDriver, install
+
+CASES = [
+    ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "autoregressive", {"page_size": 4}),
+    ("tiny-code", "jacobi", {"block_size": 8}),
+    ("tiny-code", "jacobi", {"window": 5, "seed": 3}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "temperature": 0.8, "verification": "rejection", "page_size": 3}),
+    ("tiny-recurrent", "autoregressive", {}),
+]
+PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
+
+
+def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, object], limit: int) -> None:
+    model = pd.models.load(name)
+    loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
+    step, rounds = loop._steps.step, [0]
+
+    def counted(*arguments: object) -> None:
+        rounds[0] += 1
+        step(*arguments)
+
+    driver.functions = [counted if function == step else function for function in driver.functions]
+    for prompts in PROMPTS:
+        rounds[0] = 0
+        result = loop.generate(prompts, trace=True)
+        expected = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options)
+        assert [ids.tolist() for ids in result.tokens] == [ids.tolist() for ids in expected.tokens]
+        assert result.text == expected.text
+        for fact in ("method", "forwards", "tokens", "tokens_per_forward", "accepted", "trace"):
+            assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
+        # One round for every draft of the slowest sequence, and none behind the end.
+        assert rounds[0] == max(len(accepted) for accepted in expected.stats.accepted)
+        heard: list[tuple[int, list[int], int]] = []
+        streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news: heard.append(news))
+        assert streamed.text == result.text and streamed.stats.trace == result.stats.trace
+        for sequence, ids in enumerate(result.tokens):
+            assert [token for who, news, _ in heard if who == sequence for token in news] == ids.tolist()
+
+
+def check_ends() -> None:
+    """A token that ends one sequence at once, and the other later."""
+    model = pd.models.load("tiny-code")
+    greedy = pd.decoding.generate(model, PROMPTS[0], max_new_tokens=12, end_tokens=())
+    for ends in ([greedy.tokens[0][0].item()], [greedy.tokens[0][0].item(), greedy.tokens[1][3].item()]):
+        for method in ("autoregressive", "jacobi"):
+            loop = DeviceLoop(model, method, batch=2, longest_prompt=16, max_new_tokens=12, end_tokens=ends)
+            result = loop.generate(PROMPTS[0])
+            expected = pd.decoding.generate(model, PROMPTS[0], method, max_new_tokens=12, end_tokens=ends)
+            assert all(torch.equal(a, b) for a, b in zip(result.tokens, expected.tokens, strict=True))
+            assert result.stats.forwards == expected.stats.forwards
+
+
+def check_errors(driver: FakeDriver) -> None:
+    model = pd.models.load("tiny-code")
+    loop = DeviceLoop(model, longest_prompt=3, max_new_tokens=2)
+    with pytest.raises(ValueError, match="prompt must have at most 3 tokens, got 4"):
+        loop.generate([1, 2, 3, 4])
+    with pytest.raises(ValueError, match="prompt must hold 1 sequences, got 2"):
+        loop.generate([[1], [2]])
+    with pytest.raises(NotImplementedError, match="leave the host out of a step, got a threshold above 0"):
+        DeviceLoop(pd.models.load("tiny-trimode"), "linear_self_speculation", longest_prompt=3, threshold=0.9)
+    with pytest.raises(RuntimeError, match=r"the driver must take the graph, got CUDA_ERROR_INVALID_VALUE \(refused by the fake driver\)"):
+        while_graph._call(while_graph.driver.cuGraphCreate(7))
+    driver.library.fake_version(12040)
+    with pytest.raises(NotImplementedError, match="the driver must be for CUDA 13.0 or newer, got 12040"):
+        DeviceLoop(model, longest_prompt=3)
+    driver.library.fake_version(13000)
+
+
+def main() -> None:
+    driver = FakeDriver(Path(sys.argv[1]))
+    install(driver)
+    for case in CASES:
+        for limit in (2, 17):
+            check_case(driver, *case, limit)
+    check_ends()
+    check_errors(driver)
+    gc.collect()  # releases graphs, by way of the driver
+    print(f"{len(CASES)} cases went well")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""Generations without a host against `generate`: on a GPU, and anywhere by way of a driver that the tests bring along."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import pdkernels as pd
+from pdkernels.integrations import while_graph
+from pdkernels.integrations.device_loop import DeviceLoop, available
+from tests.cudasim.build import ROOT, build_once, compiler, digest, digest_text, run_compiler
+from tests.harness.budgets import find_nvcc
+
+FAKE = ROOT / "tests/integrations/fake_driver"
+
+# Where a real driver is the fake one would not be found, and is not needed.
+has_bindings = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
+needs_gpu = pytest.mark.skipif(not available(), reason="needs a GPU and cuda-python")
+
+
+def fake_driver(cuda_include: Path) -> Path:
+    source = FAKE / "libcuda.cpp"
+    command = [compiler(), "-std=c++20", "-shared", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden", f"-I{cuda_include}",
+               "-Wl,-soname,libcuda.so.1", str(source)]  # fmt: skip
+    path = ROOT / "build/fake_driver" / f"libcuda-{digest_text(*command, digest([source]))}.so"
+    return build_once(path, lambda target: run_compiler([*command, "-o", str(target)]))
+
+
+@pytest.mark.skipif(not has_bindings, reason="needs cuda-python")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver")
+def test_generations_through_cuda_python_and_a_fake_driver() -> None:
+    """In a process of its own, which takes the fake driver for the machine's."""
+    nvcc = find_nvcc()
+    include = Path(nvcc).resolve().parent.parent / "include" if nvcc else Path("none")
+    if not (include / "cuda.h").exists():
+        pytest.skip("needs cuda.h of the CUDA toolkit")
+    command = [sys.executable, "-m", "tests.integrations.fake_driver.generations", str(fake_driver(include))]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "7 cases went well" in answer.stdout
+
+
+# --- what a machine must have -------------------------------------------------------------------------------------------
+
+
+def driver_of(version: int, bindings: int = 13000) -> SimpleNamespace:
+    ok = object()
+    return SimpleNamespace(
+        CUDA_VERSION=bindings, CUresult=SimpleNamespace(CUDA_SUCCESS=ok), cuDriverGetVersion=lambda: (ok, version)
+    )
+
+
+@pytest.mark.parametrize(
+    "driver, device, kind, text",
+    [
+        (driver_of(13000), "cpu", NotImplementedError, "the model must be on a GPU, got cpu. Decode with pdkernels.decoding.generate there"),
+        (None, "cuda", ImportError, r"cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-"),
+        (driver_of(13000, 12090), "cuda", NotImplementedError, "cuda-python must be for CUDA 13, got 12090. Install it"),
+        (driver_of(12080), "cuda", NotImplementedError, "the driver must be for CUDA 13.0 or newer, got 12080. Update it"),
+    ],
+)
+def test_what_is_missing_is_named(
+    driver: Any, device: str, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(while_graph, "driver", driver)
+    with pytest.raises(kind, match=text):
+        while_graph.require("x", torch.device(device))
+
+
+def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(while_graph, "driver", driver_of(13010, 13020))
+    while_graph.require("x", torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    "changed, kind, text",
+    [
+        ({"method": "llada"}, NotImplementedError, "method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'"),
+        ({"window": 3}, TypeError, "options must be options of method 'autoregressive', got 'window'"),
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
+        ({"longest_prompt": 1.5}, TypeError, "longest_prompt must be an int, got float"),
+        ({"max_new_tokens": 1}, ValueError, "max_new_tokens must be at least 2, got 1"),
+        ({}, NotImplementedError, "the model must be on a GPU, got cpu"),
+    ],
+)
+def test_bad_call(changed: dict[str, Any], kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        DeviceLoop(pd.models.load("tiny-code"), **{"longest_prompt": 4, **changed})
+
+
+# --- on a GPU -----------------------------------------------------------------------------------------------------------
+
+CASES = [
+    ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "jacobi", {"block_size": 8, "page_size": 4}),
+    ("tiny-code", "jacobi", {"window": 5, "seed": 3}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "temperature": 0.8, "verification": "rejection"}),
+    ("tiny-recurrent", "autoregressive", {}),
+]
+PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
+
+
+def same(a: pd.decoding.DecodeResult, b: pd.decoding.DecodeResult) -> None:
+    assert [ids.tolist() for ids in a.tokens] == [ids.tolist() for ids in b.tokens]
+    for fact in ("forwards", "accepted", "trace", "tokens_per_forward"):
+        assert getattr(a.stats, fact) == getattr(b.stats, fact), fact
+
+
+@needs_gpu
+@pytest.mark.parametrize("limit", [2, 40])
+@pytest.mark.parametrize("name, method, options", CASES)
+def test_captured_generations_are_those_of_generate(name: str, method: str, options: dict[str, Any], limit: int) -> None:
+    model = pd.models.load(name).cuda()
+    loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
+    for prompts in PROMPTS:
+        result = loop.generate(prompts, trace=True)
+        same(result, pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options))
+        same(loop.generate(prompts, trace=True), result)
+        # Who listens gets the captured step from the host, one at a time.
+        same(loop.generate(prompts, trace=True, on_tokens=lambda *news: None), result)
+
+
+@needs_gpu
+def test_captured_generation_ends_with_its_sequences() -> None:
+    model = pd.models.load("tiny-code").cuda()
+    greedy = pd.decoding.generate(model, PROMPTS[0], max_new_tokens=12, end_tokens=())
+    for ends in ([greedy.tokens[0][0].item()], [greedy.tokens[0][0].item(), greedy.tokens[1][3].item()]):
+        loop = DeviceLoop(model, "jacobi", batch=2, longest_prompt=16, max_new_tokens=12, end_tokens=ends)
+        same(loop.generate(PROMPTS[0]), pd.decoding.generate(model, PROMPTS[0], "jacobi", max_new_tokens=12, end_tokens=ends))
+
+
+@needs_gpu
+def test_captured_loops_live_side_by_side_and_outlive_other_work() -> None:
+    """Tables that other lengths ask for, freed memory, and another loop leave a captured step alone."""
+    model = pd.models.load("tiny-code").cuda()
+    loops = [DeviceLoop(model, "jacobi", longest_prompt=32, max_new_tokens=24, block_size=size) for size in (4, 8)]
+    expected = pd.decoding.generate(model, "class Node:", max_new_tokens=24)
+    pd.decoding.generate(model, [3] * 5000, max_new_tokens=2)
+    for width in range(1, 200):
+        model(torch.ones(1, width, dtype=torch.int64, device="cuda"), cache=model.new_cache(1, 256))
+    torch.cuda.empty_cache()
+    torch.full((2**26,), float("nan"), device="cuda")
+    for loop in (*loops, *loops):
+        assert torch.equal(loop.generate("class Node:").tokens, expected.tokens)
+
+
+@needs_gpu
+def test_captured_loop_of_a_half_precision_model_runs() -> None:
+    model = pd.models.load("tiny-code").to(torch.bfloat16).cuda()
+    result = DeviceLoop(model, longest_prompt=32, max_new_tokens=24).generate("class Node:")
+    same(result, pd.decoding.generate(model, "class Node:", max_new_tokens=24))

@@ -1,0 +1,135 @@
+"""A decoder's step as a graph would hold it: full width, ragged, and with no look at the device."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import pdkernels as pd
+from pdkernels import backends
+from pdkernels.decoding import STEPS
+from pdkernels.decoding._request import finished, open_session
+from pdkernels.models.attention import _causal_plan
+
+STARTS = ["class Node:", "import os\n", "def test_", "    return ", "a", "for i in range("]
+CASES = [
+    ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "jacobi", {"block_size": 6}),
+    ("tiny-code", "jacobi", {"window": 4, "seed": 1}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 7}),
+    ("tiny-trimode", "linear_self_speculation", {"block_size": 5, "temperature": 0.7, "verification": "rejection"}),
+    ("tiny-recurrent", "autoregressive", {}),
+]
+IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in CASES]
+
+
+def by_the_log(model: Any, steps: Any, prompts: list[str], limit: int, ends: tuple[int, ...] | None) -> pd.decoding.DecodeResult:
+    """A generation whose only measure of the device is `more`; the session learns everything from the log, at the end."""
+    session, single = open_session(model, prompts, limit, ends, trace=True)
+    entry = steps.entry
+    log, count = entry.new_zeros(limit, *entry.shape), entry.new_zeros(1)
+    more = torch.ones(1, dtype=torch.bool)
+
+    def decode() -> int:
+        steps.start(session)
+        pd.record_step_(log, count, more, entry)
+        while more:
+            steps.step()
+            pd.record_step_(log, count, more, entry)
+        return steps.recorded(session, log[: int(count)].tolist())
+
+    return finished(session, single, "by the log", decode)
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@given(data=st.data())
+@settings(max_examples=6)
+def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[str, Any]], data: st.DataObject) -> None:
+    name, method, options = case
+    model = pd.models.load(name)
+    prompts = data.draw(st.lists(st.sampled_from(STARTS), min_size=1, max_size=3))
+    limit, page_size = data.draw(st.integers(2, 14)), data.draw(st.sampled_from([None, 1, 3, 16]))
+    greedy = pd.decoding.generate(model, prompts, max_new_tokens=limit, end_tokens=())
+    ends = data.draw(st.sampled_from([None, (), *{(ids[-1].item(),) for ids in greedy.tokens}]))
+    options = options | {"page_size": page_size}
+
+    # The same steps serve several sessions, of which the first was the largest.
+    largest, _ = open_session(model, [[1] * 20] * len(prompts), limit, ends)
+    steps = STEPS[method](largest, **options)
+    for batch in (prompts, prompts[::-1]):
+        result = by_the_log(model, steps, batch, limit, ends)
+        expected = pd.decoding.generate(model, batch, method, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
+        assert [ids.tolist() for ids in result.tokens] == [ids.tolist() for ids in expected.tokens]
+        for fact in ("forwards", "tokens", "tokens_per_forward", "accepted", "trace"):
+            assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
+
+
+class NoCopies(TorchDispatchMode):
+    """Refuses ops between the host and the device, which here has no memory at all."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor) and value.dim() > 0]
+        assert {tensor.device.type for tensor in tensors} <= {"meta"}, f"{op} touches the host"
+        return result
+
+
+@pytest.fixture
+def a_device_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ops take meta tensors, as `torch.compile` would trace them: whoever asks one for its values gets an error."""
+    for choices in backends.CHOICES.values():
+        monkeypatch.setitem(choices, ("auto", "meta"), "native")
+    yield
+
+
+@pytest.mark.parametrize("case", CASES, ids=IDS)
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_step_neither_reads_the_device_nor_sends_it_anything(
+    case: tuple[str, str, dict[str, Any]], page_size: int | None, a_device_without_memory: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, method, options = case
+    model = copy.deepcopy(pd.models.load(name)).to("meta")
+    session, _ = open_session(model, [[1, 2, 3], [1]], 12, None)
+    with torch.inference_mode():
+        steps = STEPS[method](session, **options, page_size=page_size)
+        assert steps.entry.device.type == "meta"
+        steps.start(session)
+        steps.step()
+        # A step makes no tensor out of numbers of the host either, apart from filled ones.
+        for maker in ("tensor", "as_tensor", "from_numpy"):
+            monkeypatch.setattr(torch, maker, None)
+        with NoCopies():
+            steps.step()
+
+
+def test_threshold_is_what_needs_the_host(a_device_without_memory: None) -> None:
+    model, steps = pd.models.load("tiny-trimode"), STEPS["linear_self_speculation"]
+    session, _ = open_session(model, [[1]], 4, None)
+    assert not steps(session, block_size=4).needs_host
+    assert steps(session, block_size=4, threshold=0.5).needs_host
+    session, _ = open_session(copy.deepcopy(model).to("meta"), [[1]], 4, None)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="meta tensors"):
+        asking = steps(session, block_size=4, threshold=0.5)
+        asking.start(session)
+        asking.step()
+
+
+def test_what_a_graph_may_have_captured_is_never_freed() -> None:
+    device, model = torch.device("cpu"), pd.models.load("tiny-code")
+    table = weakref.ref(model._rope(8).cos)
+    plan = weakref.ref(_causal_plan(8, device))
+    for rows in range(1, 600):
+        _causal_plan(rows, device)
+    model._rope(2 * len(table()))
+    gc.collect()
+    assert plan() is _causal_plan(8, device)
+    assert table() is not None and len(model._rope(8).cos) > len(table())
