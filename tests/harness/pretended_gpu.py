@@ -6,7 +6,8 @@
 
 Every operator runs on the CPU, with real values, and refuses what a GPU refuses: tensors of both devices in one call, but for
 single numbers. So Python code that forgets a device fails here instead of on the first GPU it sees. It says nothing about
-kernels: an op of ours runs its CPU kernel. Inference mode is no_grad inside, because its tensors cannot be wrapped.
+kernels: an op of ours runs its CPU kernel. There is no backward pass, for which autograd would ask for a driver. Inference mode is
+no_grad inside, because its tensors cannot be wrapped.
 """
 
 from __future__ import annotations
@@ -43,6 +44,28 @@ struct Register {
 } at_load;
 }  // namespace
 """
+
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    unused = torch.empty(0)
+    return out, lse, unused, unused, q.shape[2], k.shape[2], unused, unused, unused
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, with_lse: bool) -> tuple[Any, ...]:
+    assert with_lse and bias.stride(-2) % 8 == 0
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    unused = torch.empty(0)
+    return out, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32)), unused, unused
+
+
+# Operators that exist on GPUs alone.
+STAND_INS = {
+    torch.ops.aten._fused_sdp_choice.default: lambda *arguments, **options: 0,  # plain operators
+    torch.ops.aten._scaled_dot_product_flash_attention.default: flash,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: efficient,
+}
 
 
 @cache
@@ -91,11 +114,10 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     if there and not devices and function not in COPIES and any(x.dim() > 0 or ours for x in here):
         if function not in INDEXING or not isinstance(args[0], Pretended):
             raise RuntimeError(f"{function}: tensors of cuda:0 and cpu in one call")
-    if function is torch.ops.aten._fused_sdp_choice.default:
-        return 0  # plain operators: the fused ones of a GPU are not here
     stays = devices[0].type == "cuda" if devices else bool(there)
     plain = tree_map(lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs))
-    result = function(*plain[0], **plain[1])
+    chosen = STAND_INS.get(function, function) if there else function
+    result = chosen(*plain[0], **plain[1])
     known = {id(x.held): x for x in there}
 
     def wrapped(x: Any) -> Any:
