@@ -52,14 +52,13 @@ def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fine.command == "python -c print('all is well')"
 
 
-@pytest.mark.parametrize("name", [name for names in gpu_proof.BENCHMARKS.values() for name in names])
-def test_benchmarks_of_a_gpu_run_on_a_pretended_one(name: str, tmp_path: Path) -> None:
+def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     record = tmp_path / "tests.jsonl"
     settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.harness.record"]
-    ran = subprocess.run(
-        [*command, f"bench/bench_{name}.py", "-k", "not fp32", "--benchmark-disable"], cwd=ROOT, env=settings, capture_output=True, text=True
-    )
+    files = [f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.harness.record", "-k", "not fp32", "--benchmark-disable"]
+    ran = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=settings, capture_output=True, text=True)
     found = proof_summaries.test_summary(record)
-    assert ran.returncode == 0 and found["passed"] > 0 and found["failed"] == 0, ran.stdout[-3000:]
-    assert all("cuda" in json.loads(line)["test"] for line in record.read_text().splitlines())
+    assert ran.returncode == 0 and found["passed"] > 80 and found["failed"] == 0, ran.stdout[-3000:]
+    seen = [json.loads(line)["test"] for line in record.read_text().splitlines()]
+    assert all("cuda" in test for test in seen) and {test.partition("::")[0] for test in seen} == set(files)
