@@ -9,6 +9,7 @@ On a machine without a GPU, or without cuda-python, the first contender alone ru
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 import pdkernels as pd
+from bench.gpu_clock import gpu_clock
 from bench.timing import compare
 from pdkernels.integrations.device_loop import DeviceLoop, available
 from pdkernels.models.transformer import Transformer, TransformerConfig
@@ -67,6 +69,7 @@ def setup(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any], Dev
     )  # fmt: skip
 
 
+@pytest.mark.benchmark(timer=gpu_clock if available() else time.perf_counter)
 @pytest.mark.parametrize("contender", CONTENDERS)
 def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoop | None], contender: str) -> None:
     name, method, options, loop = setup
@@ -94,6 +97,7 @@ def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoo
         device=device,
         rounds=5,
         warmup=1,
+        graph=False,
         op="device loop",
         contender=contender,
         model=name,

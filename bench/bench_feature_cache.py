@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 from pdkernels.models.rope import rope_tables
 from tests.harness.error_budget import assert_within_budget
 
 HEADS, HEAD_DIM, WIDTH, PROMPT, CAPACITY = 32, 128, 4096, 900, 2048
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (64, 256, 1024)
+ROWS = {"cpu": (64, 256, 1024), "cuda": (64, 256, 1024), "dry": (64,)}
 CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
 
 
@@ -121,7 +122,7 @@ def rotate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
 JOBS = {"value_drift_select_": (select_job, select), "add_cached_rows_": (add_job, add), "rotate_append_": (rotate_job, rotate)}
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", JOBS)
 @pytest.mark.parametrize("name", CONTENDERS)

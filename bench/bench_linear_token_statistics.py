@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import pdkernels as pd
+from bench.devices import by_device, sizes
 from bench.timing import compare
 from tests.ops import linear_token_cases as cases
 
-SIZES = {"cpu": (1024, 32768), "cuda": (4096, 126464)}
+SIZES = {"cpu": (1024, 32768), "cuda": (4096, 126464), "dry": (64, 1000)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (1, 32, 256)
+ROWS = {"cpu": (1, 32, 256), "cuda": (1, 32, 256, 1024), "dry": (32,)}
 CONTENDERS = ("pdkernels", "F.linear + pd.token_statistics", "F.linear + torch eager", "F.linear + torch, torch.compile")
 
 
@@ -37,13 +38,18 @@ def plain(hidden: Tensor, weight: Tensor) -> pd.TokenStatistics:
     return pd.TokenStatistics(ids, probs, top.indices, top.values, margin, entropy, logits.logsumexp(-1))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=2)
+def head(dtype: str, device: str) -> Tensor:
+    depth, width = sizes(device, SIZES)
+    return cases.inputs(1, width, depth, DTYPES[dtype])[1].to(device)
+
+
 def inputs(rows: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
-    depth, width = SIZES[device]
-    return tuple(t.to(device) for t in cases.inputs(rows, width, depth, DTYPES[dtype]))
+    depth, _ = sizes(device, SIZES)
+    return cases.inputs(rows, 1, depth, DTYPES[dtype])[0].to(device), head(dtype, device)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_linear_token_statistics(benchmark, name: str, dtype: str, rows: int, device: str) -> None:
@@ -73,6 +79,8 @@ def test_linear_token_statistics(benchmark, name: str, dtype: str, rows: int, de
             device=device,
             rounds=max(10, 100 // rows),
             warmup=3,
+            bytes_moved=(hidden.numel() + weight.numel()) * weight.itemsize // 2,
+            flops=2 * rows * weight.numel(),
             op="linear_token_statistics",
             contender=name,
             dtype=dtype,

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 from pdkernels.reference.logit_drift import logit_drift as reference
 from tests.harness.error_budget import assert_within_budget
 
 VOCABULARY = 65536
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (1, 16, 64, 128)
+ROWS = {"cpu": (1, 16, 64, 128), "cuda": (1, 16, 128, 512), "dry": (3,)}
 
 
 def formulas(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -39,7 +40,7 @@ def formulas(logits: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_logit_drift(benchmark, name: str, dtype: str, rows: int, device: str) -> None:

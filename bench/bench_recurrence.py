@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 from pdkernels.reference import recurrence as reference
 
 SIZE = 5280
 COUNT = 8  # recurrences so far
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-WIDTHS = [1, 16, 64, 128, 512]
+WIDTHS = {"cpu": (1, 16, 64, 128, 512), "cuda": (1, 16, 64, 128, 512), "dry": (64,)}
+WAVES = [(1, 16), (1, 128), (8, 128)]
 MOMENTUM, THRESHOLD, EPS = 0.1, 0.03, 1e-6
 
 
@@ -136,7 +138,7 @@ def bytes_of(s: Setup, op: str) -> int:
     return rows * 2 if op == "exit" else rows * 5 // 2
 
 
-@pytest.mark.parametrize("width", WIDTHS)
+@by_device("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, name", [(op, name) for op, contenders in OPS.items() for name in contenders])
 def test_recurrence(benchmark, op: str, name: str, dtype: str, width: int, device: str) -> None:
@@ -219,7 +221,7 @@ def advance_torch(s: Steps) -> None:
 ADVANCES: dict[str, Callable[[Steps], None]] = {"pdkernels": advance_ours, "torch": advance_torch}
 
 
-@pytest.mark.parametrize("batch, width", [(1, 16), (1, 128), (8, 128)])
+@by_device("batch, width", {"cpu": WAVES, "cuda": WAVES, "dry": WAVES[:1]})
 @pytest.mark.parametrize("name", ADVANCES)
 def test_recurrence_advance(benchmark, name: str, batch: int, width: int, device: str) -> None:
     benchmark.group = f"recurrence_advance_ batch {batch}, width {width}, {device}"

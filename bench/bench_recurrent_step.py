@@ -1,7 +1,8 @@
 """A whole step of the recurrent-depth sampler, and how much of it is not matrix products and attention.
 
 A fifth of Huginn-0125's width and all its layers (2, 4, 2; heads of 96), a prefix of 512 tokens, a wave that does not move. "torch ops"
-is the same step with the plain form of everything between the products; both keep the cache in place.
+is the same step with the plain form of everything between the products; both keep the cache in place. On a GPU the model is
+Huginn-0125 in full, in bf16, and what each step costs with all its launches is all that is said.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch.profiler import profile
 
+from bench.devices import by_device, sizes
 from bench.timing import compare
 from pdkernels.decoding import _recurrent_wave
 from pdkernels.decoding._recurrent import Sampling, prefill
@@ -30,11 +32,22 @@ INNER = 4
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "speculative_attention", "_scaled_dot_product_flash_attention_for_cpu")
 
 
+# Tokens, hidden, heads, inner, dtype.
+SIZES = {
+    "cpu": (4096, 1056, 11, 3584, torch.float32),
+    "cuda": (65536, 5280, 55, 17920, torch.bfloat16),
+    "dry": (300, 192, 2, 64, torch.float32),
+}
+ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 128), "dry": (2,)}
+
+
 @lru_cache(maxsize=1)
-def model(dtype: torch.dtype, device: str) -> RecurrentDepth:
+def model(device: str) -> RecurrentDepth:
     torch.manual_seed(0)
-    config = RecurrentDepthConfig(vocab_size=4096, hidden_size=1056, heads=11, head_dim=96, intermediate_size=3584)
-    return RecurrentDepth(config).to(device, dtype).requires_grad_(False)
+    vocabulary, hidden, heads, inner, dtype = sizes(device, SIZES)
+    config = RecurrentDepthConfig(vocab_size=vocabulary, hidden_size=hidden, heads=heads, head_dim=96, intermediate_size=inner)
+    with torch.device(device):  # billions of numbers are drawn where they are used
+        return RecurrentDepth(config).to(dtype).requires_grad_(False)
 
 
 @contextmanager
@@ -47,9 +60,9 @@ def plain() -> Iterator[None]:
 class Setup:
     """A wave of so many rows behind a prefix; nothing settles, and it cannot grow."""
 
-    def __init__(self, rows: int, dtype: torch.dtype, device: str) -> None:
-        prompt = torch.randint(4096, (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
-        session = Session(model(dtype, device), [prompt], 4096, (), None, False)
+    def __init__(self, rows: int, device: str) -> None:
+        prompt = torch.randint(sizes(device, SIZES)[0], (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
+        session = Session(model(device), [prompt], 4096, (), None, False)
         sampling = Sampling(0.0, None, None, 0)
         options = WaveOptions(
             inner_recurrence=INNER, threshold=0.0, compared=1, noise=0.1, schedule="constant", horizon=32, mixer="linear", momentum=0.1,
@@ -78,24 +91,23 @@ def share_between_products(call: Any) -> float:
     return median(shares)
 
 
-@pytest.mark.parametrize("rows", [1, 16, 64])
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("name", ["pdkernels", "torch ops"])
 def test_recurrent_step(benchmark, name: str, rows: int, device: str) -> None:
-    if device != "cpu":
-        pytest.skip("the share is read from the CPU's profile")
     benchmark.group = f"recurrent step, {rows} rows, {device}"
-    ours, theirs = Setup(rows, torch.float32, device), Setup(rows, torch.float32, device)
+    ours, theirs = Setup(rows, device), Setup(rows, device)
 
     def torch_ops() -> torch.Tensor:
         with plain():
             return theirs.step()
 
     for _ in range(2):
-        assert torch.equal(ours.step(), torch_ops())
+        same = ours.step() == torch_ops()
+        assert same.all() if device == "cpu" else same.float().mean() >= 0.75  # bf16 rounds in other places: near ties differ
     call = ours.step if name == "pdkernels" else torch_ops
     call()
-    share = share_between_products(call)
+    share = {"between_products": round(share_between_products(call), 4)} if device == "cpu" else {}
     compare(
-        benchmark, call, baseline=torch_ops, baseline_name="torch ops", device=device, rounds=15, warmup=2, op="recurrent_step",
-        contender=name, rows=rows, dtype="fp32", between_products=round(share, 4),
+        benchmark, call, baseline=torch_ops, baseline_name="torch ops", device=device, rounds=15, warmup=2, graph=False,
+        op="recurrent_step", contender=name, rows=rows, dtype="fp32" if device == "cpu" else "bf16", **share,
     )  # fmt: skip

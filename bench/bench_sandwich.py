@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 from pdkernels.models.rope import rope_tables
 from tests.harness.error_budget import assert_within_budget
 
 HIDDEN, INNER, HEADS, HEAD_DIM, EPS = 5280, 17920, 55, 96, 1e-6
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (1, 16, 64, 128, 512)
+ROWS = {"cpu": (1, 16, 64, 128, 512), "cuda": (1, 16, 128, 512), "dry": (2,)}
 
 
 class Job(NamedTuple):
@@ -105,7 +106,7 @@ JOBS = {"add_rms_norm": norm_job, "silu_gate": gate_job, "rotate_append_": rotat
 CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", JOBS)
 @pytest.mark.parametrize("name", CONTENDERS)

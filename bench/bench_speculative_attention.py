@@ -3,7 +3,7 @@
 Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and 8 KV heads of 128, prefixes of 2048 and 8192 in
 a cache with room for the draft. Contenders get the draft's K and V already behind the prefix and their masks prebuilt, and are
 compared with float64 before they are timed. A baseline runs beside every round: scaled dot-product attention under a dense mask,
-the query heads of a KV head packed into rows. Two threads on the CPU.
+the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU bf16 alone, widths of 4 to 32 and longer prefixes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,25 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import pdkernels as pd
+from bench.devices import DRY_RUN, by_device, refusals
 from bench.timing import compare
+from pdkernels.masks import SegmentMask
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
 
-WIDTH = 8
 Q_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP = Q_HEADS // KV_HEADS
 TILE = 128
 THREADS = 2
-SECONDS = 2
+SECONDS = {"cpu": 2.0, "cuda": 0.2}
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-CASES = [(prefix, dtype) for dtype in (torch.float32, torch.bfloat16) for prefix in (2048, 8192)]
-MASK = pd.masks.quadratic(WIDTH)
-NEW = MASK.q_len
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+# Width of the draft, prefix, dtype.
+CASES = {
+    "cpu": [(8, prefix, dtype) for dtype in ("fp32", "bf16") for prefix in (2048, 8192)],
+    "cuda": [(width, prefix, "bf16") for width, prefix in ((4, 4096), (4, 32768), (8, 2048), (8, 8192), (8, 32768), (16, 8192), (32, 8192))],
+    "dry": [(2, 100, "bf16")],
+}
 
 
 class Step(NamedTuple):
@@ -45,6 +50,11 @@ class Step(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     prefix: int
+    mask: SegmentMask
+
+    @property
+    def new(self) -> int:
+        return self.mask.q_len
 
     @property
     def lengths(self) -> Tensor:
@@ -53,22 +63,24 @@ class Step(NamedTuple):
     @property
     def keys(self) -> tuple[Tensor, Tensor]:
         """All keys and values, heads first."""
-        return tuple(cache[:, : self.prefix + NEW].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
+        return tuple(cache[:, : self.prefix + self.new].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
 
 
 Attention = Callable[[], Tensor]
 
 
 @lru_cache(maxsize=1)
-def make_step(prefix: int, dtype: torch.dtype, device: str) -> Step:
+def make_step(width: int, prefix: int, dtype: torch.dtype, device: str) -> Step:
+    mask = pd.masks.quadratic(width)
+    new = mask.q_len
     generator = torch.Generator().manual_seed(0)
     randn = lambda tokens, heads: torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).to(device, dtype)  # noqa: E731
-    k_cache, v_cache = randn(prefix + NEW, KV_HEADS), randn(prefix + NEW, KV_HEADS)
-    return Step(randn(NEW, Q_HEADS), k_cache[:, prefix:].clone(), v_cache[:, prefix:].clone(), k_cache, v_cache, prefix)
+    k_cache, v_cache = randn(prefix + new, KV_HEADS), randn(prefix + new, KV_HEADS)
+    return Step(randn(new, Q_HEADS), k_cache[:, prefix:].clone(), v_cache[:, prefix:].clone(), k_cache, v_cache, prefix, mask)
 
 
 def dense_mask(step: Step) -> Tensor:
-    return torch.cat([torch.ones(NEW, step.prefix, dtype=torch.bool), MASK.dense()], dim=1).to(step.q.device)
+    return torch.cat([torch.ones(step.new, step.prefix, dtype=torch.bool), step.mask.dense()], dim=1).to(step.q.device)
 
 
 def packed(q: Tensor) -> Tensor:
@@ -77,14 +89,14 @@ def packed(q: Tensor) -> Tensor:
 
 
 def unpacked(out: Tensor) -> Tensor:
-    return out.unflatten(2, (GROUP, NEW)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return out.unflatten(2, (GROUP, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 # ---- contenders
 
 
 def ours(step: Step) -> Attention:
-    plan, lengths = MASK.plan(TILE, TILE, step.q.device), step.lengths
+    plan, lengths = step.mask.plan(TILE, TILE, step.q.device), step.lengths
     return lambda: pd.speculative_attention(*step[:5], lengths, plan)
 
 
@@ -100,16 +112,24 @@ def sdpa_gqa(step: Step) -> Attention:
 
 def two_parts(step: Step) -> Attention:
     """Prefix without a mask, tail with one, merged by their log-sum-exps: the best form PyTorch's own operators allow."""
-    if step.q.is_cuda:
-        attend = lambda q, k, v, bias: torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[:2]  # noqa: E731
+    aten, new = torch.ops.aten, step.new
+    if step.q.is_cuda:  # the kernel that splits the keys, and one that takes a mask
+        prefix_attention = lambda q, k, v: aten._scaled_dot_product_flash_attention(q, k, v)[:2]  # noqa: E731
+        tail_attention = lambda q, k, v, bias: aten._scaled_dot_product_efficient_attention(q, k, v, bias, True)[:2]  # noqa: E731
     else:
-        attend = lambda q, k, v, bias: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)  # noqa: E731
-    bias = torch.zeros(NEW, NEW).masked_fill(~MASK.dense(), -torch.inf).repeat(GROUP, 1).to(step.q)
-    bias = bias.expand(1, KV_HEADS, -1, -1).contiguous()
+        prefix_attention = aten._scaled_dot_product_flash_attention_for_cpu
+        tail_attention = lambda q, k, v, bias: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)  # noqa: E731
+    # Rows of the mask begin at multiples of 16 bytes on a GPU: the kernel asks for it.
+    seen = F.pad(step.mask.dense(), (0, -new % 8 if step.q.is_cuda else 0)).repeat(GROUP, 1)
+    bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(step.q)
+    bias = bias.expand(1, KV_HEADS, -1, -1).contiguous()[..., :new]
 
     def attention() -> Tensor:
         q, (k, v), n = packed(step.q), step.keys, step.prefix
-        (first, first_lse), (second, second_lse) = attend(q, k[:, :, :n], v[:, :, :n], None), attend(q, k[:, :, n:], v[:, :, n:], bias)
+        first, first_lse = prefix_attention(q, k[:, :, :n], v[:, :, :n])
+        second, second_lse = tail_attention(q, k[:, :, n:], v[:, :, n:], bias)
+        if step.q.is_cuda:
+            second_lse = second_lse[..., : q.shape[2]]
         weight = torch.sigmoid(first_lse - second_lse)
         weight = (weight if weight.shape[1] == KV_HEADS else weight.transpose(1, 2))[..., : q.shape[2], None].to(q.dtype)
         return unpacked(torch.lerp(second, first, weight))
@@ -119,19 +139,40 @@ def two_parts(step: Step) -> Attention:
 
 def flex(step: Step, block: tuple[int, int] | int) -> Attention:
     seen = dense_mask(step)
-    block_mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, NEW, step.prefix + NEW, str(step.q.device), BLOCK_SIZE=block)
+    block_mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, step.new, step.prefix + step.new, step.q.device, BLOCK_SIZE=block)
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda: compiled(step.q.transpose(1, 2), *step.keys, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
 
 
+def flashinfer(step: Step) -> Attention:
+    """Its kernel compiles itself on the first call."""
+    prefill = pytest.importorskip("flashinfer").single_prefill_with_kv_cache
+    mask = dense_mask(step)
+    keys, values = (cache[0, : step.prefix + step.new] for cache in (step.k_cache, step.v_cache))
+    return lambda: prefill(step.q[0], keys, values, custom_mask=mask)[None]
+
+
+FITTED = "FlexAttention, compiled, blocks that fit (81, 128)"
 CONTENDERS: dict[str, Callable[[Step], Attention]] = {
     "pdkernels": ours,
     "SDPA, dense mask, heads packed": sdpa_packed,
     "SDPA, dense mask, enable_gqa": sdpa_gqa,
     "SDPA on prefix and tail, merged": two_parts,
     "FlexAttention, compiled, its own blocks": lambda step: flex(step, 128),
-    "FlexAttention, compiled, blocks that fit (81, 128)": lambda step: flex(step, (NEW, 128)),
+    FITTED: lambda step: flex(step, (step.new, 128)),
 }
+ON_CUDA: dict[str, Callable[[Step], Attention]] = {"FlashInfer, custom mask": flashinfer}
+
+
+def left_out(name: str, device: str) -> str | None:
+    """Why a contender does not run."""
+    if name in ON_CUDA and (device == "cpu" or DRY_RUN):
+        return "a kernel of CUDA"
+    if name == FITTED and device == "cuda":
+        return "blocks of its kernel are powers of two"
+    if name.startswith("FlexAttention") and DRY_RUN:
+        return "compiled"
+    return None
 
 
 @pytest.fixture(autouse=True)
@@ -144,42 +185,50 @@ def two_threads() -> Iterator[None]:
 
 
 @lru_cache(maxsize=1)
-def oracle(prefix: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    step = make_step(prefix, dtype, device)
-    run = lambda dtype: reference(*(x.to(dtype) for x in step[:5]), step.lengths, MASK.dense().to(device))[0]  # noqa: E731
+def oracle(width: int, prefix: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    step = make_step(width, prefix, dtype, device)
+    run = lambda dtype: reference(*(x.to(dtype) for x in step[:5]), step.lengths, step.mask.dense().to(device))[0]  # noqa: E731
     return run(torch.float64), run(dtype)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
-@pytest.mark.parametrize(("prefix", "dtype"), CASES, ids=[f"{prefix}-{NAMES[dtype]}" for prefix, dtype in CASES])
-def test_speculative_attention(benchmark, prefix: int, dtype: torch.dtype, name: str, device: str) -> None:
-    benchmark.group = f"speculative_attention, prefix {prefix}, {NAMES[dtype]}, {device}"
+@pytest.mark.parametrize("name", [*CONTENDERS, *ON_CUDA])
+@by_device("width, prefix, dtype", CASES)
+def test_speculative_attention(benchmark, width: int, prefix: int, dtype: str, name: str, device: str) -> None:
+    if reason := left_out(name, device):
+        pytest.skip(reason)
+    benchmark.group = f"speculative_attention, width {width}, prefix {prefix}, {dtype}, {device}"
     torch._dynamo.reset()
-    step = make_step(prefix, dtype, device)
-    contender, baseline = CONTENDERS[name](step), sdpa_packed(step)
+    step = make_step(width, prefix, DTYPES[dtype], device)
+    baseline = sdpa_packed(step)
     # The others may round the results of both parts once more.
-    exact, eagerly = oracle(prefix, dtype, device)
+    exact, eagerly = oracle(width, prefix, DTYPES[dtype], device)
+    with refusals(name, device):
+        contender = (CONTENDERS | ON_CUDA)[name](step)
+        found = contender()
     if name == "pdkernels":
-        assert_within_budget(contender(), exact, eagerly, name=name)
+        assert_within_budget(found, exact, eagerly, name=name)
     else:
-        torch.testing.assert_close(contender().double(), exact, rtol=0, atol=4 * torch.finfo(dtype).eps)
-    started = time.perf_counter()
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=4 * torch.finfo(DTYPES[dtype]).eps)
     baseline()
-    flops = 4 * HEAD_DIM * Q_HEADS * (NEW * prefix + MASK.plan(TILE, TILE).visible_pairs)
+    started = time.perf_counter()
+    baseline().sum().item()
+    flops = 4 * HEAD_DIM * Q_HEADS * (step.new * prefix + step.mask.plan(TILE, TILE).visible_pairs)
+    rows = 2 * (step.new * Q_HEADS + (prefix + step.new) * KV_HEADS)  # q, out, K and V
     compare(
         benchmark,
         contender,
         baseline=baseline,
         baseline_name="SDPA, dense mask, heads packed",
         device=device,
-        rounds=max(5, min(60, int(SECONDS / (time.perf_counter() - started)))),
+        rounds=max(5, min(60, int(SECONDS[device] / (time.perf_counter() - started)))),
         warmup=2,
         op="speculative_attention",
         contender=name,
         prefix=prefix,
-        width=WIDTH,
-        dtype=NAMES[dtype],
+        width=width,
+        dtype=dtype,
         flops=flops,
+        bytes_moved=rows * HEAD_DIM * DTYPES[dtype].itemsize // 2,
     )
     if "median_us" in benchmark.extra_info:
         benchmark.extra_info["useful_tflops"] = round(flops / benchmark.extra_info["median_us"] / 1e6, 4)
@@ -197,8 +246,10 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
     """Five steps whose prefix grows by 9 tokens each, all that a step needs included: masks, plans, compilation."""
     benchmark.group = f"speculative_attention, growing prefix, {device}"
     torch._dynamo.reset()
-    step = make_step(2048, torch.bfloat16, device)
-    plan, seen = MASK.plan(TILE, TILE, device), MASK.dense().to(device)
+    if DRY_RUN and GROWING[name] is not None:
+        pytest.skip("compiled")
+    step = make_step(8, 2048, torch.bfloat16, device)
+    plan, seen, new = step.mask.plan(TILE, TILE, device), step.mask.dense().to(device), step.new
     compiled = torch.compile(flex_attention, fullgraph=True)
     prefixes = iter(range(512, 2048, 9))
 
@@ -210,13 +261,14 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
         length = length.to(device) if isinstance(length, Tensor) else length
 
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return (j < length) | seen[i, (j - length).clamp(0, NEW - 1)]
+            return (j < length) | seen[i, (j - length).clamp(0, new - 1)]
 
-        block_mask = create_block_mask(visible, None, None, NEW, prefix + NEW, device, BLOCK_SIZE=(NEW, 128))
-        k, v = (cache[:, : prefix + NEW].transpose(1, 2) for cache in (step.k_cache, step.v_cache))
+        block_mask = create_block_mask(visible, None, None, new, prefix + new, device, BLOCK_SIZE=(new if device == "cpu" else 128, 128))
+        k, v = (cache[:, : prefix + new].transpose(1, 2) for cache in (step.k_cache, step.v_cache))
         return compiled(step.q.transpose(1, 2), k, v, block_mask=block_mask, enable_gqa=True)
 
-    one_step()
+    with refusals(name, device):
+        one_step()
     compare(
         benchmark,
         one_step,
@@ -225,6 +277,7 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
         device=device,
         rounds=5,
         warmup=0,
+        graph=False,
         op="speculative_attention growing",
         contender=name,
         dtype="bf16",

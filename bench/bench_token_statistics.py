@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 
 VOCABULARY = 126_464
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ROWS = (1, 32, 256)
+ROWS = {"cpu": (1, 32, 256), "cuda": (1, 32, 64, 256, 1024), "dry": (3,)}
 
 
 def eager(logits: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
@@ -60,7 +61,7 @@ def logits_of(rows: int, dtype: str, device: str) -> Tensor:
     return (3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))).to(DTYPES[dtype]).to(device)
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: str) -> None:
@@ -96,7 +97,7 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
         )
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_sampling(benchmark, name: str, dtype: str, rows: int, device: str) -> None:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
 
 MASK, THRESHOLD = 126336, 0.9
+MANY = [(1, 32), (1, 256), (1, 1024), (8, 32), (8, 256), (8, 1024)]
+SIZES = {"cpu": MANY, "cuda": MANY, "dry": [(2, 32)]}
 
 
 class Setup:
@@ -72,7 +75,7 @@ def contender(name: str, s: Setup, rule: str) -> Callable[[], object]:
     return loops.get(name) or partial(whole_tensors, *tensors)
 
 
-@pytest.mark.parametrize("batch, width", [(1, 32), (1, 256), (1, 1024), (8, 32), (8, 256), (8, 1024)])
+@by_device("batch, width", SIZES)
 @pytest.mark.parametrize("rule", ["quota", "threshold"])
 @pytest.mark.parametrize("name", ["pdkernels", "published loop", "torch ops", "torch.compile"])
 def test_unmask(benchmark, name: str, rule: str, batch: int, width: int, device: str) -> None:
@@ -92,6 +95,7 @@ def test_unmask(benchmark, name: str, rule: str, batch: int, width: int, device:
         reset=setup.reset,
         device=device,
         rounds=20 if name == "published loop" and rule == "threshold" else 200,
+        graph=name != "published loop",
         op="unmask_",
         contender=name,
         rule=rule,

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
+from bench.devices import by_device
 from bench.timing import compare
+
+SIZES = [(1, 16), (1, 64), (32, 64)]
 
 
 class Setup:
@@ -49,7 +52,7 @@ def torch_ops(s: Setup) -> tuple[Tensor, ...]:
 CONTENDERS: dict[str, Callable[[Setup], tuple[Tensor, ...]]] = {"pdkernels": ours, "torch ops": torch_ops}
 
 
-@pytest.mark.parametrize("batch, width", [(1, 16), (1, 64), (32, 64)])
+@by_device("batch, width", {"cpu": SIZES, "cuda": SIZES, "dry": SIZES[:1]})
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_verify_draft(benchmark, name: str, batch: int, width: int, device: str) -> None:
     benchmark.group = f"verify_draft batch {batch}, width {width}, {device}"

@@ -12,11 +12,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from bench import gpu_report
 from pdkernels.evaluation import plot, plot_masked, plot_recurrent
 from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
+GPU_RESULTS = ROOT / "bench/results"
 Row = dict[str, Any]
 
 
@@ -219,7 +221,7 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     ours = by_contender(rows, cases)[0][1]
-    if any(row and "gb_per_s" in row for row in ours):
+    if any(row and "gb_per_s" in row and "flops" not in row for row in ours):
         lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
     return f"{table(['µs, median; rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
@@ -292,6 +294,9 @@ TABLES = {
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
+    # Of all folders, whichever was asked for.
+    "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
+    "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),
     "machine verify_draft": lambda rows: machine([row for row in rows if row["op"] == "verify_draft"]),
     "machine decoding": lambda rows: machine([row for row in rows if row["op"] == "decoding"]),
@@ -383,6 +388,7 @@ def main() -> None:
         plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
         plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
         plot_evaluations(rows, ROOT / "docs/images")
+        gpu_report.plot(GPU_RESULTS, ROOT / "docs/images")
     else:
         for name, make in TABLES.items():
             print(f"\n{name}\n{make(rows)}")

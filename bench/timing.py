@@ -2,6 +2,8 @@
 
 Before every timed round the baseline runs once and is timed too, so that a contender is always compared with a baseline of
 the same moment: machines are shared and their speed drifts. The ratio of the two medians stands in ``extra_info``.
+
+On a GPU both are replays of a captured graph where they can be captured, in a cold cache: see `bench/gpu_clock.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import pdkernels as pd
+from bench.gpu_clock import gpu_clock, replay
 from pdkernels.evaluation.contest import processor
 
 Call = Callable[[], object]
@@ -26,9 +30,10 @@ def foreign_cpu_seconds() -> float:
     return (user + nice + system) / os.sysconf("SC_CLK_TCK") - sum(os.times()[:2])
 
 
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+def seconds(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def compare(
@@ -42,31 +47,30 @@ def compare(
     rounds: int = 200,
     warmup: int = 10,
     bytes_moved: int | None = None,
+    graph: bool = True,
     **facts: object,
 ) -> None:
-    """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` and the `warmup` rounds are not timed."""
+    """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` and the `warmup` rounds are not timed.
 
-    def timed(some: Call) -> float:
-        synchronize(device)
-        start = time.perf_counter()
-        some()
-        synchronize(device)
-        return time.perf_counter() - start
-
-    def synced() -> None:
-        call()
-        synchronize(device)
-
+    `bytes_moved`: half of what has to be read and written. `graph`: whether a GPU may replay the call; not where a call asks the
+    host, or where its launches are what is to be seen.
+    """
+    target, beside_it = call, partial(seconds, baseline)
+    if device == "cuda":
+        replays = [replay(some, reset) if graph else None for some in (call, baseline)]
+        target, beside_it = (
+            partial(gpu_clock.run, again or some, ahead=again is not None) for some, again in zip((call, baseline), replays)
+        )
+        facts["timed_by"] = "graph replay" if replays[0] else "calls"
     beside: list[float] = []
 
     def before_round() -> None:
         reset()
-        beside.append(timed(baseline))
+        beside.append(beside_it())
         reset()
-        synchronize(device)
 
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
-    benchmark.pedantic(synced, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=warmup)
+    benchmark.pedantic(target, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=warmup)
     elapsed = time.perf_counter() - started
     if benchmark.stats is None:  # --benchmark-disable: the call was only tried
         return

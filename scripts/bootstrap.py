@@ -4,7 +4,8 @@
 
 A Python that lies in a virtual environment is used as it is; for any other one `.venv` is made beside the Makefile.
 Installs what `requirements.txt` names and the environment lacks, builds the compiled parts, and makes the checkout
-importable from everywhere. With everything there it touches no network and takes about a second.
+importable from everywhere. With everything there it touches no network and takes about a second; where there is a folder
+`wheelhouse`, packages come from it alone.
 """
 
 import sys
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
@@ -118,7 +120,8 @@ def pip(python: Path, *arguments: str) -> None:
     """Runs pip: on a terminal its current step in one line, in a log nothing; all it said if it fails."""
     if subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode != 0:
         subprocess.run([str(python), "-m", "ensurepip"], capture_output=True, check=False)
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *arguments]
+    offline = ["--no-index", "--find-links", str(WHEELHOUSE)] if WHEELHOUSE.is_dir() else []
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", "install", *offline, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
     said = []
     for text in process.stdout:

@@ -1,13 +1,15 @@
-"""Proves the kernels on a GPU, part by part, and writes what happened as JSON. See `scripts/gpu_proof.sh`.
+"""Proves the kernels on a GPU, part by part, and writes what happened as JSON. How to call it: docs/gpu_proof.md.
 
-Part 1  builds and runs all tests with CUDA tensors
-Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op
-Part 3  CUDA graphs: capture, replay with changed data; whole generations in a graph, with their times
-Part 4  benchmarks
+Part 1  builds; runs the tests that use the GPU, then all others
+Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op, side by side
+Part 3  CUDA graphs: capture, replay with changed data, no sync; whole generations in a graph, with their times
+Part 4  benchmarks of attention
+Part 5  benchmarks of the vocabulary, of token selection, caches and plans
+Part 6  benchmarks of recurrent depth, epilogues and feature caches
 
-Results go to `bench/results/<gpu>/part-N.json` and `part-N.log` (another folder: OUT). PDKERNELS_COMMIT names the commit
-where there is no git. A step that fails does not stop the next ones; the exit code is 0 only if all went well.
-`--dry-run` does on a machine without a GPU whatever can be done there.
+Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and a JSON for each file of benchmarks.
+PDKERNELS_COMMIT names the commit where there is no git. A step that fails does not stop the next ones, and one that is cut off loses
+nothing it has already found; the exit code is 0 only if all went well. `--dry-run` does on a machine without a GPU what can be done there.
 """
 
 from __future__ import annotations
@@ -20,14 +22,27 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGET = 570.0  # seconds for a part
+sys.path.insert(0, str(ROOT))
+from scripts.proof_summaries import sanitizer_summary, test_summary  # noqa: E402
 
+SECONDS = 570.0  # for all parts of a call
+# Tests that launch something on a GPU; Triton's kernels are compiled for it there.
+ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
+CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
+BENCHMARKS = {
+    4: ("block_sparse_attention", "speculative_attention"),
+    5: ("token_statistics", "kv_cache", "linear_token_statistics", "unmask", "verify_draft", "record_step", "planner"),
+    6: ("recurrence", "sandwich", "recurrent_step", "logit_drift", "feature_cache"),
+}
 FACTS = """
 import importlib.metadata as metadata, json, platform, torch, pdkernels as pd
 from pdkernels import _native
@@ -44,6 +59,8 @@ class Step:
     returncode: int
     seconds: float
     last_line: str
+    found: dict[str, Any] = field(default_factory=dict)
+    """What its output comes to."""
 
 
 def plain(text: str) -> str:
@@ -52,42 +69,56 @@ def plain(text: str) -> str:
 
 
 class Part:
-    def __init__(self, out: Path, number: int) -> None:
-        self.start = time.monotonic()
+    def __init__(self, out: Path, number: int, ends: float, dry: bool) -> None:
+        self.start, self.ends, self.number, self.dry, self.out = time.monotonic(), ends, number, dry, out
+        self.python = sys.executable
         self.steps: list[Step] = []
         self.log = out / f"part-{number}.log"
         self.log.write_text("")
 
-    def run(self, name: str, command: list[str | Path], *, environment: dict[str, str] | None = None, needs: str = "") -> str:
-        """Runs one step in what is left of the budget. `needs`: what its output has to hold beside a good exit code."""
+    def run(
+        self, name: str, command: list[str | Path], *, environment: dict[str, str] | None = None, needs: str = "", share: float = 1.0
+    ) -> tuple[Step, str]:
+        """Runs one step in its share of the time that is left. `needs`: what its output has to hold beside a good exit code."""
         command = [str(part) for part in command]
         print(f"[{time.monotonic() - self.start:4.0f} s] {name}", flush=True)
-        start, left = time.monotonic(), max(1.0, BUDGET - (time.monotonic() - self.start))
-        with self.log.open("a+") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            log.flush()
-            begin = log.tell()
+        start = time.monotonic()
+        with tempfile.TemporaryFile("w+", errors="replace") as output:
             try:
                 settings = dict(os.environ, PYTHONUNBUFFERED="1", **(environment or {}))
                 process = subprocess.Popen(
-                    command, cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                    command, cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
                 )
-                code = process.wait(left)
+                code = process.wait(max(1.0, share * (self.ends - start)))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 code = process.wait() and 124
             except OSError as error:
-                log.write(f"{error}\n")
+                output.write(f"{error}\n")
                 code = 127
-            log.flush()
-            log.seek(begin)
-            said = log.read()
+            output.seek(0)
+            said = output.read()
+        with self.log.open("a") as log:
+            log.write(f"\n$ {' '.join(command)}\n{said}")
         if code == 0 and needs and not re.search(needs, said):
             code = 1
         last = (said.strip().splitlines() or [""])[-1]
-        self.steps.append(Step(name, plain(" ".join(command)), code, round(time.monotonic() - start, 1), plain(last)))
-        print(f"         {'ok' if code == 0 else f'FAILED ({code})'}: {last[:150]}", flush=True)
-        return said
+        step = Step(name, plain(" ".join(command)), code, round(time.monotonic() - start, 1), plain(last))
+        self.steps.append(step)
+        print(f"         {name}: {'ok' if code == 0 else f'FAILED ({code})'} in {step.seconds:.0f} s: {last[:150]}", flush=True)
+        return step, said
+
+    def test(self, name: str, *arguments: str, environment: dict[str, str] | None = None, share: float = 1.0) -> None:
+        """A run of pytest, recorded test by test."""
+        with tempfile.TemporaryDirectory() as folder:
+            record = Path(folder) / "tests.jsonl"
+            command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.harness.record", *arguments]
+            environment = {"PDKERNELS_TEST_RECORD": str(record), **(environment or {})}
+            step, _ = self.run(name, command, environment=environment, share=share)
+            step.found = test_summary(record)
+        step.returncode = step.returncode or int(step.found["passed"] == 0 and not self.dry)
+        for test, text in step.found["failures"].items():
+            print(f"         FAILED {test}: {text.splitlines()[0][:120] if text else ''}", flush=True)
 
 
 def ask(*command: str | Path) -> str:
@@ -97,57 +128,67 @@ def ask(*command: str | Path) -> str:
         return ""
 
 
-def tests(python: str, *arguments: str) -> list[str]:
-    return [python, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
-
-
-def run_part(part: Part, number: int, python: str, out: Path, dry: bool) -> None:
-    ran = "" if dry else r"\b[1-9]\d* passed"
+def run_tests(part: Part) -> None:
     cores = os.cpu_count() or 1
-    if number == 1:
-        workers = min(4, cores)
-        threads = {"OMP_NUM_THREADS": str(max(1, cores // workers))}
-        command = tests(python, "-n", str(workers), "--dist", "worksteal", "-m", "not slow")
-        part.run("tests", command, environment=threads, needs=ran)
-    elif number == 2:
-        driver = [python, "scripts/sanitizer_driver.py", "--device", "cpu" if dry else "cuda"]
-        part.run("calls without a checker", driver)
-        tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-        for name in () if dry else ("memcheck", "racecheck", "initcheck", "synccheck"):
-            checker = [tool, "--tool", name, "--error-exitcode", "9"]
-            part.run(name, [*checker, *driver], needs=r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
-    elif number == 3:
-        # Without cuda-python the tests and times of device loops would be skipped, and nobody would see it.
-        looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
-        part.run("what a device loop needs", [python, "-c", "" if dry else looked])
-        part.run("capture and replay", tests(python, "tests", "-k", "capture", "-v"), needs=ran)
-        bench = tests(python, "bench/bench_device_loop.py", "--benchmark-only", f"--benchmark-json={out / 'device_loop.json'}")
-        part.run("generations with and without a host", bench, needs=ran)
-    else:
-        result, rest = out / "benchmarks.json", ["--ignore=bench/bench_device_loop.py"]
-        part.run("benchmarks", tests(python, "bench", *rest, "--benchmark-only", f"--benchmark-json={result}"), needs=ran)
+    workers = max(1, min(12, cores - 2))
+    # A kernel that never ends takes its worker along, not the run.
+    options = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", "50", "-o", "faulthandler_timeout=200",
+               "-o", "faulthandler_exit_on_timeout=true", "-m", "not slow"]  # fmt: skip
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads)
+    part.test("all other tests", *options, "-k", f"not ({ON_GPU})", environment=threads)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=(1, 2, 3, 4), required=True)
-    parser.add_argument("--dry-run", action="store_true")
-    options = parser.parse_args()
-    gpu, _, driver = ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition("\n")[0].partition(", ")
-    if not gpu and not options.dry_run:
-        sys.exit("gpu_proof: nvidia-smi shows no GPU. What can be done without one: --dry-run")
-    folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-") or "local"
-    out = Path(os.environ.get("OUT") or ROOT / "bench/results" / folder).resolve()
-    out.mkdir(parents=True, exist_ok=True)
+def run_checkers(part: Part) -> None:
+    driver = [part.python, "scripts/sanitizer_driver.py", "--device", "cpu" if part.dry else "cuda"]
+    part.run("calls without a checker", driver)
+    tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    # Each kernel is to be judged, also after one that is wrong.
+    goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []
 
-    part = Part(out, options.part)
-    cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if options.dry_run else {"PDKERNELS_BUILD_CUDA": "1"})
-    said = part.run("build", [sys.executable, "scripts/bootstrap.py", "-c", "import sys; print(sys.executable)"], environment=cuda)
-    python = said.strip().splitlines()[-1] if part.steps[0].returncode == 0 else sys.executable
-    run_part(part, options.part, python, out, options.dry_run)
-    facts = ask(python, "-c", FACTS)
+    def check(checker: str) -> None:
+        command = [tool, "--tool", checker, "--error-exitcode", "9", *(goes_on if checker == "memcheck" else []), *driver]
+        step, said = part.run(checker, command, needs=r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
+        step.found = sanitizer_summary(said)
+
+    if not part.dry:
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(check, CHECKERS))
+
+
+def run_captures(part: Part) -> None:
+    # Without cuda-python the tests and times of device loops would be skipped, and nobody would see it.
+    looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
+    part.run("what a device loop needs", [part.python, "-c", "" if part.dry else looked])
+    part.test("capture and replay", "tests/ops", "tests/integrations", "-k", "capture or cuda_graph or device_loop")
+    times = ["--benchmark-only", f"--benchmark-json={part.out / 'device_loop.json'}"]
+    part.test("generations with and without a host", "bench/bench_device_loop.py", *(["--benchmark-disable"] if part.dry else times))
+
+
+def run_benchmarks(part: Part) -> None:
+    files = BENCHMARKS[part.number]
+    for index, name in enumerate(files):
+        result = part.out / f"{name}.json"
+        mode = ["--benchmark-disable"] if part.dry else ["--benchmark-only", f"--benchmark-json={result}"]
+        environment = {"PDKERNELS_BENCH_DRY": "1"} if part.dry else {}
+        # Those that come later keep some of the time whatever the first ones do.
+        share = 1.0 if index == len(files) - 1 else 0.7
+        selected = "cuda and not fp32"
+        part.test(f"benchmarks: {name}", f"bench/bench_{name}.py", "-k", selected, *mode, environment=environment, share=share)
+
+
+PARTS = {1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
+
+
+def prove(part: Part, gpu: str, driver: str) -> bool:
+    cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
+    step, said = part.run("build", [sys.executable, "scripts/bootstrap.py", "-c", "import sys; print(sys.executable)"], environment=cuda)
+    if step.returncode == 0:
+        part.python = said.strip().splitlines()[-1]
+    PARTS[part.number](part)
+    facts = ask(part.python, "-c", FACTS)
     report = {
-        "part": options.part,
+        "part": part.number,
         "command": " ".join(["scripts/gpu_proof.sh", *sys.argv[1:]]),
         "commit": os.environ.get("PDKERNELS_COMMIT") or ask("git", "rev-parse", "HEAD") or "unknown",
         "gpu": gpu or None,
@@ -159,9 +200,27 @@ def main() -> None:
         "ok": all(step.returncode == 0 for step in part.steps),
         "steps": [asdict(step) for step in part.steps],
     }
-    (out / f"part-{options.part}.json").write_text(json.dumps(report, indent=2) + "\n")
-    print(f"wrote {out / f'part-{options.part}.json'}")
-    sys.exit(0 if report["ok"] else 1)
+    path = part.out / f"part-{part.number}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    print(f"part {part.number}: {'ok' if report['ok'] else 'FAILED'} in {report['seconds']:.0f} s; wrote {path}", flush=True)
+    return report["ok"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=tuple(PARTS), nargs="+", required=True)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true")
+    options = parser.parse_args()
+    gpu, _, driver = ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition("\n")[0].partition(", ")
+    if not gpu and not options.dry_run:
+        sys.exit("gpu_proof: nvidia-smi shows no GPU. What can be done without one: --dry-run")
+    folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-") or "local"
+    out = Path(os.environ.get("OUT") or ROOT / "bench/results" / folder).resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    ends = time.monotonic() + options.seconds
+    good = [prove(Part(out, number, ends, options.dry_run), gpu, driver) for number in options.part]
+    sys.exit(0 if all(good) else 1)
 
 
 if __name__ == "__main__":

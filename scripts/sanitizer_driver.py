@@ -12,6 +12,7 @@ import argparse
 import os
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -374,11 +375,17 @@ def main() -> None:
     kv_cases.GUARD = 0  # room around the tests' buffers, which would hide what goes on just outside them
     torch.manual_seed(0)
     assert set(RUNS) == set(SCHEMAS), f"no calls here for: {set(SCHEMAS) - set(RUNS)}"
+    wrong = []
     for op, run in RUNS.items():
         rng = random.Random(op)
-        for index in range(options.calls):
-            run(rng, torch.device(options.device), index % 2 == 1)
-        print(f"{op}: {options.calls} calls on {options.device}", flush=True)
+        try:
+            for index in range(options.calls):
+                run(rng, torch.device(options.device), index % 2 == 1)
+            print(f"{op}: {options.calls} calls on {options.device}", flush=True)
+        except (AssertionError, RuntimeError):  # the other ops are to be watched too
+            wrong.append(op)
+            print(f"{op}: WRONG after {index} calls\n{traceback.format_exc()}", flush=True)
+    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""Time on a GPU: events around a call, the second-level cache cold, launches taken out by replaying the call's graph.
+
+Before each call another buffer, several times the cache, is read: nothing of the call's inputs is left in the cache, nothing waits
+to be written back, and for a replay the host is far ahead when the device begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from statistics import median
+
+import torch
+from torch import Tensor
+
+Call = Callable[[], object]
+GIB = 2**30
+
+
+class GpuClock:
+    """Goes on only while `run` has the device work: what pytest-benchmark reads before and after a round."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def run(self, call: Call, *, ahead: bool = True) -> float:
+        """Its time in seconds, in a cold cache. `ahead`: the host has issued all of it before the device begins; else the device
+        waits for the host, as it does for a single call."""
+        evict()
+        if not ahead:
+            torch.cuda.synchronize()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        took = start.elapsed_time(end) / 1e3
+        self.seconds += took
+        return took
+
+
+gpu_clock = GpuClock()
+
+
+@cache
+def eviction() -> tuple[Tensor, Tensor]:
+    """A buffer of four times the second-level cache, and where its sum goes."""
+    size = 4 * torch.cuda.get_device_properties(0).L2_cache_size
+    return torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
+
+
+def evict() -> None:
+    buffer, total = eviction()
+    torch.sum(buffer, dim=0, out=total)
+
+
+def replay(call: Call, reset: Call = lambda: None) -> Call | None:
+    """The replay of a call captured as a graph, or None where it cannot be captured, for it asks the host."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # compilation, handles and workspaces come before the capture
+        for _ in range(2):
+            reset()
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    reset()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+@cache
+def floors() -> dict[str, object]:
+    """What the device can do at best, measured here and now: bytes a second, products a second, the shortest launch."""
+
+    def best(call: Call, rounds: int = 12) -> float:
+        call()
+        return median(gpu_clock.run(call) for _ in range(rounds))
+
+    size, side = (2 * GIB, 8192) if torch.cuda.get_device_properties(0).total_memory > 16 * GIB else (GIB // 1024, 64)
+    source = torch.arange(size // 4, dtype=torch.float32, device="cuda")
+    target, total = torch.empty_like(source), torch.zeros((), device="cuda")
+    found: dict[str, object] = {
+        "device": torch.cuda.get_device_name(),
+        "copy_gb_per_s": round(2 * size / best(lambda: target.copy_(source)) / 1e9, 1),
+        "read_gb_per_s": round(size / best(lambda: torch.amax(source, dim=0, out=total)) / 1e9, 1),
+    }
+    del source, target
+    drawn = [torch.randn(side, side).to("cuda") for _ in range(2)]
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        a, b = (x.to(dtype) for x in drawn)
+        found[f"{name}_tflops"] = round(2 * side**3 / best(lambda a=a, b=b: torch.mm(a, b)) / 1e12, 1)
+    launch = replay(lambda: total.add_(1))
+    if launch is not None:
+        found["shortest_launch_us"] = round(best(launch, 50) * 1e6, 2)
+    return found

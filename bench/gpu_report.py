@@ -1,0 +1,169 @@
+"""Tables and a picture of what was measured on GPUs: every folder of `bench/results` whose JSON tells of floors.
+
+One table for each op: contenders down, cases across, and how near ours comes to the floor, which is the bytes that have to move
+at the speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+NOTHING = "No GPU has been measured yet."
+
+
+def load(folder: Path) -> list[Row]:
+    """The ``extra_info`` of every benchmark that ran on a GPU, with its group and the floors of its run."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        read = json.loads(path.read_text())
+        floors = read.get("machine_info", {}).get("gpu")
+        for benchmark in read.get("benchmarks", []) if floors else []:
+            facts = benchmark["extra_info"]
+            if "timed_by" in facts:
+                rows.append({**facts, "group": benchmark["group"], "floors": floors, "iqr_us": benchmark["stats"]["iqr"] * 1e6})
+    return rows
+
+
+def folders(results: Path) -> Iterator[tuple[str, list[Row]]]:
+    for folder in sorted(path for path in results.iterdir() if path.is_dir() and path.name != "local"):
+        rows = load(folder)
+        if rows:
+            yield folder.name, rows
+
+
+def floor_us(row: Row) -> float | None:
+    """The least time for what a row's op has to do; None where nothing was counted."""
+    floors, times = row["floors"], []
+    if row.get("bytes_moved"):
+        times.append(2 * row["bytes_moved"] / floors["copy_gb_per_s"] / 1e3)
+    if row.get("flops"):
+        times.append(row["flops"] / floors[f"{row.get('dtype', 'bf16')}_tflops"] / 1e6)
+    return max(times, default=None)
+
+
+def by_case(rows: list[Row]) -> dict[str, list[Row]]:
+    cases: dict[str, list[Row]] = {}
+    for row in rows:
+        cases.setdefault(row["group"].removesuffix(", cuda"), []).append(row)
+    return cases
+
+
+def name_of(row: Row) -> str:
+    """The op, and which part of it where its benchmark has several."""
+    part = next((row[key] for key in ("kernel", "rule") if key in row), row.get("case") if row["op"] == "recurrence" else None)
+    return row["op"] if part is None else f"{row['op']}: {part}"
+
+
+def by_op(rows: list[Row]) -> dict[str, list[Row]]:
+    ops: dict[str, list[Row]] = {}
+    for row in rows:
+        ops.setdefault(name_of(row), []).append(row)
+    return ops
+
+
+def ours(rows: list[Row]) -> Row | None:
+    return next((row for row in rows if row["contender"].startswith("pdkernels")), None)
+
+
+def times_ours(row: Row, own: Row) -> float:
+    """Both beside the same baseline, each in its own moment: only these ratios may be compared."""
+    return row["ratio_to_baseline"] / own["ratio_to_baseline"]
+
+
+def best_peer(rows: list[Row]) -> float | None:
+    """How long the fastest other contender takes, in times of ours."""
+    own = ours(rows)
+    return min((times_ours(row, own) for row in rows if own and not row["contender"].startswith("pdkernels")), default=None)
+
+
+def nearness(rows: list[Row]) -> float | None:
+    """The floor's time by ours."""
+    own = ours(rows)
+    least = own and floor_us(own)
+    return least / own["median_us"] if least else None
+
+
+def table(header: list[str], lines: list[list[str]]) -> str:
+    align = ["---"] + ["---:"] * (len(header) - 1)
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *lines])
+
+
+def op_table(rows: list[Row]) -> str:
+    cases = by_case(rows)
+    lines = []
+    for contender in dict.fromkeys(row["contender"] for row in rows):
+        cells = []
+        for found in cases.values():
+            row, own = next((row for row in found if row["contender"] == contender), None), ours(found)
+            beside = f" ({times_ours(row, own):.2f}x)" if row and own else ""
+            launched = "*" if row and row["timed_by"] == "calls" else ""
+            cells.append(f"{row['median_us']:,.1f} ± {row['iqr_us'] / 2:,.1f}{launched}{beside}" if row else "-")
+        lines.append([f"**{contender}**" if contender.startswith("pdkernels") else contender, *cells])
+    parts = [nearness(found) for found in cases.values()]
+    if any(parts):
+        lines.append(["floor's time by ours", *(f"{part:.0%}" if part else "-" for part in parts)])
+    return table(["µs (times ours)", *cases], lines)
+
+
+def machine(rows: list[Row]) -> str:
+    row, floors = rows[0], rows[0]["floors"]
+    facts = [f"copy {floors['copy_gb_per_s']:,.0f} GB/s read and written", f"read {floors['read_gb_per_s']:,.0f} GB/s"]
+    facts += [f"{name} product {floors[f'{name}_tflops']:,.0f} TFLOP/s" for name in ("bf16", "fp32")]
+    facts += [f"shortest launch {floors['shortest_launch_us']} µs"] if "shortest_launch_us" in floors else []
+    return f"{row['device']}, torch {row['torch']}, pdkernels {row['pdkernels']}; measured beside: {', '.join(facts)}."
+
+
+def span(values: list[float | None], form: str) -> str:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
+        return "-"
+    low, high = (form.format(edge) for edge in (min(numbers), max(numbers)))
+    return low if low == high else f"{low} to {high}"
+
+
+def summary(results: Path) -> str:
+    """A line for each op: the fastest peer in times of ours, and the floor by ours, over all cases."""
+    parts = []
+    for _, rows in folders(results):
+        lines = []
+        for op, own in by_op(rows).items():
+            cases = by_case(own).values()
+            lines.append([op, str(len(cases)), span([best_peer(c) for c in cases], "{:.2f}x"), span([nearness(c) for c in cases], "{:.0%}")])
+        parts.append(f"{machine(rows)}\n\n{table(['', 'cases', 'fastest peer, times ours', 'floor, by ours'], lines)}")
+    return "\n\n".join(parts) or NOTHING
+
+
+def pages(results: Path) -> str:
+    """Everything, op by op."""
+    parts = []
+    for _, rows in folders(results):
+        parts.append(f"{machine(rows)} Half the spread between quartiles stands behind ±. *: calls by the host, not replays of a graph.")
+        parts += [f"**{op}**\n\n{op_table(own)}" for op, own in by_op(rows).items()]
+    return "\n\n".join(parts) or NOTHING
+
+
+def plot(results: Path, images: Path) -> None:
+    """How long the fastest peer takes, in times of ours, for every case: ``bench_<folder>.png``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    for folder, rows in folders(results):
+        ops = by_op(rows)
+        figure, axis = plt.subplots(figsize=(9, 0.35 * len(ops) + 1.2), layout="constrained")
+        for place, own in enumerate(ops.values()):
+            values = [value for value in map(best_peer, by_case(own).values()) if value is not None]
+            axis.plot(values, [place] * len(values), "o", color="#1f77b4", alpha=0.6)
+        axis.axvline(1, color="#d62728", linewidth=1)
+        axis.set(xscale="log", xlabel="fastest peer, times ours; a dot for each case", yticks=range(len(ops)), yticklabels=list(ops))
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+        figure.suptitle(rows[0]["device"])
+        images.mkdir(parents=True, exist_ok=True)
+        figure.savefig(images / f"bench_{folder}.png", dpi=110)
+        plt.close(figure)

@@ -1,0 +1,166 @@
+"""A GPU in name only: tensors that say ``cuda:0`` and lie in the computer's memory.
+
+    with pretended_gpu():
+        model = pd.models.load("tiny-code").to("cuda")
+        pd.decoding.generate(model, "import os")
+
+Every operator runs on the CPU, with real values, and refuses what a GPU refuses: tensors of both devices in one call, but for
+single numbers. So Python code that forgets a device fails here instead of on the first GPU it sees. It says nothing about
+kernels: an op of ours runs its CPU kernel. There is no backward pass, for which autograd would ask for a driver. Inference mode is
+no_grad inside, because its tensors cannot be wrapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from tests.cudasim.build import CACHE, build_once, compiler, digest_text, run_compiler
+
+CPU = torch.device("cpu")
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+# Where torch itself takes indices from the computer's memory.
+INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
+
+# What CUDA builds have and CPU builds lack: switching to the device, which here does nothing.
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace {
+using c10::DeviceType;
+c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> guard;
+struct Register {
+  Register() { c10::impl::device_guard_impl_registry[static_cast<int>(DeviceType::CUDA)].store(&guard); }
+} at_load;
+}  // namespace
+"""
+
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
+    unused = torch.empty(0)
+    return out, lse, unused, unused, q.shape[2], k.shape[2], unused, unused, unused
+
+
+def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, with_lse: bool) -> tuple[Any, ...]:
+    assert with_lse and bias.stride(-2) % 8 == 0
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)
+    unused = torch.empty(0)
+    return out, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32)), unused, unused
+
+
+# Operators that exist on GPUs alone.
+STAND_INS = {
+    torch.ops.aten._fused_sdp_choice.default: lambda *arguments, **options: 0,  # plain operators
+    torch.ops.aten._scaled_dot_product_flash_attention.default: flash,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: efficient,
+}
+
+
+@cache
+def install_guard() -> None:
+    folder = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", "-isystem", str(folder / "include"), "-L", str(folder / "lib"), "-lc10"]
+    library = CACHE / f"libpretended_gpu-{digest_text(GUARD, torch.__version__, *flags)}.so"
+
+    def build(target: Path) -> None:
+        source = target.with_suffix(".cpp")
+        source.write_text(GUARD)
+        run_compiler([compiler(), str(source), *flags, "-o", str(target)])
+        source.unlink()
+
+    ctypes.CDLL(str(build_once(library, build)))
+
+
+class Pretended(Tensor):
+    """A tensor on the pretended GPU, and ``held``, where its values are."""
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> Pretended:
+        facts = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype, "device": "cuda:0"}
+        tensor = Tensor._make_wrapper_subclass(cls, held.shape, **facts)
+        tensor.held = held
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(function, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"Pretended({self.held})"
+
+
+def run(function: Any, args: Any, kwargs: Any) -> Any:
+    """One operator, its devices checked, on the CPU."""
+    tensors = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+    devices = [x for x in tree_iter((args, kwargs)) if isinstance(x, torch.device)]
+    there = [x for x in tensors if isinstance(x, Pretended)]
+    here = [x for x in tensors if not isinstance(x, Pretended)]
+    ours = function._schema.name.startswith("pdkernels")
+    if there and not devices and function not in COPIES and any(x.dim() > 0 or ours for x in here):
+        if function not in INDEXING or not isinstance(args[0], Pretended):
+            raise RuntimeError(f"{function}: tensors of cuda:0 and cpu in one call")
+    stays = devices[0].type == "cuda" if devices else bool(there)
+    plain = tree_map(lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs))
+    chosen = STAND_INS.get(function, function) if there else function
+    result = chosen(*plain[0], **plain[1])
+    known = {id(x.held): x for x in there}
+
+    def wrapped(x: Any) -> Any:
+        if not isinstance(x, Tensor) or isinstance(x, Pretended) or not stays:
+            return x
+        if any(x is other for other in here):  # `to` another device that was none
+            return Pretended(x.clone()) if devices else x
+        return known[id(x)] if id(x) in known else Pretended(x)
+
+    return tree_map(wrapped, result)
+
+
+class Operators(TorchDispatchMode):
+    """Calls without a tensor of ours: factories, and copies from the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The one kind of mode under which torch asks for no driver before it makes a tensor.
+        self._mode_key = torch._C._TorchDispatchModeKey.FAKE
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(function, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """What never gets as far as an operator."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function is Tensor.tolist and isinstance(args[0], Pretended):
+            return args[0].held.tolist()
+        if function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
+            return function(*args, **{**kwargs, "device": "cpu"}).to(kwargs.get("device") or "cpu")
+        return function(*args, **kwargs)
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[None]:
+    install_guard()
+    overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        with patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)), Functions(), Operators():
+            yield
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(overwrite)

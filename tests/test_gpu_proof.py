@@ -1,0 +1,64 @@
+"""The proof that needs a GPU, as far as it goes without one: its summaries, its steps, and every line of the benchmarks."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripts import gpu_proof, proof_summaries
+
+ROOT = Path(__file__).resolve().parent.parent
+RACE = """
+========= COMPUTE-SANITIZER
+verify_draft: 60 calls on cuda
+========= Error: Race reported between Write access at void pdkernels::cuda::verify<long>(long *)+0x1d0 in verify_draft.cu:80
+=========     and Read access at void pdkernels::cuda::verify<long>(long *)+0x210 in verify_draft.cu:84 [32 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+
+
+def test_what_a_checker_says_is_summed_up() -> None:
+    assert doctest.testmod(proof_summaries).failed == 0
+    found = proof_summaries.sanitizer_summary(RACE)
+    assert found["verdict"].startswith("RACECHECK SUMMARY: 1 hazard") and found["called"] == ["verify_draft"]
+    assert found["found"] == {
+        "Error: Race reported between Write access, pdkernels::cuda::verify": 1, "and Read access, pdkernels::cuda::verify": 1
+    }  # fmt: skip
+    assert proof_summaries.sanitizer_summary("Killed")["verdict"] == "none"
+
+
+def test_every_benchmark_has_a_part() -> None:
+    benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
+    listed = [name for names in gpu_proof.BENCHMARKS.values() for name in names]
+    # Decoding with the tiny models is a matter of the host; loops without one stand in part 3, beside their tests.
+    assert sorted([*listed, "decoding", "device_loop"]) == sorted(benchmarks)
+
+
+def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = gpu_proof.Part(tmp_path, 1, gpu_proof.time.monotonic() + 60, dry=True)
+    late, _ = part.run("late", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(50)"], share=0.05)
+    empty, _ = part.run("empty", [sys.executable, "-c", "print('nothing')"], needs="all is well")
+    fine, said = part.run("fine", [sys.executable, "-c", "print('all is well')"], needs="all is well")
+    lost, _ = part.run("lost", ["/no/such/program"])
+    assert [step.returncode for step in (late, empty, fine, lost)] == [124, 1, 0, 127]
+    assert late.last_line == "begun" and said == "all is well\n" and "all is well" in part.log.read_text()
+    assert fine.command == "python -c print('all is well')"
+
+
+def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
+    record = tmp_path / "tests.jsonl"
+    settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}
+    files = [f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.harness.record", "-k", "not fp32", "--benchmark-disable"]
+    ran = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=settings, capture_output=True, text=True)
+    found = proof_summaries.test_summary(record)
+    assert ran.returncode == 0 and found["passed"] > 80 and found["failed"] == 0, ran.stdout[-3000:]
+    seen = [json.loads(line)["test"] for line in record.read_text().splitlines()]
+    assert all("cuda" in test for test in seen) and {test.partition("::")[0] for test in seen} == set(files)
