@@ -56,8 +56,9 @@ class Options(NamedTuple):
     law: str = "model"
 
 
+# SymInt: what changes from step to step would else pin a compiled graph to one step.
 OPTIONS = (
-    "float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
+    "float temperature=0.0, int seed=0, SymInt step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
     "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model'"
 )
 """The same in a schema."""

@@ -224,13 +224,13 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(logits: Tensor, positions: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    def step(logits: Tensor, positions: Tensor, number: Tensor, moment: int) -> tuple[Tensor, Tensor]:
         found = pd.token_statistics(logits, temperature=0.5, positions=positions, step=number, suppress=3)
-        return found.ids, found.probs > 0.5
+        return found.ids, pd.token_statistics(logits, temperature=0.5, step=moment, top_k=1).ids
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    for rows, width in [(2, 30), (3, 50), (7, 16), (4, 90)]:
-        call = rows_of(rows, width), torch.arange(rows), torch.full((rows,), width)
+    for moment, (rows, width) in enumerate([(2, 30), (3, 50), (7, 16), (4, 90)], 2):
+        call = rows_of(rows, width), torch.arange(rows), torch.full((rows,), width), moment
         assert all(torch.equal(a, b) for a, b in zip(compiled(*call), step(*call)))
     assert counter.frame_count == 1
 
