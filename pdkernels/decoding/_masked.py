@@ -249,15 +249,15 @@ class WholeCanvas:
 
     first_row: torch.Tensor | None = None
 
-    def __init__(self, session: Session, canvas: Canvas) -> None:
+    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None) -> None:
         self._canvas = canvas
         self._copies = 2 if canvas.law.guidance else 1
-        batch, self.width = canvas.tokens.shape
+        self.width = canvas.tokens.shape[1]
         self._prompt = torch.arange(self.width, device=canvas.tokens.device) < canvas.prompt_lengths[:, None]
-        self._start(session, self._copies * batch)
+        self._start(session, page_size)
 
-    def _start(self, session: Session, batch: int) -> None:
-        self._model, self._cache = session.model, session.model.new_cache(batch, self.width)
+    def _start(self, session: Session, page_size: int | None) -> None:
+        self._model, self._cache = session.model, session.new_cache(page_size, copies=self._copies)
         self._starts = torch.zeros_like(self._canvas.totals).repeat(self._copies)
         self._ragged = session.ragged(self._canvas.totals) is not None
 
@@ -279,13 +279,13 @@ class KeptCanvas(WholeCanvas):
     Its `options` are those of the cache.
     """
 
-    def __init__(self, session: Session, canvas: Canvas, **options: Any) -> None:
+    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None, **options: Any) -> None:
         self._options = options
-        super().__init__(session, canvas)
+        super().__init__(session, canvas, page_size)
 
-    def _start(self, session: Session, batch: int) -> None:
-        model, prompt_lengths = session.model, self._canvas.prompt_lengths
-        self._cache = FeatureCache(model, batch, session.longest, session.max_new_tokens, **self._options)
+    def _start(self, session: Session, page_size: int | None) -> None:
+        model, prompt_lengths, batch = session.model, self._canvas.prompt_lengths, self._copies * session.batch
+        self._cache = FeatureCache(model, batch, session.longest, session.max_new_tokens, page_size=page_size, **self._options)
         self._prompt_lengths = prompt_lengths.repeat(self._copies)
         self.first_row = prompt_lengths - int(model.config.predicts == "next")
 
