@@ -210,7 +210,7 @@ def generate(
 
             - ``llada``: `block_size` (all), `steps` (one a token), `remasking` ("low_confidence"), `guidance` (0), `no_end` and
               `late_end` (False).
-            - ``dream``: `steps` (one a token), `algorithm` ("entropy"), `eps` (1e-3), `top_p` (1), `order_temperature` (0).
+            - ``dream``: `steps` (one a token), `algorithm` ("entropy"), `eps` (1e-3), `top_p` (1), `top_k`, `order_temperature` (0).
             - ``slowfast``: `block_size` (all), `max_exploration` (8), `window` (2), `variance` (1), `tau_min` (0.1), `tau_high`
               (0.85), `k_slow` (1), `k_fast` (1), `cycle` ("last"), `drop_suffix` (True); `prompt_interval`, with which
               `gen_interval` (1) and `transfer_ratio` (0) go.

@@ -28,7 +28,7 @@ import torch
 
 from pdkernels._validation import check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import ORDER, checked_mask_token, uniforms
+from pdkernels.decoding._sampling import ORDER, checked_mask_token, likeliest, uniforms, without_
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import MaskedStep
 from pdkernels.models.feature_cache import FeatureCache
@@ -49,6 +49,7 @@ class Law(NamedTuple):
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int | None = None  # guess among so many of the likeliest tokens
     law: str = "model"  # confidence under the model's own law, or under that of the draw ("sampling")
     seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
@@ -147,9 +148,14 @@ class Canvas:
     def _statistics(self, logits: torch.Tensor, places: torch.Tensor, late: tuple[int, ...]) -> TokenStatistics:
         law = self.law
         row = torch.arange(places.numel(), device=places.device).view_as(places).masked_fill(places < 0, -1)
+        suppress, top_p = (self.mask_token, *law.banned, *late), law.top_p
+        if law.top_k is not None:  # with top_p, which is of the law of all tokens
+            for token in suppress:
+                without_(logits, token)
+            logits, top_p = likeliest(logits, law.top_k, law.temperature, top_p), 1.0
         return token_statistics(
             logits, temperature=law.temperature, seed=law.seed, step=self.forward[:, None], positions=places, row_index=row,
-            suppress=(self.mask_token, *law.banned, *late), top_k=1, top_p=law.top_p, law=law.law, backend=self._backend,
+            suppress=suppress, top_k=1, top_p=top_p, law=law.law, backend=self._backend,
         )  # fmt: skip
 
     def commit(
