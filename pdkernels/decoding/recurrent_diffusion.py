@@ -7,6 +7,8 @@ freeze the same rows. Where the paper and its code part ways is said there.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pdkernels._validation import check, check_type
@@ -108,6 +110,7 @@ def decode(
         "max_wavefront": max_wavefront,
         "new_state": checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
     }
+    check(noise != math.inf, _OP, "noise", "be finite", noise)
     checked_name(_OP, "rule", rule, ("prefix", "last"))
     checked_flag(_OP, "guard", guard)
     if published:

@@ -167,6 +167,8 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_diffusion", {"max_wavefront": 0}, ValueError, DIFFUSION + "max_wavefront must be at least 1, got 0."),
     ("recurrent_diffusion", {"headway": 0}, ValueError, DIFFUSION + "headway must be at least 1, got 0."),
     ("recurrent_diffusion", {"momentum": 2}, ValueError, DIFFUSION + "momentum must be in 0 .. 1, got 2."),
+    ("recurrent_diffusion", {"noise": float("inf")}, ValueError, DIFFUSION + "noise must be finite, got inf."),
+    ("recurrent_diffusion", {"noise": float("inf"), "published": True}, ValueError, DIFFUSION + "noise must be finite, got inf."),
     ("recurrent_diffusion", {"exit": "now"}, ValueError, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
     ("recurrent_diffusion", {"rule": "all"}, ValueError, DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'."),
     ("recurrent_diffusion", {"guard": 1}, TypeError, DIFFUSION + "guard must be a bool, got int."),
