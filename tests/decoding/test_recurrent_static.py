@@ -195,6 +195,12 @@ def test_other_models_are_refused(method: str) -> None:
         generate(FakeModel(SCRIPTS["bigram"]), [1], method)
 
 
+@pytest.mark.parametrize("method", [name for name in available() if not suits(name, models(1)[0])])
+def test_methods_that_need_other_models_say_so(method: str) -> None:
+    with pytest.raises(TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"):
+        generate(models(1)[0], [1], method, max_new_tokens=2)
+
+
 def test_lossless() -> None:
     assert [method for method in RECURRENT if is_lossless(method)] == [METHOD]
     trace = generate(models(1)[0], [4, 2], METHOD, max_new_tokens=3, trace=True).stats.trace[0]
