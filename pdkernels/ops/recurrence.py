@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pdkernels._validation import fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import call, define, key
 from pdkernels.ops._recurrence import ADVANCE, INJECT, check_exit, check_inject, check_name, fake_advance, fake_exit, fake_inject
 from pdkernels.reference import recurrence as reference
 
@@ -120,8 +120,7 @@ def recurrence_inject(
     for name, value, names in named:
         check_name(INJECT, name, value, names)
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
-    seed = (seed + 2**63) % 2**64 - 2**63
-    options = (seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+    options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     return call(inject_op, (*tensors, *options), embedding, backend)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from pdkernels._validation import check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import call, define, key
 from pdkernels.reference import token_statistics as reference
 
 OP = "token_statistics"
@@ -154,10 +154,8 @@ def raw_options(
         if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
             fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
         step, steps = 0, step.expand(shape)
-    if isinstance(seed, int):
-        seed = (seed + 2**63) % 2**64 - 2**63
     banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
-    return (temperature, seed, step, steps, positions, row_index, banned, *rest)
+    return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
 
 
 def _check(logits: Tensor, *options: Any) -> None:
