@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -154,7 +154,8 @@ def raw_options(
         if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
             fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
         step, steps = 0, step.expand(shape)
-    banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
+    several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
+    banned = [suppress] if isinstance(suppress, int) else list(suppress) if several else suppress
     return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
 
 

@@ -274,6 +274,7 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         ({"row_index": NUMBERS + 2}, ValueError, r"row_index must be in \[-1, 1\], got 2 for row 0"),
         ({"row_index": NUMBERS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2 for row 0"),
         ({"suppress": "abc"}, TypeError, r"suppress must be an int or a sequence of ints, got 'abc'"),
+        ({"suppress": None}, TypeError, r"suppress must be an int or a sequence of ints, got None"),
         ({"suppress": 40}, ValueError, r"suppress must be ids in 0 \.\. 39, got 40"),
         ({"suppress": list(range(17))}, ValueError, r"suppress must have at most 16 ids, got 17"),
         ({"top_k": 0}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),
