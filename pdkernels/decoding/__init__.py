@@ -213,7 +213,7 @@ def generate(
               ("fresh"), `guard` (True), `max_recurrences`, `stability`, `published` (False).
 
             These four, for recurrent-depth models, take `recurrences` (the model's mean), `temperature` (0), `top_p`, `min_p`,
-            `seed` (0) of states and draws, `page_size`.
+            `top_k`, `seed` (0) of states and draws, `page_size`.
 
             - ``llada``: `block_size` (all), `steps` (one a token), `remasking` ("low_confidence"), `guidance` (0), `no_end` and
               `late_end` (False).

@@ -48,6 +48,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
 ) -> int:
@@ -76,7 +77,7 @@ def decode(
             `rule`, `guard`, `max_recurrences` and `stability` do not exist. The text is cut at `max_new_tokens` alone and comes
             in one piece.
         temperature: 0 is greedy.
-        top_p, min_p: draw only from likely tokens; None: from all.
+        top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of states, noise, draws and guesses.
         page_size: rows per cache page; None keeps the cache contiguous.
 
@@ -85,7 +86,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
     checked_flag(_OP, "published", published)

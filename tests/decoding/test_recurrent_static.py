@@ -43,7 +43,7 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    options = dict(zip(("temperature", "top_p", "min_p"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    options = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, recurrences=recurrences, trace=True, page_size=page_size, **options
     )
@@ -77,12 +77,15 @@ def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
     temperature=st.sampled_from([0.1, 1.0, 3.0]),
     top_p=st.sampled_from([None, 0.0, 0.2, 0.7, 0.95, 1.0]),
     min_p=st.sampled_from([None, 0.0, 0.2, 1.0]),
+    top_k=st.sampled_from([None, 1, 2, 9]),
 )
-def test_filters_are_those_of_the_reference(numbers: list[float], temperature: float, top_p: float | None, min_p: float | None) -> None:
+def test_filters_are_those_of_the_reference(
+    numbers: list[float], temperature: float, top_p: float | None, min_p: float | None, top_k: int | None
+) -> None:
     """Ties, a lone token, and lines that are crossed exactly."""
     logits = torch.tensor([numbers, numbers[::-1]])
-    ours = filtered(logits[:, None], temperature, top_p, min_p)[:, 0].double()
-    plain = plain_filtered(logits, temperature, top_p, min_p)
+    ours = filtered(logits[:, None], temperature, top_p, min_p, top_k)[:, 0].double()
+    plain = plain_filtered(logits, temperature, top_p, min_p, top_k)
     assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
 
 
@@ -154,6 +157,7 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (METHOD, {"recurrences": 2.0}, TypeError, STATIC + "recurrences must be an int, got float."),
     (METHOD, {"temperature": -1}, ValueError, STATIC + "temperature must be finite and at least 0, got -1."),
     (METHOD, {"top_p": 1.5}, ValueError, STATIC + "top_p must be in 0 .. 1, got 1.5."),
+    (METHOD, {"top_k": 0}, ValueError, STATIC + "top_k must be at least 1, got 0."),
     (METHOD, {"min_p": "x"}, TypeError, STATIC + "min_p must be a number, got str."),
     (METHOD, {"seed": None}, TypeError, STATIC + "seed must be an int, got NoneType."),
     ("recurrent_adaptive", {"criterion": "luck"}, ValueError, ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', "),
