@@ -83,7 +83,8 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
     method: Annotated[
-        list[str] | None, typer.Option(help="Decoding method, or 'all' that the model can run. May be given several times to compare.")
+        list[str] | None,
+        typer.Option(help="Decoding method, or 'all' that the model can run; by default 'jacobi' or 'llada'. May be given several times."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
     block_size: Annotated[int | None, typer.Option(help="Jacobi: tokens per block.")] = None,
@@ -103,7 +104,8 @@ def generate(
     options = {name: value for name, value in given.items() if value is not None}
     with _errors_told():
         language_model = models.load(model)
-        methods = _methods(method or ["jacobi"], options, language_model)
+        usual = "jacobi" if decoding.suits("jacobi", language_model) else "llada"
+        methods = _methods(method or [usual], options, language_model)
         _use_threads(threads, [language_model])
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
@@ -172,9 +174,9 @@ def _run(
 
 
 def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("method", no_wrap=True)
-    for heading in ("forwards", "tokens", "tokens per\nforward", "seconds", "tokens/s"):
+    for heading in ("forwards", "tokens", "tokens/\nforward", "seconds", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     if same is not None:
         table.add_column("identical\nto greedy", no_wrap=True)

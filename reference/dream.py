@@ -51,6 +51,7 @@ def dream(
     eps: float = 1e-3,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     order_temperature: float = 0.0,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
@@ -71,7 +72,7 @@ def dream(
             1 - s / t between the times t and s, if its uniform number (unmask.py) is at least s / t. The trace has
             that number for its confidence.
         eps: the last time.
-        temperature, top_p: of the law; the filter is one at temperature 0, too.
+        temperature, top_p, top_k: of the law; the filters are some at temperature 0, too. `top_p` measures the law of all tokens.
         order_temperature: 0 takes the best scores. Above, places are drawn without putting back from
             softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace has
             for confidences, u being the place's uniform number. It must be 0 for "origin".
@@ -97,7 +98,7 @@ def dream(
         canvas.forwards += 1
         guesses = guess(
             canvas, forward(canvas.tokens), window, temperature=temperature, seed=seed, law="sampling", top_p=top_p,
-            score=SCORES[algorithm],
+            top_k=top_k, score=SCORES[algorithm],
         )  # fmt: skip
         uniform = dict(zip(guesses.tokens, random_order(seed, canvas.forwards, list(guesses.tokens))))
         if algorithm == "origin":

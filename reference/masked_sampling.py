@@ -156,6 +156,7 @@ def guess(
     law: str = "model",
     top_p: float = 1.0,
     min_p: float = 0.0,
+    top_k: int | None = None,
     score: Callable[[Tensor, Sequence[int]], Tensor] = probability,
 ) -> Guesses:
     """A token for every mask of the window, drawn with the numbers of the canvas's last forward, and its confidence.
@@ -166,6 +167,7 @@ def guess(
         law: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
         top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
             token at which the mass before it is `top_p` exactly.
+        top_k: and of what these leave only tokens that are among the `top_k` most probable; equals of the last one stay.
         score: of a law ``(R, V)`` and the tokens; the token's probability by default.
     """
     places = canvas.masks(window)
@@ -177,6 +179,8 @@ def guess(
     if (rows == -torch.inf).all(-1).any():
         raise ValueError("pdkernels.guess: logits must allow a token at every place, got a row of -inf alone.")
     drawn = rows.masked_fill(~kept(rows, temperature or 1.0, top_p, min_p), -torch.inf)
+    if top_k is not None:
+        drawn = drawn.masked_fill(rows < rows.topk(min(top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
     tokens = draw(drawn, places, temperature, seed, canvas.forwards)
     scores = drawn / (temperature or 1.0) if law == "sampling" else rows
     confidence = score(torch.softmax(scores, -1), tokens).tolist()

@@ -112,6 +112,7 @@ def recurrent_adaptive(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> AdaptiveResult:
@@ -122,7 +123,7 @@ def recurrent_adaptive(
     adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
 
     Args:
-        model, prompt, max_new_tokens, init, temperature, top_p, min_p, end_tokens, seed: as in
+        model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt.
         criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
@@ -153,7 +154,7 @@ def recurrent_adaptive(
     past = model.new_past()
     logits = forward(model, prompt, past, recurrences, init)
     past.freeze(len(prompt))
-    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
     trace: list[AdaptiveStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
@@ -182,7 +183,7 @@ def recurrent_adaptive(
             values.append(value if counts else math.inf)
         logits = model.coda(z, cursor, past)
         past.freeze(1)
-        predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed)
+        predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed, top_k)
         trace.append(AdaptiveStep(cursor, tokens[-1], predictions[0], count, values))
         tokens = tokens + predictions
     passes = recurrences + sum(step.recurrences for step in trace)

@@ -89,6 +89,7 @@ def recurrent_diffusion(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentResult:
@@ -109,7 +110,7 @@ def recurrent_diffusion(
     With rule "prefix" and fresh new states, a shorter generation is the beginning of a longer one.
 
     Args:
-        model, prompt, max_new_tokens, init, temperature, top_p, min_p, end_tokens, seed: as in
+        model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt; of a position before it freezes where exit is "fixed"; and the horizon of the linear schedule.
         inner_recurrence: recurrences of a step.
@@ -150,7 +151,7 @@ def recurrent_diffusion(
     past = model.new_past()
     logits = forward(model, prompt, past, recurrences, init)
     past.freeze(len(prompt))
-    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
 
     # What belongs to a position stays under its number; nothing is moved when rows freeze.
     wave = [len(prompt)]
@@ -177,7 +178,7 @@ def recurrent_diffusion(
             elif new_state == "copied" and kept:
                 z[i] = states[kept[-1]][-1]
         z = refine(model, z, e, cursor, past, inner_recurrence)
-        predictions = choose(model.coda(z, cursor, past), [p + 1 for p in wave], temperature, top_p, min_p, seed)
+        predictions = choose(model.coda(z, cursor, past), [p + 1 for p in wave], temperature, top_p, min_p, seed, top_k)
 
         distance = []
         for i, p in enumerate(wave):

@@ -68,13 +68,15 @@ def position_states(size: int, *, seed: int = 0, scale: float = 1.0, dtype: torc
     return lambda step, positions: initial_state(torch.tensor(step), positions, size, seed, 0.4**0.5 * scale).to(dtype)
 
 
-def filtered(logits: Tensor, temperature: float, top_p: float | None, min_p: float | None) -> Tensor:
+def filtered(
+    logits: Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
+) -> Tensor:
     """fp64 logits ``(R, V)`` with -inf where a token is out of the question; the law is that of the rest, renormalised.
 
-    As published: of ``softmax(logits / temperature)``, sorted from the top with ties by id, top-p drops every token whose
-    cumulative mass, its own included, exceeds `top_p`, but keeps the first one (stricter than the usual rule, which keeps the
-    token that crosses the line). Then min-p drops what is below `min_p` times the largest. Nothing is dropped at temperature 0,
-    by None, by ``top_p = 1`` or by ``min_p = 0``.
+    As published: of ``softmax(logits / temperature)``, top-k drops what is below the `top_k`-th largest. Of the rest, sorted from the
+    top with ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but keeps the first one
+    (stricter than the usual rule, which keeps the token that crosses the line). Then min-p drops what is below `min_p` times the
+    largest. Nothing is dropped at temperature 0, by None, by ``top_p = 1`` or by ``min_p = 0``.
 
     >>> law = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
@@ -84,6 +86,8 @@ def filtered(logits: Tensor, temperature: float, top_p: float | None, min_p: flo
     if temperature == 0:
         return scores
     law = torch.softmax(scores / temperature, -1)
+    if top_k is not None:
+        law = law.masked_fill(scores < scores.topk(min(top_k, scores.shape[-1])).values[..., -1:], 0)
     if top_p is not None and top_p < 1:
         ordered, ids = law.sort(dim=-1, descending=True, stable=True)
         dropped = ordered.cumsum(-1) > top_p
@@ -95,14 +99,15 @@ def filtered(logits: Tensor, temperature: float, top_p: float | None, min_p: flo
 
 
 def choose(
-    logits: Tensor, positions: Sequence[int], temperature: float, top_p: float | None, min_p: float | None, seed: int
+    logits: Tensor, positions: Sequence[int], temperature: float, top_p: float | None, min_p: float | None, seed: int,
+    top_k: int | None = None,
 ) -> list[int]:
     """The token of each of `positions` by its row of `logits` ``(R, V)``; the argmax at temperature 0.
 
     >>> choose(torch.tensor([[1.0, 3.0, 3.0]]), [7], 0.0, None, None, seed=0)
     [1]
     """
-    return draw(filtered(logits, temperature, top_p, min_p), positions, temperature, seed, OWN)
+    return draw(filtered(logits, temperature, top_p, min_p, top_k), positions, temperature, seed, OWN)
 
 
 def refine(model: RecurrentModel, state: Tensor, e: Tensor, start: int, past: RecurrentPast, recurrences: int) -> Tensor:

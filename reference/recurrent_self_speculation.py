@@ -41,6 +41,7 @@ def recurrent_self_speculation(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentDraftResult:
@@ -56,7 +57,7 @@ def recurrent_self_speculation(
     are after the last (a slot keeps one row per position). It is, exactly, with one recurrence, and where states have converged.
 
     Args:
-        model, prompt, max_new_tokens, init, temperature, top_p, min_p, end_tokens, seed: as in
+        model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt and of the verify forwards.
         draft_len: most tokens of a draft; 0 is static decoding.
@@ -75,7 +76,7 @@ def recurrent_self_speculation(
     past = model.new_past()
     logits = forward(model, prompt, past, recurrences, init)
     past.freeze(len(prompt))
-    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
     forwards, passes = 1, recurrences
     trace: list[RecurrentDraftStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
@@ -84,14 +85,14 @@ def recurrent_self_speculation(
         while len(draft) < min(1 + draft_len, max_new_tokens - len(tokens)):
             logits = forward(model, draft[-1:], past, draft_recurrences, init)
             past.freeze(1)
-            draft += choose(logits, [past.length], temperature, top_p, min_p, seed)
+            draft += choose(logits, [past.length], temperature, top_p, min_p, seed, top_k)
             forwards, passes = forwards + 1, passes + draft_recurrences
         past.cut(cursor)
 
         logits = forward(model, draft, past, recurrences, init)
         forwards, passes = forwards + 1, passes + recurrences
         positions = range(cursor + 1, cursor + 1 + len(draft))
-        predictions = choose(logits, positions, temperature, top_p, min_p, seed)
+        predictions = choose(logits, positions, temperature, top_p, min_p, seed, top_k)
         accepted = accepted_length(draft, predictions, end_tokens)
         past.freeze(accepted)
         trace.append(RecurrentDraftStep(cursor, draft, predictions, accepted))

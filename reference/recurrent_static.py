@@ -18,6 +18,7 @@ def recurrent_static(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentResult:
@@ -32,7 +33,7 @@ def recurrent_static(
         max_new_tokens: stop after this many new tokens.
         init: ``(step, positions) -> (T, E)``, states drawn for positions; step 0 are the initial ones.
         recurrences: of the prompt and of every token.
-        temperature, top_p, min_p: of the draws, see :func:`~pdkernels.reference.recurrent_sampling.filtered`.
+        temperature, top_p, min_p, top_k: of the draws, see :func:`~pdkernels.reference.recurrent_sampling.filtered`.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws.
     """
@@ -41,13 +42,13 @@ def recurrent_static(
     past = model.new_past()
     logits = forward(model, prompt, past, recurrences, init)
     past.freeze(len(prompt))
-    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed)
+    tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
     trace: list[RecurrentStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
         logits = forward(model, tokens[-1:], past, recurrences, init)
         past.freeze(1)
-        predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed)
+        predictions = choose(logits, [cursor + 1], temperature, top_p, min_p, seed, top_k)
         trace.append(RecurrentStep(cursor, tokens[-1:], predictions, [math.inf], 1))
         tokens = tokens + predictions
     forwards = 1 + len(trace)

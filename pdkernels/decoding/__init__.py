@@ -90,6 +90,9 @@ STEPS: dict[str, type[Steps]] = {
 # Methods for masked-diffusion models: they fill in places that they see both sides of.
 _MASKED = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
 
+# Methods that ask of a model nothing but plain forwards behind its cache.
+_PLAIN = ("autoregressive", "jacobi")
+
 # Methods that write tokens of their own; all others keep the tokens and change what they cost.
 _OWN_TOKENS = (
     "block_diffusion",
@@ -146,14 +149,18 @@ def default_option(method: str, option: str) -> Any:
 
 def suits(method: str, model: Any) -> bool:
     """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for Transformers that see both sides
-    (``config.attention == "bidirectional"``), the others for all that go from left to right.
+    (``config.attention == "bidirectional"``), the others for Transformers that go from left to right; "autoregressive" and "jacobi"
+    are for all of these and for `RecurrentDepth`.
 
     >>> suits("jacobi", object()), suits("llada", object())
     (True, False)
     """
     _method(method)
-    if method.startswith("recurrent_"):
-        return isinstance(model, RecurrentDepth)
+    for_recurrent = method.startswith("recurrent_")
+    if isinstance(model, RecurrentDepth):
+        return for_recurrent or method in _PLAIN
+    if for_recurrent:
+        return False
     attention = getattr(getattr(model, "config", None), "attention", "causal")
     return (attention == "bidirectional") == (method in _MASKED)
 
@@ -206,11 +213,11 @@ def generate(
               ("fresh"), `guard` (True), `max_recurrences`, `stability`, `published` (False).
 
             These four, for recurrent-depth models, take `recurrences` (the model's mean), `temperature` (0), `top_p`, `min_p`,
-            `seed` (0) of states and draws, `page_size`.
+            `top_k`, `seed` (0) of states and draws, `page_size`.
 
             - ``llada``: `block_size` (all), `steps` (one a token), `remasking` ("low_confidence"), `guidance` (0), `no_end` and
               `late_end` (False).
-            - ``dream``: `steps` (one a token), `algorithm` ("entropy"), `eps` (1e-3), `top_p` (1), `order_temperature` (0).
+            - ``dream``: `steps` (one a token), `algorithm` ("entropy"), `eps` (1e-3), `top_p` (1), `top_k`, `order_temperature` (0).
             - ``slowfast``: `block_size` (all), `max_exploration` (8), `window` (2), `variance` (1), `tau_min` (0.1), `tau_high`
               (0.85), `k_slow` (1), `k_fast` (1), `cycle` ("last"), `drop_suffix` (True); `prompt_interval`, with which
               `gen_interval` (1) and `transfer_ratio` (0) go.
@@ -250,6 +257,9 @@ def generate(
         (True, True)
     """
     decode = _method(method)
+    if isinstance(model, RecurrentDepth):
+        fitting = [name for name in _METHODS if suits(name, model)]
+        check_type(method in fitting, _OP, "method", "be for recurrent-depth models", repr(method), f"These are: {', '.join(fitting)}.")
     check_options(method, options)
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
     return finished(session, single, method, lambda: decode(session, **options))

@@ -28,7 +28,7 @@ import torch
 
 from pdkernels._validation import check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import ORDER, checked_mask_token, uniforms
+from pdkernels.decoding._sampling import ORDER, checked_mask_token, likeliest, uniforms, without_
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import MaskedStep
 from pdkernels.models.feature_cache import FeatureCache
@@ -49,6 +49,7 @@ class Law(NamedTuple):
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int | None = None  # guess among so many of the likeliest tokens
     law: str = "model"  # confidence under the model's own law, or under that of the draw ("sampling")
     seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
@@ -147,9 +148,14 @@ class Canvas:
     def _statistics(self, logits: torch.Tensor, places: torch.Tensor, late: tuple[int, ...]) -> TokenStatistics:
         law = self.law
         row = torch.arange(places.numel(), device=places.device).view_as(places).masked_fill(places < 0, -1)
+        suppress, top_p = (self.mask_token, *law.banned, *late), law.top_p
+        if law.top_k is not None:  # with top_p, which is of the law of all tokens
+            for token in suppress:
+                without_(logits, token)
+            logits, top_p = likeliest(logits, law.top_k, law.temperature, top_p), 1.0
         return token_statistics(
             logits, temperature=law.temperature, seed=law.seed, step=self.forward[:, None], positions=places, row_index=row,
-            suppress=(self.mask_token, *law.banned, *late), top_k=1, top_p=law.top_p, law=law.law, backend=self._backend,
+            suppress=suppress, top_k=1, top_p=top_p, law=law.law, backend=self._backend,
         )  # fmt: skip
 
     def commit(
@@ -249,15 +255,15 @@ class WholeCanvas:
 
     first_row: torch.Tensor | None = None
 
-    def __init__(self, session: Session, canvas: Canvas) -> None:
+    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None) -> None:
         self._canvas = canvas
         self._copies = 2 if canvas.law.guidance else 1
-        batch, self.width = canvas.tokens.shape
+        self.width = canvas.tokens.shape[1]
         self._prompt = torch.arange(self.width, device=canvas.tokens.device) < canvas.prompt_lengths[:, None]
-        self._start(session, self._copies * batch)
+        self._start(session, page_size)
 
-    def _start(self, session: Session, batch: int) -> None:
-        self._model, self._cache = session.model, session.model.new_cache(batch, self.width)
+    def _start(self, session: Session, page_size: int | None) -> None:
+        self._model, self._cache = session.model, session.new_cache(page_size, copies=self._copies)
         self._starts = torch.zeros_like(self._canvas.totals).repeat(self._copies)
         self._ragged = session.ragged(self._canvas.totals) is not None
 
@@ -279,13 +285,13 @@ class KeptCanvas(WholeCanvas):
     Its `options` are those of the cache.
     """
 
-    def __init__(self, session: Session, canvas: Canvas, **options: Any) -> None:
+    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None, **options: Any) -> None:
         self._options = options
-        super().__init__(session, canvas)
+        super().__init__(session, canvas, page_size)
 
-    def _start(self, session: Session, batch: int) -> None:
-        model, prompt_lengths = session.model, self._canvas.prompt_lengths
-        self._cache = FeatureCache(model, batch, session.longest, session.max_new_tokens, **self._options)
+    def _start(self, session: Session, page_size: int | None) -> None:
+        model, prompt_lengths, batch = session.model, self._canvas.prompt_lengths, self._copies * session.batch
+        self._cache = FeatureCache(model, batch, session.longest, session.max_new_tokens, page_size=page_size, **self._options)
         self._prompt_lengths = prompt_lengths.repeat(self._copies)
         self.first_row = prompt_lengths - int(model.config.predicts == "next")
 

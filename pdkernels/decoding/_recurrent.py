@@ -22,30 +22,35 @@ class Sampling(NamedTuple):
     temperature: float
     top_p: float | None
     min_p: float | None
+    top_k: int | None
     seed: int
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
-            logits = filtered(logits, self.temperature, self.top_p, self.min_p)
+            logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
         return draw(logits, positions, self.temperature, self.seed, OWN)
 
 
-def filtered(logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None) -> torch.Tensor:
+def filtered(
+    logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
+) -> torch.Tensor:
     """`logits` ``(..., V)`` with -inf for tokens out of the question, at a temperature above 0; fp64 where there is a filter.
 
-    As the published model draws: of ``softmax(logits / temperature)``, from the top and ties by id, top-p drops every token whose
-    cumulative mass, its own included, exceeds `top_p`, but not the first (the usual rule keeps the token that crosses the line
-    too). Then min-p drops what is below `min_p` times the largest.
+    As the published model draws: of ``softmax(logits / temperature)`` top-k drops what is below the `top_k`-th largest. Of the rest,
+    from the top and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but not the first
+    (the usual rule keeps the token that crosses the line too). Then min-p drops what is below `min_p` times the largest.
 
     >>> law = torch.tensor([0.5, 0.3, 0.2]).log()
     >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
     ([True, False, False], [True, True, False])
     """
-    if top_p is None and min_p is None:
+    if top_p is None and min_p is None and top_k is None:
         return logits
     scores = logits.double()
     law = torch.softmax(scores / temperature, -1)
+    if top_k is not None:
+        law = law.masked_fill(scores < scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:], 0)
     if top_p is not None and top_p < 1:
         ordered, ids = law.sort(dim=-1, descending=True, stable=True)
         dropped = ordered.cumsum(-1) > top_p
@@ -56,12 +61,16 @@ def filtered(logits: torch.Tensor, temperature: float, top_p: float | None, min_
     return scores.masked_fill(law == 0, -torch.inf)
 
 
-def checked_sampling(op: str, temperature: float, top_p: float | None, min_p: float | None, seed: int) -> Sampling:
+def checked_sampling(
+    op: str, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None, seed: int
+) -> Sampling:
     check_sampling(op, temperature, seed)
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None:
             checked_number(op, name, value, 1.0)
-    return Sampling(temperature, top_p, min_p, seed)
+    if top_k is not None:
+        checked_size(op, "top_k", top_k)
+    return Sampling(temperature, top_p, min_p, top_k, seed)
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:

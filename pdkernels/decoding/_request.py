@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +28,11 @@ def open_session(
     """A session for checked arguments of `generate`, and whether there was a single prompt instead of a batch."""
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
+    check_type(hasattr(model, "config"), _OP, "model", "be a model", type(model).__name__, "Load one with pdkernels.models.load.")
     vocabulary = model.config.vocab_size
-    ends = tuple(model.end_tokens) if end_tokens is None else tuple(end_tokens)
+    given = model.end_tokens if end_tokens is None else end_tokens
+    check_type(isinstance(given, Collection), _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
+    ends = tuple(given)
     for token in ends:
         check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)

@@ -74,6 +74,24 @@ def without_(logits: torch.Tensor, token: int) -> torch.Tensor:
     return logits
 
 
+def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float) -> torch.Tensor:
+    """`logits` ``(..., V)`` with -inf for all but the `count` most probable tokens, and for those of them that `top_p` drops.
+
+    A token goes if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1), of which all tokens are
+    part. The first one stays, and equals stay or go together.
+
+    >>> law = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    >>> likeliest(law, 3, 0.0, 0.65).isfinite().tolist(), likeliest(law, 1, 0.0, 0.65).isfinite().tolist()
+    ([True, True, False, False], [True, False, False, False])
+    """
+    best = logits.topk(min(count, logits.shape[-1]), -1).values
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    total = (logits.to(exact) / (temperature or 1.0)).logsumexp(-1, keepdim=True)
+    mass = (best.to(exact) / (temperature or 1.0) - total).exp()
+    stay = (mass.cumsum(-1) - mass < top_p).sum(-1, keepdim=True)
+    return logits.masked_fill(logits < best.gather(-1, (stay - 1).clamp(min=0)), -torch.inf)
+
+
 def check_sampling(op: str, temperature: float, seed: int) -> None:
     check_type(type(temperature) in (int, float), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)

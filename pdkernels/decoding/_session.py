@@ -50,14 +50,14 @@ class Session:
         """Whether somebody wants tokens as soon as they are final."""
         return self._on_tokens is not None
 
-    def new_cache(self, page_size: int | None, room: int = 0) -> Any:
-        """A cache with room for every prompt, all its new tokens and `room` more; paged if `page_size` is given."""
-        behind = self.max_new_tokens + room
+    def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1) -> Any:
+        """A cache with room for every prompt, all its new tokens and `room` more, `copies` times; paged if `page_size` is given."""
+        batch, behind = copies * self.batch, self.max_new_tokens + room
         if page_size is None:
-            return self.model.new_cache(self.batch, self.longest + behind)
-        cache = self.model.new_cache(self.batch, self.longest + behind, kind="paged", page_size=page_size)
+            return self.model.new_cache(batch, self.longest + behind)
+        cache = self.model.new_cache(batch, self.longest + behind, kind="paged", page_size=page_size)
         # All pages at once: the loop then never has to ask the host-side allocator.
-        cache.reserve_([len(prompt) + behind for prompt in self.prompts])
+        cache.reserve_([len(prompt) + behind for prompt in self.prompts] * copies)
         return cache
 
     def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

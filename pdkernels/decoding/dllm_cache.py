@@ -62,7 +62,7 @@ def decode(
     if not blocks:
         return canvas.finish()
     forward = KeptCanvas(
-        session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio,
-        baseline=baseline, page_size=page_size,
+        session, canvas, page_size, prompt_interval=prompt_interval, gen_interval=gen_interval,
+        transfer_ratio=transfer_ratio, baseline=baseline,
     )  # fmt: skip
     return fill(canvas, forward, blocks, steps, remasking == "random")

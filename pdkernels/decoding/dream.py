@@ -27,6 +27,7 @@ def decode(
     eps: float = 1e-3,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     order_temperature: float = 0.0,
     mask_token: int | None = None,
     seed: int = 0,
@@ -40,6 +41,7 @@ def decode(
         eps: the time of the last step; the first is 1.
         temperature: of the guesses and of the law that scores them.
         top_p: guess among the likeliest tokens that have this mass, and score the law of those.
+        top_k: guess among so many of the likeliest tokens, and score the law of those; with `top_p`, of what both leave.
         order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
         mask_token: id of open places; None: the model's.
         seed: of the draws.
@@ -54,13 +56,15 @@ def decode(
     check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
     check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
     checked_number(_OP, "top_p", top_p, 1.0)
+    if top_k is not None:
+        checked_size(_OP, "top_k", top_k)
     checked_number(_OP, "order_temperature", order_temperature)
     check(order_temperature == 0 or algorithm != "origin", _OP, "order_temperature", "be 0 with algorithm 'origin'",
           order_temperature)  # fmt: skip
     check_sampling(_OP, temperature, seed)
     masks = session.max_new_tokens
     steps = masks if steps is None else steps
-    canvas = Canvas(session, mask_token, Law(temperature, top_p, "sampling", seed))
+    canvas = Canvas(session, mask_token, Law(temperature, top_p, top_k, "sampling", seed))
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)

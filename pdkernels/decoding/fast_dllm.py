@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, Law, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
@@ -93,7 +93,7 @@ def decode(
         if entry:
             canvas.begin()
             behind -= block_size
-            start, hidden = None, rows.whole()
+            start, hidden = None, rows()
         else:
             canvas.begin(open_)
             start = canvas.prompt_lengths + first
@@ -118,21 +118,11 @@ def decode(
     return canvas.finish()
 
 
-class Rows:
-    """Forwards over rows of the canvases that stand side by side; all others are in a KV cache as they were last computed."""
-
-    def __init__(self, session: Session, canvas: Canvas, page_size: int | None) -> None:
-        self._canvas, self._model, self._cache = canvas, session.model, session.new_cache(page_size)
-        self._counts = session.ragged(canvas.totals)
-        self._row = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
-
-    def whole(self) -> torch.Tensor:
-        """Hidden states ``(batch, L, hidden_size)`` of all rows."""
-        canvas = self._canvas
-        starts = torch.zeros_like(canvas.totals)
-        return self._model.rewrite(canvas.tokens, self._cache, starts, counts=self._counts, visible=canvas.totals)
+class Rows(WholeCanvas):
+    """Forwards over rows of the canvases that stand side by side; all others are in the KV cache as they were last computed."""
 
     def rewrite(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""
-        tokens = self._canvas.tokens.gather(1, starts[:, None] + self._row[:width])
+        row = torch.arange(width, device=starts.device)
+        tokens = self._canvas.tokens.gather(1, starts[:, None] + row)
         return self._model.rewrite(tokens, self._cache, starts, visible=self._canvas.totals)

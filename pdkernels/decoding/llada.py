@@ -6,6 +6,8 @@ says where that code differs; both take the same forwards, draw the same tokens 
 
 from __future__ import annotations
 
+import math
+
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
@@ -61,6 +63,7 @@ def begin(
         checked_size(op, "block_size", block_size)
     checked_name(op, "remasking", remasking, ("low_confidence", "random"))
     checked_number(op, "guidance", guidance)
+    check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
     check_sampling(op, temperature, seed)

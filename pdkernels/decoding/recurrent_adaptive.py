@@ -45,6 +45,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
 ) -> None:
@@ -62,13 +63,13 @@ def decode(
         check_every: recurrences between two checks; the host looks at each that counts.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
         temperature: 0 is greedy.
-        top_p, min_p: draw only from likely tokens; None: from all.
+        top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of the initial states and the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     checked_name(_OP, "criterion", criterion, tuple(THRESHOLDS))
     limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)

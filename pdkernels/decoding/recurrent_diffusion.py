@@ -7,6 +7,8 @@ freeze the same rows. Where the paper and its code part ways is said there.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from pdkernels._validation import check, check_type
@@ -46,6 +48,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
 ) -> int:
@@ -74,7 +77,7 @@ def decode(
             `rule`, `guard`, `max_recurrences` and `stability` do not exist. The text is cut at `max_new_tokens` alone and comes
             in one piece.
         temperature: 0 is greedy.
-        top_p, min_p: draw only from likely tokens; None: from all.
+        top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of states, noise, draws and guesses.
         page_size: rows per cache page; None keeps the cache contiguous.
 
@@ -83,7 +86,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
     checked_flag(_OP, "published", published)
@@ -108,6 +111,7 @@ def decode(
         "max_wavefront": max_wavefront,
         "new_state": checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
     }
+    check(noise != math.inf, _OP, "noise", "be finite", noise)
     checked_name(_OP, "rule", rule, ("prefix", "last"))
     checked_flag(_OP, "guard", guard)
     if published:

@@ -26,6 +26,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
 ) -> int:
@@ -40,7 +41,7 @@ def decode(
         draft_recurrences: of these forwards.
         recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
         temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
-        top_p, min_p: draw only from likely tokens; None: from all.
+        top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of the initial states and the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
 
@@ -49,7 +50,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     check_type(type(draft_len) is int, _OP, "draft_len", "be an int", type(draft_len).__name__)
     check(draft_len >= 0, _OP, "draft_len", "be at least 0", draft_len)
     checked_size(_OP, "draft_recurrences", draft_recurrences)

@@ -22,6 +22,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
+    top_k: int | None = None,
     seed: int = 0,
     page_size: int | None = None,
 ) -> None:
@@ -32,13 +33,13 @@ def decode(
     Options:
         recurrences: of the prompt and of every token; None: those the model was trained for.
         temperature: 0 is greedy.
-        top_p, min_p: draw only from likely tokens, see `_recurrent.filtered`; None: from all.
+        top_p, min_p, top_k: draw only from likely tokens, see `_recurrent.filtered`; None: from all.
         seed: of the initial states and the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, seed)
+    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, current, going = prefill(session, recurrences, sampling, page_size)

@@ -1,4 +1,4 @@
-"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3, Dream): configuration and tensors, both ways."""
+"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3, Dream, Fast-dLLM v2): configuration and tensors, both ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from pdkernels._validation import check, message
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.transformer import TransformerConfig
 
-ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3", "Dream")
+ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen")
+MASK_TOKENS = {"Fast_dLLM_Qwen": 151665}
+"""Where a config.json does not name one: what the published code takes."""
 
 _OP = "models.load"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -31,8 +33,9 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     require(config, _REQUIRED)
     kind = config.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", repr(kind))
-    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, whose place may be a mask.
-    like_qwen2 = kind in ("qwen2", "Dream")
+    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, whose place may be a mask. Fast-dLLM v2 has
+    # them too, and is causal but for the block that it fills.
+    like_qwen2 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen")
     activation = config.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
     max_positions = config.get("max_position_embeddings", 2048)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from pdkernels._validation import check, check_type, message
 from pdkernels.models import huginn, llada
-from pdkernels.models.hf import ARCHITECTURES, demand, from_hf_config, from_hf_state_dict
+from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, demand, from_hf_config, from_hf_state_dict
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -45,7 +45,7 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
             with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model, of Huginn, or of the
-            masked-diffusion models LLaDA and Dream, with the published tensor names. Its ``tokenizer.json``, if there, needs
+            diffusion models LLaDA, Dream and Fast-dLLM v2, with the published tensor names. Its ``tokenizer.json``, if there, needs
             the optional library `tokenizers`.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint.
@@ -128,7 +128,8 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
         state = llada.from_llada_state_dict(tensors, config)
     else:
         state = from_hf_state_dict(tensors, config)
-    return _assemble(config, state, dtype, device, tokenizer, end_tokens, fields.get("mask_token_id"))
+    mask_token = fields.get("mask_token_id", MASK_TOKENS.get(fields.get("model_type")))
+    return _assemble(config, state, dtype, device, tokenizer, end_tokens, mask_token)
 
 
 def _config(fields: Mapping[str, Any]) -> Config:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
+from pdkernels._validation import check_type
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 SCHEMAS: dict[str, str] = {}
@@ -71,6 +72,12 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
         return kernel(*arguments, **options)
 
     return run
+
+
+def key(op: str, seed: int) -> int:
+    """The low 64 bits of `seed` as the signed number that a schema takes."""
+    check_type(isinstance(seed, (int, torch.SymInt)), op, "seed", "be an int", type(seed).__name__)
+    return (seed + 2**63) % 2**64 - 2**63
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:

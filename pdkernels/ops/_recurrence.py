@@ -19,6 +19,16 @@ def check_name(op: str, argument: str, value: object, names: tuple[str, ...]) ->
         fail(op, argument, f"be one of {', '.join(names)}", repr(value))
 
 
+def check_int(op: str, argument: str, number: object, least: int, remedy: str = "") -> None:
+    check_type(isinstance(number, (int, torch.SymInt)), op, argument, "be an int", type(number).__name__)
+    if number < least:
+        fail(op, argument, f"be at least {least}", number, remedy)
+
+
+def _flag(op: str, argument: str, value: object) -> None:
+    check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
+
+
 def _rows(op: str, name: str, x: object, like: Tensor | None, sizes: tuple[int | None, ...]) -> None:
     """A tensor of vectors, of the shape `sizes` (None: any size) and of the dtype and device of `like`."""
     check_floats(op, name, x, like=like)
@@ -54,8 +64,8 @@ def check_inject(
         check_type(isinstance(number, (int, float)), INJECT, name, "be a number", type(number).__name__)
         if not 0 <= number <= most or number == math.inf:
             fail(INJECT, name, "be in [0, 1]" if most == 1 else "be finite and not negative", number)
-    if horizon < 1:
-        fail(INJECT, "horizon", "be at least 1", horizon)
+    check_int(INJECT, "horizon", horizon, 1)
+    _flag(INJECT, "damp_new", damp_new)
 
 
 def fake_inject(state: Tensor | None, embedding: Tensor, *rest: Any) -> Tensor:
@@ -82,9 +92,9 @@ def check_exit(
     if older is not None:
         _rows(EXIT, "older", older, x, (batch, None, size))
         check_index(EXIT, "older_advance", older_advance, (batch,), x.device)
-    check_type(isinstance(threshold, (int, float)), EXIT, "threshold", "be a number", type(threshold).__name__)
-    if min_recurrences < 1:
-        fail(EXIT, "min_recurrences", "be at least 1", min_recurrences, "A row that is new has nothing to be compared with.")
+    for name, number in (("threshold", threshold), ("eps", eps)):
+        check_type(isinstance(number, (int, float)), EXIT, name, "be a number", type(number).__name__)
+    check_int(EXIT, "min_recurrences", min_recurrences, 1, "A row that is new has nothing to be compared with.")
 
 
 def fake_exit(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +130,9 @@ def fake_advance(
             fail(ADVANCE, "settled", f"be on {device}", settled.device, f"Move it with .to({str(device)!r}).")
     from_one = (("inner_recurrence", inner_recurrence, 1), ("headway", headway, 1))
     for name, number, least in (*from_one, ("max_recurrences", max_recurrences, 0), ("stability", stability, 0)):
-        if number < least:
-            fail(ADVANCE, name, f"be at least {least}", number)
+        check_int(ADVANCE, name, number, least)
+    _flag(ADVANCE, "guard", guard)
+    _flag(ADVANCE, "keep_last", keep_last)
     if max_wavefront > room:
         fail(ADVANCE, "max_wavefront", f"be at most the {room} rows there is room for", max_wavefront)
     if filler is not None:

@@ -223,7 +223,7 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
 
 
 value_drift_select_op = define(
-    "value_drift_select_(Tensor v, Tensor(a!) v_cache, Tensor starts, int count, Tensor? wanted=None, Tensor? counts=None, "
+    "value_drift_select_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt count, Tensor? wanted=None, Tensor? counts=None, "
     'str update="all", Tensor? block_table=None) -> Tensor',
     fake=_fake_select,
     reference=reference.value_drift_select_,

@@ -17,10 +17,19 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from pdkernels._validation import fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define
-from pdkernels.ops._recurrence import ADVANCE, INJECT, check_exit, check_inject, check_name, fake_advance, fake_exit, fake_inject
+from pdkernels.ops._library import call, define, key
+from pdkernels.ops._recurrence import (
+    ADVANCE,
+    INJECT,
+    check_exit,
+    check_inject,
+    check_int,
+    check_name,
+    fake_advance,
+    fake_exit,
+    fake_inject,
+)
 from pdkernels.reference import recurrence as reference
 
 
@@ -120,8 +129,7 @@ def recurrence_inject(
     for name, value, names in named:
         check_name(INJECT, name, value, names)
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
-    seed = (seed + 2**63) % 2**64 - 2**63
-    options = (seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+    options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     return call(inject_op, (*tensors, *options), embedding, backend)
 
 
@@ -281,8 +289,8 @@ def recurrence_advance_(
         (2, 12, 2, [7, 8], [8, 0, 0, 0])
     """
     check_name(ADVANCE, "rule", rule, reference.RULES)
-    if max_wavefront is not None and max_wavefront < 1:
-        fail(ADVANCE, "max_wavefront", "be at least 1", max_wavefront, "Pass None for as many rows as there is room for.")
+    if max_wavefront is not None:
+        check_int(ADVANCE, "max_wavefront", max_wavefront, 1, "Pass None for as many rows as there is room for.")
     tensors = (tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled)
     limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
     call(advance_op, (*tensors, *limits, filler, end_tokens, guard, keep_last), tokens, backend)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from pdkernels._validation import check_index, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import call, define, key
 from pdkernels.reference import token_statistics as reference
 
 OP = "token_statistics"
@@ -56,8 +56,9 @@ class Options(NamedTuple):
     law: str = "model"
 
 
+# SymInt: what changes from step to step would else pin a compiled graph to one step.
 OPTIONS = (
-    "float temperature=0.0, int seed=0, int step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
+    "float temperature=0.0, int seed=0, SymInt step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
     "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model'"
 )
 """The same in a schema."""
@@ -153,10 +154,9 @@ def raw_options(
         if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
             fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
         step, steps = 0, step.expand(shape)
-    if isinstance(seed, int):
-        seed = (seed + 2**63) % 2**64 - 2**63
-    banned = [suppress] if isinstance(suppress, int) else suppress if isinstance(suppress, str) else list(suppress)
-    return (temperature, seed, step, steps, positions, row_index, banned, *rest)
+    several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
+    banned = [suppress] if isinstance(suppress, int) else list(suppress) if several else suppress
+    return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
 
 
 def _check(logits: Tensor, *options: Any) -> None:

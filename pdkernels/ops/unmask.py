@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import call, define, key
 from pdkernels.reference import unmask as reference
 
 OP = "unmask_"
@@ -112,9 +112,8 @@ def unmask_(
     quota, quotas = _number(quota)
     need, needs = _number(need)
     step, steps = _number(step)
-    seed = (seed + 2**63) % 2**64 - 2**63
     rule = (quota, quotas, threshold, need, needs, factor, strict)
-    arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps)
+    arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, key(OP, seed), step, steps)
     return Unmasked(*call(unmask_op, arguments, tokens, backend))
 
 
@@ -151,8 +150,12 @@ def _check(
         segments = isinstance(windows, Tensor) and windows.dim() == 3
         check_index(OP, "windows", windows, (batch, None, 2) if segments else (batch, 2), device)
         shape = windows.shape[:-1]
+    for name, number in (("threshold", threshold), ("factor", factor)):
+        check_type(number is None or isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
+    for name, number, kinds in (("mask_token", mask_token, ""), ("quota", quota, " or a tensor"), ("need", need, " or a tensor"),
+                                ("step", step, " or a tensor")):  # fmt: skip
+        check_type(isinstance(number, (int, torch.SymInt)), OP, name, f"be an int{kinds}", type(number).__name__)
     for name, number, tensor in (("quota", quota, quotas), ("need", need, needs)):
-        check_type(not isinstance(number, (bool, float)), OP, name, "be an int or a tensor", type(number).__name__)
         if tensor is not None:
             check_index(OP, name, tensor, shape, device)
         elif number < 0:

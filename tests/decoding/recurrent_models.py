@@ -30,8 +30,11 @@ token = st.integers(0, VOCABULARY - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=5), min_size=1, max_size=3)
 seeds = st.integers(-(2**63), 2**64 - 1)
 page_sizes = st.sampled_from([None, None, 1, 3])
-# temperature, top_p, min_p
-draws = st.sampled_from([(0.0, None, None), (0, 0.5, 0.5), (0.7, None, None), (1.0, 0.8, None), (1.5, 0.9, 0.05)])
+# temperature, top_p, min_p, top_k
+draws = st.sampled_from([
+    (0.0, None, None, None), (0, 0.5, 0.5, 2), (0.7, None, None, None), (1.0, 0.8, None, None), (1.5, 0.9, 0.05, 50),
+    (1.5, None, None, 3), (2.0, 0.9, 0.05, 4),
+])
 
 
 def _own_name(name: str) -> str:

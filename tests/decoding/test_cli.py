@@ -241,3 +241,9 @@ def test_the_library_itself_needs_neither() -> None:
 def test_only_a_picture_needs_matplotlib() -> None:
     code = "import sys, pdkernels.cli; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_usual_method_is_one_for_the_model() -> None:
+    for model, method in (("tiny-masked", "llada"), ("tiny-recurrent", "jacobi")):
+        result = run("generate", "--model", model, "--prompt", "1 + 1 = ?", "--max-new-tokens", "2")
+        assert re.search(rf"^ +{method} +\d", result.stdout, re.M), result.output

@@ -34,6 +34,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
         "eps": st.sampled_from([1e-3, 0.1, 0.6]),
         "temperature": st.sampled_from([0.2, 0.0, 1.0]),
         "top_p": st.sampled_from([0.9, 1.0, 0.4]),
+        "top_k": st.sampled_from([None, None, 1, 3, 50]),
     }),  # fmt: skip
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
@@ -107,7 +108,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "order_temperature": 0.5}])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "order_temperature": 0.5}])
 def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
     shared.assert_float32_fills_the_same_places(METHOD, **options)
 
@@ -144,6 +145,7 @@ def test_errors() -> None:
         ({"eps": 0}, ValueError, "eps must lie between 0 and 1, got 0."),
         ({"eps": None}, TypeError, "eps must be a number, got NoneType."),
         ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
+        ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0."),
         ({"order_temperature": -1}, ValueError, "order_temperature must be at least 0, got -1."),
         ({"order_temperature": 0.5, "algorithm": "origin"}, ValueError,
          "order_temperature must be 0 with algorithm 'origin', got 0.5."),

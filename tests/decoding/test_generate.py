@@ -124,6 +124,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_new_tokens": -1}, ValueError, GENERATE + "max_new_tokens must be at least 0, got -1."),
     ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),
     ({"end_tokens": [99]}, ValueError, GENERATE + "end_tokens must hold ids in 0 .. 22, got 99."),
+    ({"end_tokens": 4}, TypeError, GENERATE + "end_tokens must be a sequence of ints, got int."),
+    ({"model": "tiny-code"}, TypeError, GENERATE + "model must be a model, got str. Load one with pdkernels.models.load."),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
@@ -161,7 +163,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
 @pytest.mark.parametrize(("arguments", "error", "text"), ERRORS)
 def test_errors(arguments: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error) as raised:
-        generate(model(), **{"prompt": [1], "method": "jacobi", "max_new_tokens": 4, **arguments})
+        generate(**{"model": model(), "prompt": [1], "method": "jacobi", "max_new_tokens": 4, **arguments})
     assert text in str(raised.value)
 
 

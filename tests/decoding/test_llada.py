@@ -164,6 +164,7 @@ def test_errors() -> None:
         ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
         ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
         ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+        ({"guidance": float("inf")}, ValueError, "guidance must be finite, got inf."),
         ({"guidance": "strong"}, TypeError, "guidance must be a number, got str."),
         ({"no_end": 1}, TypeError, "no_end must be a bool, got int."),
         ({"late_end": None}, TypeError, "late_end must be a bool, got NoneType."),

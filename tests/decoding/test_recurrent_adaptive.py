@@ -50,7 +50,7 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    common = dict(zip(("temperature", "top_p", "min_p"), draw, strict=True))
+    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True))
     common |= {"end_tokens": ends, "seed": seed, "criterion": criterion}
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}

@@ -47,10 +47,10 @@ sampler_options = st.fixed_dictionaries(
 def reference(
     weights: tuple[int, float], prompt: list[int], limit: int, ends: list[int], draw: Any, seed: int, options: Any
 ) -> RecurrentResult:
-    temperature, top_p, min_p = draw
+    temperature, top_p, min_p, top_k = draw
     return plain_diffusion(
         models(*weights)[1], prompt, limit, init=init_of(seed), end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p,
-        seed=seed, **{"recurrences": RECURRENCES, **options},
+        top_k=top_k, seed=seed, **{"recurrences": RECURRENCES, **options},
     )  # fmt: skip
 
 
@@ -109,10 +109,10 @@ def test_equals_the_reference(
     options: Any,
     page_size: int | None,
 ) -> None:
-    temperature, top_p, min_p = draw
+    temperature, top_p, min_p, top_k = draw
     result, seen = run(
-        weights, batch, limit, end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p, seed=seed, page_size=page_size,
-        **options,
+        weights, batch, limit, end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed,
+        page_size=page_size, **options,
     )  # fmt: skip
     expected = [reference(weights, prompt, limit, ends, draw, seed, options) for prompt in batch]
     assert_same(result, expected, limit, options.get("inner_recurrence", 4), options.get("recurrences", RECURRENCES))
@@ -161,7 +161,7 @@ def test_published_equals_the_reference(
     options: Any,
     page_size: int | None,
 ) -> None:
-    temperature, top_p, min_p = draw
+    temperature, top_p, min_p, top_k = draw
     model, plain = models(*weights)
     with pytest.MonkeyPatch.context() as patch:  # what never settles would go on for 4096 steps
         patch.setattr(_recurrent_published, "recurrent_published", partial(recurrent_published, max_steps=25))
@@ -169,7 +169,7 @@ def test_published_equals_the_reference(
         def ours() -> DecodeResult:
             return generate(
                 model, [prompt], METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, published=True, exit=freeze, seed=seed,
-                temperature=temperature, top_p=top_p, min_p=min_p, page_size=page_size, **options,
+                temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, page_size=page_size, **options,
             )  # fmt: skip
 
         init = init_of(seed)
@@ -180,7 +180,7 @@ def test_published_equals_the_reference(
         try:
             expected = recurrent_published(
                 plain, prompt, limit, init=init, freeze=freeze, stop_tokens=ends, max_steps=25, **numbers,
-                sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed),
+                sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed, top_k),
                 guess=lambda step, count: [
                     word % VOCABULARY for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
                 ],

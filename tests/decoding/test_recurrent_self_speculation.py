@@ -41,7 +41,7 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    common = dict(zip(("temperature", "top_p", "min_p"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
     expected = [recurrent_self_speculation(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch]

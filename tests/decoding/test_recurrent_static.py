@@ -43,7 +43,7 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    options = dict(zip(("temperature", "top_p", "min_p"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    options = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, recurrences=recurrences, trace=True, page_size=page_size, **options
     )
@@ -77,12 +77,15 @@ def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
     temperature=st.sampled_from([0.1, 1.0, 3.0]),
     top_p=st.sampled_from([None, 0.0, 0.2, 0.7, 0.95, 1.0]),
     min_p=st.sampled_from([None, 0.0, 0.2, 1.0]),
+    top_k=st.sampled_from([None, 1, 2, 9]),
 )
-def test_filters_are_those_of_the_reference(numbers: list[float], temperature: float, top_p: float | None, min_p: float | None) -> None:
+def test_filters_are_those_of_the_reference(
+    numbers: list[float], temperature: float, top_p: float | None, min_p: float | None, top_k: int | None
+) -> None:
     """Ties, a lone token, and lines that are crossed exactly."""
     logits = torch.tensor([numbers, numbers[::-1]])
-    ours = filtered(logits[:, None], temperature, top_p, min_p)[:, 0].double()
-    plain = plain_filtered(logits, temperature, top_p, min_p)
+    ours = filtered(logits[:, None], temperature, top_p, min_p, top_k)[:, 0].double()
+    plain = plain_filtered(logits, temperature, top_p, min_p, top_k)
     assert torch.equal(ours, plain) and plain.isfinite().any(-1).all()
 
 
@@ -154,6 +157,7 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (METHOD, {"recurrences": 2.0}, TypeError, STATIC + "recurrences must be an int, got float."),
     (METHOD, {"temperature": -1}, ValueError, STATIC + "temperature must be finite and at least 0, got -1."),
     (METHOD, {"top_p": 1.5}, ValueError, STATIC + "top_p must be in 0 .. 1, got 1.5."),
+    (METHOD, {"top_k": 0}, ValueError, STATIC + "top_k must be at least 1, got 0."),
     (METHOD, {"min_p": "x"}, TypeError, STATIC + "min_p must be a number, got str."),
     (METHOD, {"seed": None}, TypeError, STATIC + "seed must be an int, got NoneType."),
     ("recurrent_adaptive", {"criterion": "luck"}, ValueError, ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', "),
@@ -167,6 +171,8 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_diffusion", {"max_wavefront": 0}, ValueError, DIFFUSION + "max_wavefront must be at least 1, got 0."),
     ("recurrent_diffusion", {"headway": 0}, ValueError, DIFFUSION + "headway must be at least 1, got 0."),
     ("recurrent_diffusion", {"momentum": 2}, ValueError, DIFFUSION + "momentum must be in 0 .. 1, got 2."),
+    ("recurrent_diffusion", {"noise": float("inf")}, ValueError, DIFFUSION + "noise must be finite, got inf."),
+    ("recurrent_diffusion", {"noise": float("inf"), "published": True}, ValueError, DIFFUSION + "noise must be finite, got inf."),
     ("recurrent_diffusion", {"exit": "now"}, ValueError, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
     ("recurrent_diffusion", {"rule": "all"}, ValueError, DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'."),
     ("recurrent_diffusion", {"guard": 1}, TypeError, DIFFUSION + "guard must be a bool, got int."),
@@ -191,6 +197,12 @@ def test_errors(method: str, options: dict[str, Any], error: type[Exception], te
 def test_other_models_are_refused(method: str) -> None:
     with pytest.raises(TypeError, match=f"pdkernels.decoding.{method}: model must be a recurrent-depth model, got FakeModel."):
         generate(FakeModel(SCRIPTS["bigram"]), [1], method)
+
+
+@pytest.mark.parametrize("method", [name for name in available() if not suits(name, models(1)[0])])
+def test_methods_that_need_other_models_say_so(method: str) -> None:
+    with pytest.raises(TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"):
+        generate(models(1)[0], [1], method, max_new_tokens=2)
 
 
 def test_lossless() -> None:

@@ -1,4 +1,4 @@
-"""LLaDA and Dream from folders with the published names, against the plain model on the same tensors."""
+"""LLaDA, Dream and Fast-dLLM v2 from folders with the published names, against the plain model on the same tensors."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pdkernels import models
+from pdkernels.decoding import generate
 from pdkernels.models import from_hf_config, from_llada_config, from_llada_state_dict, to_hf_state_dict, to_llada_state_dict
 from reference.masked_model import MaskedTransformerReference, random_weights
 from tests.models.test_zoo import write
@@ -73,6 +74,17 @@ def test_folders_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     export = to_llada_state_dict if kind == "llada" else to_hf_state_dict
     back = export(saved, model.config)
     assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_fast_dllm_v2_is_qwen2_with_a_mask_token(tmp_path: Path) -> None:
+    fields, state = {**DREAM, "model_type": "Fast_dLLM_Qwen", "bd_size": 32}, weights("qwen2")
+    write(tmp_path, fields, state)
+    model = models.load(tmp_path)
+    assert model.config == from_hf_config({**DREAM, "model_type": "qwen2"}) and model.mask_token == 11
+    assert len(generate(model, [1, 2, 3], "fast_dllm_v2", max_new_tokens=9, block_size=4, small_block_size=2, end_tokens=()).tokens) == 9
+    write(tmp_path, {name: value for name, value in fields.items() if name != "mask_token_id"}, state)
+    with pytest.raises(ValueError, match="mask_token must be an id below vocab_size .16., got 151665."):
+        models.load(tmp_path)
 
 
 def test_the_published_sizes() -> None:

@@ -202,7 +202,7 @@ def test_bad_dtype() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of qwen2, llama, mistral, ministral3, Dream, got 'gpt2'."),
+        ({"model_type": "gpt2"}, "model_type must be one of qwen2, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, got 'gpt2'."),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
         ({"sliding_window": 8, "use_sliding_window": True},
          "sliding_window must be absent or cover all 64 positions, got 8."),

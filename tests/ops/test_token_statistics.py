@@ -224,13 +224,13 @@ def test_fullgraph_without_recompiles() -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(logits: Tensor, positions: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    def step(logits: Tensor, positions: Tensor, number: Tensor, moment: int) -> tuple[Tensor, Tensor]:
         found = pd.token_statistics(logits, temperature=0.5, positions=positions, step=number, suppress=3)
-        return found.ids, found.probs > 0.5
+        return found.ids, pd.token_statistics(logits, temperature=0.5, step=moment, top_k=1).ids
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
-    for rows, width in [(2, 30), (3, 50), (7, 16), (4, 90)]:
-        call = rows_of(rows, width), torch.arange(rows), torch.full((rows,), width)
+    for moment, (rows, width) in enumerate([(2, 30), (3, 50), (7, 16), (4, 90)], 2):
+        call = rows_of(rows, width), torch.arange(rows), torch.full((rows,), width), moment
         assert all(torch.equal(a, b) for a, b in zip(compiled(*call), step(*call)))
     assert counter.frame_count == 1
 
@@ -274,6 +274,7 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         ({"row_index": NUMBERS + 2}, ValueError, r"row_index must be in \[-1, 1\], got 2 for row 0"),
         ({"row_index": NUMBERS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2 for row 0"),
         ({"suppress": "abc"}, TypeError, r"suppress must be an int or a sequence of ints, got 'abc'"),
+        ({"suppress": None}, TypeError, r"suppress must be an int or a sequence of ints, got None"),
         ({"suppress": 40}, ValueError, r"suppress must be ids in 0 \.\. 39, got 40"),
         ({"suppress": list(range(17))}, ValueError, r"suppress must have at most 16 ids, got 17"),
         ({"top_k": 0}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),

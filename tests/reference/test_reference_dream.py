@@ -78,11 +78,12 @@ def test_what_holds_for_every_run(
 
 
 @pytest.mark.parametrize("algorithm", ["maskgit_plus", "topk_margin", "entropy"])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 9])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.8, 1.0), (0.8, 0.7)])
-def test_scores_are_of_the_law_that_is_drawn_from(algorithm: str, temperature: float, top_p: float) -> None:
+def test_scores_are_of_the_law_that_is_drawn_from(algorithm: str, temperature: float, top_p: float, top_k: int | None) -> None:
     model = Tabled(7, "next", seed=3)
     result = dream(
-        model, [1], 6, mask_token=6, algorithm=algorithm, temperature=temperature, top_p=top_p, seed=2, steps=3
+        model, [1], 6, mask_token=6, algorithm=algorithm, temperature=temperature, top_p=top_p, top_k=top_k, seed=2, steps=3
     )
     for number, step in enumerate(result.trace, start=1):
         logits = model(torch.tensor([step.tokens]), torch.arange(7)[None], torch.ones(7, 7, dtype=torch.bool))[0]
@@ -90,6 +91,7 @@ def test_scores_are_of_the_law_that_is_drawn_from(algorithm: str, temperature: f
         for p in step.confidence:
             law = (logits[p - 1, :6] / (temperature or 1)).softmax(-1).tolist()
             kept = [v for v in range(6) if sum(q for q in law if q > law[v]) < top_p]
+            kept = sorted(kept, key=lambda v: -law[v])[:top_k]
             noise = -torch.log(-torch.log(uniforms(2, number, torch.tensor(p), torch.arange(6))))
             tokens[p] = max(kept, key=lambda v: logits[p - 1, v].item() + temperature * noise[v].item())
             mass = sum(law[v] for v in kept)

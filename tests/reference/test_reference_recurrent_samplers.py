@@ -34,8 +34,10 @@ def test_initial_states_belong_to_positions() -> None:
 # ---- draws
 
 
-def filtered_by_hand(law: list[float], top_p: float, min_p: float) -> list[bool]:
+def filtered_by_hand(law: list[float], top_p: float, min_p: float, top_k: int) -> list[bool]:
     order = sorted(range(len(law)), key=lambda v: (-law[v], v))
+    least = law[order[:top_k][-1]]
+    order = [v for v in order if law[v] >= least]
     kept, mass = {order[0]}, 0.0
     for v in order:
         mass += law[v]
@@ -46,12 +48,12 @@ def filtered_by_hand(law: list[float], top_p: float, min_p: float) -> list[bool]
 
 @given(
     counts=st.lists(st.integers(1, 16), min_size=1, max_size=8), top_p=st.floats(0.01, 0.99), min_p=st.floats(0, 1),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]), top_k=st.integers(1, 9),
 )  # fmt: skip
-def test_filters(counts: list[int], top_p: float, min_p: float, temperature: float) -> None:
+def test_filters(counts: list[int], top_p: float, min_p: float, temperature: float, top_k: int) -> None:
     logits = torch.tensor([counts], dtype=torch.float64).log() * temperature
     law = torch.softmax(logits / temperature, -1)[0].tolist()
-    assert filtered(logits, temperature, top_p, min_p).isfinite()[0].tolist() == filtered_by_hand(law, top_p, min_p)
+    assert filtered(logits, temperature, top_p, min_p, top_k).isfinite()[0].tolist() == filtered_by_hand(law, top_p, min_p, top_k)
     assert torch.equal(filtered(logits, temperature, 1.0, 0.0), logits)
     assert torch.equal(filtered(logits, temperature, None, None), logits)
     assert torch.equal(filtered(logits, 0.0, top_p, min_p), logits)
