@@ -1,7 +1,7 @@
 """What each new token sees, and the attention over it.
 
-A forward on a cache is `speculative_attention`: the prefix is read where it lies, in pages or not, and the plan of the new
-tokens knows nothing of its length. Two kinds of forwards go another way:
+A forward on a cache is `speculative_attention_append_`: the prefix is read where it lies, in pages or not, the new K and V are stored
+behind it, and the plan of the new tokens knows nothing of its length. Two kinds of forwards go another way:
 
 - A lone row behind equally long prefixes of a contiguous cache, on the CPU: PyTorch's attention over a view of the cache, which
   takes two thirds of the time there (the kernels put many rows side by side).

@@ -4,7 +4,8 @@ The query heads that share a KV head are packed into the rows of a tile, token b
 token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
 for the whole group. A program owns one tile of rows, one KV head and one share of the prefix; the last share in use goes on
 with the tail, walking the plan's lists of the tokens in its rows. The shares meet in a second kernel, by their
-log-sum-exps; where there is one share only, it writes the result itself.
+log-sum-exps; where there is one share only, it writes the result itself. Rows that are to be stored in the cache are stored by
+the first share's programs, in equal parts.
 
 How many shares there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
 on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
@@ -161,7 +162,11 @@ def _tail_steps(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
+@triton.jit(
+    do_not_specialize=[
+        "batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages", "source_stride_b", "source_stride"
+    ]
+)  # fmt: skip
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, cache_lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
     counts, sources,
@@ -308,6 +313,7 @@ def forward(
     """
     q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
     cache_lengths = cache_lengths.contiguous()
+    counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     batch, new, heads, head_dim = q.shape
@@ -332,10 +338,12 @@ def forward(
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
         q, k_new, v_new, k_cache, v_cache, cache_lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
-        parts, part_lse, None if counts is None else counts.contiguous(), source_index, *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        parts, part_lse, counts, source_index,
+        *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if block_table is None else block_table.stride(0), kv_offsets.stride(0) if kv_offsets.dim() == 2 else 0,
         *((0, 0) if source_index is None else source_index.stride()),
-        batch, new, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0], scale * math.log2(math.e) if base_2 else scale,
+        batch, new, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        scale * math.log2(math.e) if base_2 else scale,
         GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=block_q, BLOCK_K=block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ LENGTHS = [37, 0, 300, 128, 5, 64, 1, 200]
 CHOICES = ["all", "counts", "sources", "both"]
 
 
-def make(new: int, lengths: list[int], how: str = "both", *, page_size: int = 0, slots: int | None = None, **options) -> tuple[Inputs, Rows]:
+def make(
+    new: int, lengths: list[int], how: str = "both", *, page_size: int = 0, slots: int | None = None, **options: Any
+) -> tuple[Inputs, Rows]:
     """With room for all new tokens, if no other capacity is said."""
     inputs = make_inputs(new, lengths, slots=max(lengths, default=0) + new if slots is None else slots, **options)
     rows = make_rows(inputs, how)
