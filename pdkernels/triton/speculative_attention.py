@@ -162,11 +162,7 @@ def _tail_steps(
     return acc, peak, total
 
 
-@triton.jit(
-    do_not_specialize=[
-        "batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages", "source_stride_b", "source_stride"
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, cache_lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
     counts, sources,
