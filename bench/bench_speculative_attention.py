@@ -4,6 +4,8 @@ Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and
 a cache with room for the draft. Contenders get the draft's K and V already behind the prefix and their masks prebuilt, and are
 compared with float64 before they are timed. A baseline runs beside every round: scaled dot-product attention under a dense mask,
 the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU bf16 alone, widths of 4 to 32 and longer prefixes.
+
+Then what it costs to store rows on the way, against two calls.
 """
 
 from __future__ import annotations
@@ -280,5 +282,39 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
         graph=False,
         op="speculative_attention growing",
         contender=name,
+        dtype="bf16",
+    )
+
+
+def append_first(*step: Tensor | None, plan: pd.masks.TilePlan, counts: Tensor) -> Tensor:
+    pd.kv_append_(*step[3:5], *step[1:3], step[5], counts=counts)
+    return pd.speculative_attention(*step, plan)
+
+
+APPENDING = {"pdkernels": pd.speculative_attention_append_, "kv_append_, then speculative_attention": append_first}
+
+
+@by_device("rows", {"cpu": [1, 8, 72], "cuda": [1, 8, 72], "dry": [1, 6]})
+@pytest.mark.parametrize("name", APPENDING)
+def test_appending(benchmark, rows: int, name: str, device: str) -> None:
+    """A layer of a step that stores so many of its rows: a single token, a draft, a quadratic draft of 8."""
+    benchmark.group = f"speculative_attention_append_, {rows} rows, {device}"
+    prefix = 100 if DRY_RUN else 512
+    step, mask = make_step(2 if DRY_RUN else 8, prefix, torch.bfloat16, device), pd.masks.causal(rows)
+    tensors = (*(x[:, :rows].contiguous() for x in step[:3]), *(x.clone() for x in step[3:5]), step.lengths)
+    options = {"plan": mask.plan(TILE, TILE, device), "counts": torch.tensor([rows], device=device)}
+    call, baseline = (lambda function=function: function(*tensors, **options) for function in (APPENDING[name], append_first))
+    tensors[3][:, prefix:] = 0
+    assert torch.equal(call(), pd.speculative_attention(*tensors, options["plan"]))
+    assert torch.equal(tensors[3][:, prefix : prefix + rows], tensors[1]) and not tensors[3][:, prefix + rows :].any()
+    compare(
+        benchmark,
+        call,
+        baseline=baseline,
+        baseline_name="kv_append_, then speculative_attention",
+        device=device,
+        op="speculative_attention_append_",
+        contender=name,
+        rows=rows,
         dtype="bf16",
     )

@@ -135,17 +135,20 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_o
   return {dq, dk, dv};
 }
 
-std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
-                                                 OptionalTensor block_table) {
+// `unpack_rows(args)` says which of the new tokens are stored.
+template <class UnpackRows>
+std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache,
+                                            const Tensor& v_cache, const Tensor& cache_lengths, const std::array<Tensor, 3>& lists,
+                                            const Tensor& bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                            const OptionalTensor& block_table, const UnpackRows& unpack_rows) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::SpeculativeArgs args;
   unpack_heads(q, k_new, v_new, out, lse, block_q, block_k, scale, args);
-  unpack_tail(Place(q), {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, args);
+  unpack_tail(Place(q), lists, bitmaps, args);
   unpack_prefix(Place(q), k_cache, v_cache, cache_lengths, block_table, args);
+  unpack_rows(args);
   // What the shares of the prefix leave for each other: sized by the capacity, so the same at every step.
   Tensor parts = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
   Tensor parts_lse = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
@@ -153,6 +156,23 @@ std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor 
   args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
   pdkernels::cpu::speculative_attention(args);
   return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
+                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 OptionalTensor block_table) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k,
+                          scale, block_table, [](pdkernels::SpeculativeArgs&) {});
+}
+
+std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
+                                                        Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                        Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                        OptionalTensor block_table, OptionalTensor counts, OptionalTensor source_index) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k,
+                          scale, block_table,
+                          [&](pdkernels::SpeculativeArgs& args) { unpack_append(Place(q), counts, source_index, args); });
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, OptionalTensor next_weight, double eps) {
@@ -212,6 +232,7 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("block_sparse_attention", TORCH_BOX(&block_sparse_attention));
   m.impl("block_sparse_attention_backward", TORCH_BOX(&block_sparse_attention_backward));
   m.impl("speculative_attention", TORCH_BOX(&speculative_attention));
+  m.impl("speculative_attention_append_", TORCH_BOX(&speculative_attention_append));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));

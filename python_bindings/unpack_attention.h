@@ -140,6 +140,15 @@ inline void unpack_prefix(const Place& place, const Tensor& k_cache, const Tenso
   STD_TORCH_CHECK(element_of(k_cache) == args.element, "pdkernels: the cache must have the dtype of q");
   args.lengths = index_view(place, lengths, 1, args.batch);
   args.shares = count_shares(args.pages.capacity());
+  args.op = "speculative_attention";
+  args.append_rows = 0;
+}
+
+inline void unpack_append(const Place& place, const OptionalTensor& counts, const OptionalTensor& source_index, SpeculativeArgs& args) {
+  args.op = "speculative_attention_append_";
+  args.counts = index_view(place, counts, 1, args.batch);
+  args.source_index = index_view(place, source_index, 2, args.batch);
+  args.append_rows = source_index.has_value() ? source_index->size(1) : args.q_len;
 }
 
 inline Tensor new_like(const Tensor& t) {

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .block_sparse_attention import block_sparse_attention
+from .kv_cache import kv_append_
 
 
 def speculative_attention(
@@ -60,3 +61,43 @@ def speculative_attention(
         return torch.empty_like(q), q.new_empty((0, heads, new), dtype=torch.promote_types(q.dtype, torch.float32))
     out, lse = zip(*results)
     return torch.cat(out), torch.cat(lse)
+
+
+def speculative_attention_append_(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    tail_mask: Tensor,
+    counts: Tensor | None = None,
+    source_index: Tensor | None = None,
+    *,
+    block_table: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same, and new token ``source_index[b, i]`` goes to position ``cache_lengths[b] + i`` of the cache, for ``i < counts[b]``.
+
+    Args:
+        counts: ``(batch,)``; None: all of `source_index`.
+        source_index: ``(batch, rows)``, of which those from ``counts[b]`` on may be anything. None: all new tokens in their order.
+
+    Example:
+        >>> import torch
+        >>> k, cache, full = torch.tensor([5.0, 6, 7]).view(1, 3, 1, 1), torch.zeros(1, 4, 1, 1), torch.ones(3, 3, dtype=torch.bool)
+        >>> last_two = torch.tensor([[1, 2]])
+        >>> _ = speculative_attention_append_(k, k, k, cache, cache.clone(), torch.tensor([1]), full, None, last_two)
+        >>> cache.flatten()
+        tensor([0., 6., 7., 0.])
+    """
+    options = {"block_table": block_table, "scale": scale}
+    results = speculative_attention(q, k_new, v_new, k_cache, v_cache, cache_lengths, tail_mask, **options)
+    if source_index is not None and q.shape[1] > 0:
+        columns = torch.arange(source_index.shape[1], device=q.device)
+        counted = columns < (len(columns) if counts is None else counts[:, None])
+        chosen = torch.where(counted, source_index, 0).to(torch.int64)
+        sequences = torch.arange(len(q), device=q.device)[:, None]
+        k_new, v_new = (x[sequences, chosen] for x in (k_new, v_new))
+    kv_append_(k_cache, v_cache, k_new, v_new, cache_lengths, counts, block_table)
+    return results

@@ -154,30 +154,37 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
         assert actual.numel() == 0 or (actual.double().cpu() - wanted).abs().max() < 0.2, "not what the reference does"
 
 
-def run_speculative(rng: random.Random, device: torch.device, bad: bool) -> None:
+def run_speculative(rng: random.Random, device: torch.device, bad: bool, append: bool) -> None:
     mask = rng.choice([pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40))])
     slots = rng.randint(0, 300)
     lengths = [rng.choice([0, slots, rng.randint(0, slots)]) for _ in range(rng.randint(1, 3))]
     heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
     case = speculative_cases.make_inputs(
-        mask.q_len, lengths, slots=slots, page_size=rng.choice([0, 1, 5, 16]), heads=heads, kv_heads=kv_heads,
-        head_dim=rng.choice([16, 24, 72]), dtype=rng.choice([torch.float32, torch.float16, torch.bfloat16]),
-    )  # fmt: skip
+        mask.q_len, lengths, slots=slots, heads=heads, kv_heads=kv_heads, head_dim=rng.choice([16, 24, 72]), dtype=rng.choice(DTYPES)
+    )
+    # Of nothing, a choice can name nothing.
+    rows = speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"])) if mask.q_len else speculative_cases.Rows()
+    if page_size := rng.choice([0, 1, 5, 16]):
+        case = speculative_cases.with_room(case, rows, page_size) if append else speculative_cases.in_pages(case, page_size)
     plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
     if rng.random() < 0.5:
         plan = pd.masks.TilePlan.stack([plan] * len(lengths))
     if bad and device.type == "cpu":
-        spoil(rng, [case.lengths, case.block_table])
+        spoil(rng, [case.lengths, case.block_table, *(rows if append else ())])
     elif bad:  # lengths are clamped on a GPU, pages are the caller's promise
-        spoil(rng, [case.lengths])
+        spoil(rng, [case.lengths, *(rows if append else ())])
         case = case._replace(block_table=None if case.block_table is None else case.block_table.clamp(min=0))
-    *tensors, table = case.map(lambda x: x.to(device))
+    *tensors, table = case.map(lambda x: x.to(device, copy=True))
+    options = {name: None if x is None else x.to(device) for name, x in rows._asdict().items()} if append else {}
+    call = pd.speculative_attention_append_ if append else pd.speculative_attention
     try:
-        out = pd.speculative_attention(*tensors, plan.to(device), block_table=table)
+        out = call(*tensors, plan.to(device), block_table=table, **options)
     except ValueError:
         assert bad, "good values were refused"
         return
     if not bad:
+        if append:
+            speculative_cases.assert_stored(tensors[3:5], case, rows)
         *tensors, table = case.to(torch.float64)
         exact = reference.speculative_attention.speculative_attention(*tensors, mask.dense(), block_table=table)[0]
         assert out.numel() == 0 or (out.double().cpu() - exact).abs().max() < 0.2, "not what the reference does"
@@ -359,7 +366,8 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "recurrence_inject": run_inject,
     "rotate_append_": run_rotate,
     "silu_gate": partial(run_rows, op="silu_gate"),
-    "speculative_attention": run_speculative,
+    "speculative_attention": partial(run_speculative, append=False),
+    "speculative_attention_append_": partial(run_speculative, append=True),
     "token_statistics": partial(run_statistics, head=False),
     "unmask_": run_unmask,
     "value_drift_select_": partial(run_feature_rows, op="value_drift_select_"),

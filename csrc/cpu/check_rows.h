@@ -28,14 +28,15 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
 }
 
 // Every page that holds one of the positions [first, first + count) must exist.
-inline void require_pages(const char* op, const PageMap& pages, int64_t b, int64_t first, int64_t count) {
+inline void require_pages(const char* op, const PageMap& pages, int64_t b, int64_t first, int64_t count,
+                          const char* remedy = "Reserve pages for the rows before writing them.") {
   if (!pages.block_table.given() || count == 0) return;
   const int64_t last_page = (first + count - 1) / pages.page_size;
   for (int64_t page = first / pages.page_size; page <= last_page; ++page) {
     const int64_t id = pages.block_table.load(b, page);
     if (id < 0 || id >= pages.num_pages) {
       fail(op, b, "block_table[" + std::to_string(b) + ", " + std::to_string(page) + "]", range(0, pages.num_pages - 1), id,
-           "Reserve pages for the rows before writing them.");
+           remedy);
     }
   }
 }

@@ -1,7 +1,7 @@
 """What each new token sees, and the attention over it.
 
-A forward on a cache is `speculative_attention`: the prefix is read where it lies, in pages or not, and the plan of the new
-tokens knows nothing of its length. Two kinds of forwards go another way:
+A forward on a cache is `speculative_attention_append_`: the prefix is read where it lies, in pages or not, the new K and V are stored
+behind it, and the plan of the new tokens knows nothing of its length. Two kinds of forwards go another way:
 
 - A lone row behind equally long prefixes of a contiguous cache, on the CPU: PyTorch's attention over a view of the cache, which
   takes two thirds of the time there (the kernels put many rows side by side).
@@ -23,7 +23,7 @@ from pdkernels.masks import causal as causal_mask
 from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
-from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 
 if TYPE_CHECKING:
     from pdkernels.models.transformer import Cache
@@ -116,6 +116,10 @@ def attend_cached(
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
+    if isinstance(visibility.mask, TilePlan):
+        return speculative_attention_append_(
+            q, k, v, cache.k[layer], cache.v[layer], cache.lengths, visibility.mask, counts=counts, block_table=cache.block_table
+        )
     cache.append_(layer, k, v, counts)
     return attend_stored(q, k, v, visibility, cache, layer)
 

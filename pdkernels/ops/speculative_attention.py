@@ -3,11 +3,16 @@
 The prefix is seen by all new tokens and needs no mask; among themselves they see what a `TilePlan` shows. The plan knows
 nothing of the prefix, so one plan serves every step, and lengths are a tensor that kernels read where it lies: a step neither
 waits for the device nor builds a mask.
+
+`speculative_attention` reads the cache; `speculative_attention_append_` is the same kernel, which also stores rows behind the
+prefix. They are two ops, because a schema says once and for all what is written: a graph would take every forward for one that
+changes its cache.
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
 
 OP = "speculative_attention"
+APPEND = "speculative_attention_append_"
 
 # A block's offsets from its first token have to fit into 32 bits on CUDA. Inputs of wider strides are copied, caches never.
 MAX_CUDA_TOKEN_STRIDE = 2**23
@@ -43,8 +49,8 @@ def speculative_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of new tokens: each sees all of its sequence's cached prefix, then the new tokens its plan shows it.
 
-    For inference: it has no gradient. The cache is read and never written; `pdkernels.kv_append_` or
-    `pdkernels.kv_commit_` keep the rows that were accepted.
+    For inference: it has no gradient. The cache is read and never written; `pdkernels.speculative_attention_append_` stores new
+    rows in the same pass, `pdkernels.kv_commit_` keeps those that were accepted.
 
     Args:
         q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim a
@@ -91,28 +97,93 @@ def speculative_attention(
         >>> pd.speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, mask.plan(32, 32)).shape
         torch.Size([2, 20, 8, 64])
     """
-    for name, tensor in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
-        check_type(isinstance(tensor, Tensor), OP, name, "be a tensor", type(tensor).__name__)
-    if not isinstance(plan, TilePlan):
-        remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
-        raise TypeError(message(OP, "plan", "be a TilePlan", type(plan).__name__, remedy))
-    if q.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != q.shape[1]):
-        remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
-        fail(OP, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
-    else:
-        check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
-        check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)
-    tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
-    out, lse = call(attention_op, (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, scale, block_table), q, backend)
+    arguments = _arguments(OP, q, k_new, v_new, k_cache, v_cache, cache_lengths, plan, scale)
+    out, lse = call(attention_op, (*arguments, block_table), q, backend)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
-    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
+def speculative_attention_append_(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    plan: TilePlan,
+    *,
+    counts: Tensor | None = None,
+    source_index: Tensor | None = None,
     block_table: Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`speculative_attention` that stores K and V of chosen new tokens behind each sequence's prefix, in the same pass.
+
+    New token ``source_index[b, i]`` goes to position ``cache_lengths[b] + i``, for ``i < counts[b]``. Lengths stay as they are:
+    what was written is a draft until `kv_commit_`. With the tokens chosen that a step may keep, the masks of a quadratic draft
+    left out, say, what it keeps is a prefix of them, and the commit moves nothing. The result does not depend on what is stored.
+
+    Args:
+        q, k_new, v_new, plan, block_table, scale, return_lse, backend: as in `speculative_attention`.
+        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
+            one sequence is a place of another one.
+        cache_lengths: as there. The rows have to fit behind them.
+        counts: ``(batch,)`` int32 or int64, rows to store; None: all that `source_index` names. 0 stores nothing.
+        source_index: ``(batch, rows)`` int32 or int64, which of the new tokens, each of ``0 .. new - 1``; entries from
+            ``counts[b]`` on are not read. None: the new tokens in their order.
+
+    Returns:
+        As `speculative_attention`, bit for bit.
+
+    Raises:
+        ValueError: as there, and counts, sources or pages behind the prefix out of range, or rows that do not fit; nothing is
+            written then. On CUDA nothing is stored for such a sequence, or raised with ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError, NotImplementedError: as there.
+
+    Deterministic; a sequence does not depend on its batch.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> mask = pd.masks.quadratic(4)                                         # 4 draft tokens, 4 masks behind each
+        >>> q, k_new, v_new = (torch.randn(1, 20, heads, 64) for heads in (8, 2, 2))
+        >>> k_cache, v_cache = (torch.zeros(1, 512, 2, 64) for _ in range(2))
+        >>> lengths, drafts = torch.tensor([300]), torch.tensor([4])
+        >>> out = pd.speculative_attention_append_(q, k_new, v_new, k_cache, v_cache, lengths, mask.plan(32, 32), counts=drafts)
+        >>> torch.equal(k_cache[:, 300:304], k_new[:, :4]), bool(k_cache[:, 304:].any())
+        (True, False)
+    """
+    arguments = _arguments(APPEND, q, k_new, v_new, k_cache, v_cache, cache_lengths, plan, scale)
+    out, lse = call(append_op, (*arguments, block_table, counts, source_index), q, backend)
+    return (out, lse) if return_lse else out
+
+
+def _arguments(
+    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor, plan: TilePlan,
+    scale: float | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Those of the raw op, up to the scale."""
+    for name, tensor in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+    if not isinstance(plan, TilePlan):
+        remedy = "Call mask.plan(block_q, block_k, q.device)." if hasattr(plan, "plan") else ""
+        raise TypeError(message(op, "plan", "be a TilePlan", type(plan).__name__, remedy))
+    if q.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != q.shape[1]):
+        remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
+        fail(op, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
+    else:
+        check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
+        check(-math.inf < scale < math.inf, op, "scale", "be finite", scale)
+    tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
+    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, scale)
+
+
+def _check(
+    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
+    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
+    block_table: Tensor | None = None, counts: Tensor | None = None, source_index: Tensor | None = None,
 ) -> None:  # fmt: skip
     """All but values, and dtypes of float64."""
     for name, x in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
@@ -120,112 +191,136 @@ def _check(
             layout = "(batch, new, heads, head_dim)"
             if name.endswith("cache"):
                 layout = "(batch, slots, heads, head_dim)" if block_table is None else "(num_pages, page_size, heads, head_dim)"
-            fail(OP, name, f"have shape {layout}", tuple(x.shape), "Pass one layer of a stacked cache." if x.dim() == 5 else "")
+            fail(op, name, f"have shape {layout}", tuple(x.shape), "Pass one layer of a stacked cache." if x.dim() == 5 else "")
         if x.dtype not in (*KERNEL_DTYPES, torch.float64):
-            raise TypeError(message(OP, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
+            raise TypeError(message(op, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
         if x.dtype != q.dtype:
-            raise TypeError(message(OP, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
+            raise TypeError(message(op, name, f"be {q.dtype} like q", x.dtype, "Convert it with .to()."))
         if x.device != q.device:
-            fail(OP, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
+            fail(op, name, f"be on {q.device} like q", x.device, f"Move it with .to({str(q.device)!r}).")
         if x.shape[3] > 1 and x.stride(3) != 1:
             remedy = "A cache is not copied: allocate it so." if name.endswith("cache") else "Call .contiguous() on it."
-            fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
+            fail(op, name, "have a contiguous last dimension", f"strides {x.stride()}", remedy)
         if name.endswith("cache") and x.device.type == "cuda" and x.stride(1) >= MAX_CUDA_TOKEN_STRIDE:
             wanted = f"have less than {MAX_CUDA_TOKEN_STRIDE} elements from token to token on CUDA"
-            fail(OP, name, wanted, f"strides {x.stride()}", "A cache is not copied: allocate it so.")
+            fail(op, name, wanted, f"strides {x.stride()}", "A cache is not copied: allocate it so.")
     if k_new.shape[:2] != q.shape[:2] or k_new.shape[3] != q.shape[3]:
         wanted = f"have the batch {q.shape[0]}, the {q.shape[1]} tokens and the head_dim {q.shape[3]} of q"
-        fail(OP, "k_new", wanted, tuple(k_new.shape))
+        fail(op, "k_new", wanted, tuple(k_new.shape))
     if v_new.shape != k_new.shape:
-        fail(OP, "v_new", f"have shape {tuple(k_new.shape)} like k_new", tuple(v_new.shape))
+        fail(op, "v_new", f"have shape {tuple(k_new.shape)} like k_new", tuple(v_new.shape))
     if k_new.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k_new.shape[2] != 0:
-        fail(OP, "k_new", f"have a number of heads that divides the {q.shape[2]} of q", k_new.shape[2])
+        fail(op, "k_new", f"have a number of heads that divides the {q.shape[2]} of q", k_new.shape[2])
     if not takes_head_dim(q.shape[3]):
         remedy = "Pad all heads with zeros and pass the scale."
-        fail(OP, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], remedy)
+        fail(op, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], remedy)
     if k_cache.shape[2:] != k_new.shape[2:]:
-        fail(OP, "k_cache", f"have {k_new.shape[2]} heads of {k_new.shape[3]} like k_new", tuple(k_cache.shape))
+        fail(op, "k_cache", f"have {k_new.shape[2]} heads of {k_new.shape[3]} like k_new", tuple(k_cache.shape))
     if v_cache.shape != k_cache.shape:
-        fail(OP, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(v_cache.shape))
-    check_index(OP, "cache_lengths", cache_lengths, (q.shape[0],), q.device)
+        fail(op, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(v_cache.shape))
+    check_index(op, "cache_lengths", cache_lengths, (q.shape[0],), q.device)
     if block_table is not None:
-        check_index(OP, "block_table", block_table, (q.shape[0], None), q.device)
+        check_index(op, "block_table", block_table, (q.shape[0], None), q.device)
         if k_cache.shape[1] == 0:
-            fail(OP, "k_cache", "have a page size of at least 1", 0)
+            fail(op, "k_cache", "have a page size of at least 1", 0)
     elif k_cache.shape[0] != q.shape[0]:
         remedy = "Pass the block_table of a paged cache."
-        fail(OP, "k_cache", f"have the batch {q.shape[0]} of q", tuple(k_cache.shape), remedy)
-    check_plan(OP, q, q.shape[1], (kv_offsets, kv_tiles, kv_bitmaps), (), bitmaps, block_q, block_k)
+        fail(op, "k_cache", f"have the batch {q.shape[0]} of q", tuple(k_cache.shape), remedy)
+    if counts is not None:
+        check_index(op, "counts", counts, (q.shape[0],), q.device)
+    if source_index is not None:
+        check_index(op, "source_index", source_index, (q.shape[0], None), q.device)
+    check_plan(op, q, q.shape[1], (kv_offsets, kv_tiles, kv_bitmaps), (), bitmaps, block_q, block_k)
 
 
-def _check_values(k_cache: Tensor, cache_lengths: Tensor, block_table: Tensor | None) -> None:
+def _check_values(
+    op: str, new: int, k_cache: Tensor, cache_lengths: Tensor, block_table: Tensor | None, counts: Tensor | None = None,
+    source_index: Tensor | None = None,
+) -> None:  # fmt: skip
     """What the CPU kernel checks by itself. On a GPU this waits for it."""
     pages, page_size = k_cache.shape[:2]
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
     table = [] if block_table is None else block_table.tolist()
+    most = 0 if op == OP else new if source_index is None else source_index.shape[1]
     for b, length in enumerate(cache_lengths.tolist()):
+        count = most if counts is None else int(counts[b])
         if not 0 <= length <= capacity:
             remedy = f"The cache holds {capacity} rows a sequence."
-            fail(OP, "cache_lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
-        for i, page in enumerate(table[b][: -(-length // page_size)] if table else []):
+            fail(op, "cache_lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
+        if not 0 <= count <= most:
+            fail(op, "counts", f"be in [0, {most}]", f"{count} for sequence {b}", "Only the rows given can be written.")
+        if length + count > capacity:
+            remedy = "Make the cache larger, reserve more pages, or write fewer rows."
+            fail(op, "cache_lengths + counts", f"be at most the capacity {capacity}", f"{length + count} for sequence {b}", remedy)
+        for i, page in enumerate(table[b][: -(-(length + count) // page_size)] if table else []):
             if not 0 <= page < pages:
-                remedy = "Every page of the prefix must exist."
-                fail(OP, f"block_table[{b}, {i}]", f"be in [0, {pages - 1}]", f"{page} for sequence {b}", remedy)
+                behind = i * page_size >= length
+                remedy = "Reserve pages for the rows before writing them." if behind else "Every page of the prefix must exist."
+                fail(op, f"block_table[{b}, {i}]", f"be in [0, {pages - 1}]", f"{page} for sequence {b}", remedy)
+        for i, source in enumerate([] if source_index is None else source_index[b, :count].tolist()):
+            if not 0 <= source < new:
+                remedy = "It names one of the new tokens."
+                fail(op, f"source_index[{b}, {i}]", f"be in [0, {new - 1}]", f"{source} for sequence {b}", remedy)
 
 
-def _check_all(*arguments: Any) -> None:
-    _check(*arguments)
-    _check_values(arguments[3], arguments[5], arguments[13] if len(arguments) > 13 else None)
+def _check_all(op: str, *arguments: Any) -> None:
+    _check(op, *arguments)
+    table_and_rows = arguments[13:] or (None,)
+    _check_values(op, arguments[0].shape[1], arguments[3], arguments[5], *table_and_rows)
 
 
-def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _check(q, *rest)
+def _results(op: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    _check(op, q, *rest)
     if q.dtype == torch.float64:
         remedy = "Pass backend='reference', which computes in float64."
-        raise TypeError(message(OP, "q", "be float32, float16 or bfloat16 for the kernels", q.dtype, remedy))
+        raise TypeError(message(op, "q", "be float32, float16 or bfloat16 for the kernels", q.dtype, remedy))
     return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
-def _reference(
-    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
+def _by_reference(
+    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
     kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
-    block_table: Tensor | None = None,
+    block_table: Tensor | None = None, *rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     new = q.shape[1]
     # Of what a whole plan has besides, unpacking it looks at the numbers of tiles alone.
-    rows, columns = (kv_offsets.new_empty(-(-new // block)) for block in (block_q, block_k))
+    row_tiles, column_tiles = (kv_offsets.new_empty(-(-new // block)) for block in (block_q, block_k))
     lists = (kv_offsets, kv_tiles, kv_bitmaps)
-    plan = TilePlan(*lists, *lists, rows, columns, bitmaps, new, new, block_q, block_k, visible_pairs=0)
-    options = {"block_table": block_table, "scale": scale}
-    return reference.speculative_attention(q, k_new, v_new, k_cache, v_cache, cache_lengths, plan.dense(), **options)
+    plan = TilePlan(*lists, *lists, row_tiles, column_tiles, bitmaps, new, new, block_q, block_k, visible_pairs=0)
+    tensors = (q, k_new, v_new, k_cache, v_cache, cache_lengths, plan.dense(), *rows)
+    return getattr(reference, op)(*tensors, block_table=block_table, scale=scale)
 
 
-def _triton(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     from pdkernels.triton.speculative_attention import forward
 
     if DEBUG_CHECKS:
-        _check_all(*arguments)
-    return forward(*arguments)
+        _check_all(op, *arguments)
+    return forward(*arguments, append=op == APPEND)
 
 
-attention_op = define(
-    f"{OP}(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache, Tensor cache_lengths, "
-    "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps, int block_q, int block_k, float scale, "
-    "Tensor? block_table=None) -> (Tensor, Tensor)",
-    fake=_fake,
-    reference=_reference,
-    triton=_triton,
-    reference_check=_check_all,
-)
-
-
-def _refuse_gradients(*arguments: Any) -> tuple[Tensor, Tensor]:
+def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Results without a history would look like constants to whoever trains through them."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:5]):
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
-        raise NotImplementedError(message(OP, "its inputs", "not require gradients", "one that does", remedy))
+        raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
     with torch._C._AutoDispatchBelowAutograd():
-        return attention_op(*arguments)
+        return op(*arguments)
 
 
-LIBRARY.impl(OP, _refuse_gradients, "Autograd")
+def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOverload:
+    defined = define(
+        f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor cache_lengths, "
+        "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps, int block_q, int block_k, float scale, "
+        f"Tensor? block_table=None{rows}) -> (Tensor, Tensor)",
+        fake=partial(_results, op),
+        reference=partial(_by_reference, op),
+        triton=partial(_by_triton, op),
+        reference_check=partial(_check_all, op),
+    )
+    LIBRARY.impl(op, partial(_refuse_gradients, defined), "Autograd")
+    return defined
+
+
+attention_op = _define(OP, ("Tensor", "Tensor"))
+append_op = _define(APPEND, ("Tensor(a!)", "Tensor(b!)"), ", Tensor? counts=None, Tensor? source_index=None")

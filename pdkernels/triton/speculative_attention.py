@@ -4,7 +4,8 @@ The query heads that share a KV head are packed into the rows of a tile, token b
 token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
 for the whole group. A program owns one tile of rows, one KV head and one share of the prefix; the last share in use goes on
 with the tail, walking the plan's lists of the tokens in its rows. The shares meet in a second kernel, by their
-log-sum-exps; where there is one share only, it writes the result itself.
+log-sum-exps; where there is one share only, it writes the result itself. Rows that are to be stored in the cache are stored by
+the first share's programs, in equal parts.
 
 How many shares there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
 on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from pdkernels.triton import _blocking
 from pdkernels.triton import _blocks as blocks
+from pdkernels.triton._append import append_part
 from pdkernels.triton._blocking import Blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
@@ -160,16 +162,18 @@ def _tail_steps(
     return acc, peak, total
 
 
-@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles"])
+@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, cache_lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
+    counts, sources,
     q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
     kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, offsets_stride,
-    batch_size, new, kv_heads, capacity, splits, row_tiles, score_scale,
+    source_stride_b, source_stride,
+    batch_size, new, kv_heads, capacity, splits, row_tiles, append_rows, pages, score_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
+    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same keys are neighbours, for the L2 cache. The share with the tail starts first.
     program = tl.program_id(0)
@@ -231,6 +235,16 @@ def _split_kernel(
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
     tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
+    if APPEND:
+        # The first share is always in use, and has the tail only where it is alone. Nobody reads behind the prefix.
+        if split == 0:
+            if sources is not None:
+                sources += batch * source_stride_b
+            append_part(
+                row_start // BLOCK_M, row_tiles, cache_lengths, counts, batch, sources, source_stride, append_rows, new,
+                capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
+                kc_stride, vc_stride, HEAD_DIM, D0, D1, PAGE_SIZE,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits"])
@@ -281,16 +295,21 @@ def forward(
     block_k: int,
     scale: float,
     block_table: Tensor | None = None,
+    counts: Tensor | None = None,
+    source_index: Tensor | None = None,
+    *,
+    append: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
     The plan's tensors are those of a `TilePlan` of ``(new, new)`` tokens; of a stacked one, `kv_offsets` has a batch
     dimension in front. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
     ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
-    not read.
+    not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
     """
     q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
     cache_lengths = cache_lengths.contiguous()
+    counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
     batch, new, heads, head_dim = q.shape
@@ -299,6 +318,7 @@ def forward(
     blocking = choose_decode_blocking(q, new * group)
     row_tiles = triton.cdiv(new * group, blocking.block_m)
     page_size = 0 if block_table is None else k_cache.shape[1]
+    append_rows = new if source_index is None else source_index.shape[1]
     capacity = k_cache.shape[1] if block_table is None else block_table.shape[1] * page_size
     splits = choose_splits(capacity, kv_heads * row_tiles)
 
@@ -314,13 +334,16 @@ def forward(
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
         q, k_new, v_new, k_cache, v_cache, cache_lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
-        parts, part_lse, *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
+        parts, part_lse, counts, source_index,
+        *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if block_table is None else block_table.stride(0), kv_offsets.stride(0) if kv_offsets.dim() == 2 else 0,
-        batch, new, kv_heads, capacity, splits, row_tiles, scale * math.log2(math.e) if base_2 else scale,
+        *((0, 0) if source_index is None else source_index.stride()),
+        batch, new, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
+        scale * math.log2(math.e) if base_2 else scale,
         GROUP=group, HEAD_DIM=head_dim, D0=first, D1=second, BLOCK_Q=block_q, BLOCK_K=block_k,
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
-        BASE_2=base_2, FOLD_SCALE=scale > 0, num_warps=blocking.warps,
+        BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, num_warps=blocking.warps,
         # A load by way of the block table takes a stage for the table's entry as well.
         num_stages=blocking.stages if block_table is None else 2 * blocking.stages - 1,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
@@ -73,6 +74,24 @@ def test_a_cache_is_read_where_it_lies(name: str | None, page_size: int | None, 
     assert model(tokens, cache=cache, mask=mask).isfinite().all()
     # A lone row as well, where lengths differ or rows stand in pages.
     assert model(tokens[:, :1], cache=cache).isfinite().all()
+
+
+@pytest.mark.parametrize("counts", [None, [2, 0]])
+@pytest.mark.parametrize("page_size", [None, 3])
+def test_attention_stores_rows_on_its_way(page_size: int | None, counts: list[int] | None) -> None:
+    """One op a layer, whether all rows, some, or none of a sequence are stored."""
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.extend([op._opname] if op.namespace == "pdkernels" else [])
+            return op(*args, **kwargs or {})
+
+    model, _ = models("gqa")
+    cache = caches(model, [5, 2], page_size)
+    with Watch():
+        model(random_tokens(2, 4), cache=cache, counts=None if counts is None else torch.tensor(counts))
+    assert seen == ["speculative_attention_append_"] * model.config.layers
 
 
 def test_a_bool_mask_is_its_plan() -> None:

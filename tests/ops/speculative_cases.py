@@ -16,8 +16,10 @@ from pdkernels.reference.speculative_attention import speculative_attention as r
 from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import triton_device
 from tests.ops.attention_cases import on_device
+from tests.ops.kv_cases import copy_of, whole
 
 OP = torch.ops.pdkernels.speculative_attention.default
+APPEND = torch.ops.pdkernels.speculative_attention_append_.default
 NAN = float("nan")
 # Names a page that is not there; no place of a table that is read holds it.
 NO_PAGE = -(2**20)
@@ -119,6 +121,81 @@ def check(
     for name, *tensors in zip(Results._fields, actual, exact, same):
         assert_within_budget(*tensors, name=name)
     return actual
+
+
+class Rows(NamedTuple):
+    """Which new tokens are stored: arguments of speculative_attention_append_."""
+
+    counts: Tensor | None = None
+    source_index: Tensor | None = None
+
+    def chosen(self, new: int, b: int) -> Sequence[int]:
+        every = range(new) if self.source_index is None else self.source_index[b].tolist()
+        return every if self.counts is None else every[: int(self.counts[b])]
+
+
+def make_rows(inputs: Inputs, how: str) -> Rows:
+    """``"all"``, ``"counts"``, ``"sources"`` (any, more than once too) or ``"both"``, as many as fit; what is not read is wild."""
+    generator, (batch, new), index = torch.Generator().manual_seed(3), inputs.q.shape[:2], inputs.lengths.dtype
+    room = capacity(inputs) - inputs.lengths
+    counts = (torch.rand(batch, generator=generator) * (room.clamp(max=new) + 1)).to(index)
+    if how in ("all", "counts"):
+        return Rows(counts if how == "counts" else None)
+    columns = int(room.min()) if how == "sources" else new + 2
+    sources = torch.randint(max(1, new), (batch, columns), generator=generator, dtype=index)
+    if how == "sources":
+        return Rows(None, sources)
+    return Rows(counts, sources.where(torch.arange(columns) < counts[:, None], -(2**31)))
+
+
+def capacity(inputs: Inputs) -> int:
+    return inputs.k_cache.shape[1] * (1 if inputs.block_table is None else inputs.block_table.shape[1])
+
+
+def with_room(inputs: Inputs, rows: Rows, page_size: int) -> Inputs:
+    """The same cache in pages, which exist for the prefix and for what is stored behind it, and no further."""
+    stored = torch.tensor([len(rows.chosen(inputs.q.shape[1], b)) for b in range(len(inputs.q))], dtype=inputs.lengths.dtype)
+    return in_pages(inputs._replace(lengths=inputs.lengths + stored), page_size)._replace(lengths=inputs.lengths)
+
+
+def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tuple[Results, Tensor, Tensor]:
+    """Results and the caches afterwards; those of `inputs` stay as they are."""
+    inputs = inputs._replace(k_cache=copy_of(inputs.k_cache), v_cache=copy_of(inputs.v_cache))
+    if backend == "triton":
+        from pdkernels.triton.speculative_attention import forward
+
+        *tensors, table = inputs.map(lambda x: copy_of(x, triton_device()))
+        plan = plan.to(triton_device())
+        lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps)
+        moved = (None if x is None else x.to(triton_device()) for x in rows)
+        results = forward(*tensors, *lists, plan.block_q, plan.block_k, inputs.q.shape[-1] ** -0.5, table, *moved, append=True)
+    else:
+        device, name = on_device(backend)
+        *tensors, table = inputs.map(lambda x: copy_of(x, torch.device(device)))
+        options = {name: None if x is None else x.to(device) for name, x in rows._asdict().items()}
+        results = pd.speculative_attention_append_(
+            *tensors, plan.to(device), **options, block_table=table, return_lse=True, backend=name
+        )  # fmt: skip
+    return Results(*(x.cpu() for x in results)), tensors[3], tensors[4]
+
+
+def check_append(backend: str, inputs: Inputs, mask: SegmentMask, rows: Rows, tiles: tuple[int, int] = (32, 32)) -> None:
+    """The results are those without storing, bit for bit, and no byte of the caches changes but the chosen rows' places."""
+    plan = mask.plan(*tiles)
+    results, *caches = run_append(backend, inputs, plan, rows)
+    assert all(torch.equal(a, b) for a, b in zip(results, run(backend, inputs, plan)))
+    assert_stored(caches, inputs, rows)
+
+
+def assert_stored(caches: Sequence[Tensor], inputs: Inputs, rows: Rows) -> None:
+    """These are the caches of the inputs with the chosen rows stored, and every other byte is as it was."""
+    for after, before, new in zip(caches, inputs[3:5], inputs[1:3]):
+        expected, slots = copy_of(before), before.shape[1]
+        for b, length in enumerate(inputs.lengths.tolist()):
+            for at, token in enumerate(rows.chosen(inputs.q.shape[1], b), length):
+                page = b if inputs.block_table is None else int(inputs.block_table[b, at // slots])
+                expected[page, at if inputs.block_table is None else at % slots] = new[b, token]
+        assert torch.equal(whole(after).cpu(), whole(expected).cpu())
 
 
 TAILS: dict[str, SegmentMask] = {

@@ -14,27 +14,29 @@ from tests.harness.triton_interpreter import requires_triton
 
 pytestmark = requires_triton
 # Budgets are named "sm_90:bf16:128 speculative many paged": quadratic self-speculation of width 8 or a single token, 4 query
-# heads for each KV head.
+# heads for each KV head; "storing" chosen rows, which asks for most of all.
 NEW = {"many": 81, "few": 1}
-PAGES = {"contiguous": 0, "paged": 16}
+PAGES = {"contiguous": 0, "paged": 16, "paged, storing": 16}
 BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " speculative " in name}
 CASES = sorted({name.split(" ")[0] for name in BUDGETS})
 FIRST_CLASS = [case for case in CASES if case.endswith("bf16:128")]
 
 
-def compile_variant(case: str, new: int, page_size: int) -> dict[str, Any]:
+def compile_variant(case: str, new: int, layout: str) -> dict[str, Any]:
     """What the harness compiles when this launch stands where it launches the block-sparse kernels."""
     import torch
 
     from pdkernels.triton import block_sparse_attention, speculative_attention
 
+    page_size, lengths = PAGES[layout], torch.zeros(1, dtype=torch.int64)
+    rows = {"counts": lengths, "source_index": torch.zeros(1, 9, dtype=torch.int64), "append": True} if "storing" in layout else {}
+
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pages = k.new_zeros((4, page_size or 4096, *k.shape[2:]))
         table = torch.zeros(1, 4096 // page_size, dtype=torch.int32) if page_size else None
         lists = (torch.zeros(size, dtype=torch.int32) for size in ((3,), (4,), (4,), (1, 128, 4)))
-        lengths = torch.zeros(1, dtype=torch.int64)
         return speculative_attention.forward(
-            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *lists, 128, 128, 0.1, table
+            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *lists, 128, 128, 0.1, table, **rows
         )
 
     with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):
@@ -46,8 +48,8 @@ def main(cases: list[str]) -> None:
     found = {}
     for case in cases:
         for rows, new in NEW.items():
-            for layout, page_size in PAGES.items():
-                kernels = compile_variant(case, new, page_size)
+            for layout in PAGES:
+                kernels = compile_variant(case, new, layout)
                 architecture = case.split(":")[0]
                 found[f"{case} speculative {rows} {layout}"] = harness.read_figures(kernels["_split_kernel"], architecture)
         found[f"{case} speculative merge"] = harness.read_figures(kernels["_merge_kernel"], architecture)

@@ -215,7 +215,7 @@ def on_fake_gpu(**changed: object) -> None:
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in good]
         for name, strides in changed.items():
             tensors[NAMES.index(name)] = torch.empty_strided(K_CACHE.shape, strides, device="cuda")
-        module._fake(*tensors, block_q, block_k, scale)
+        module._results(module.OP, *tensors, block_q, block_k, scale)
 
 
 def test_wide_caches_are_not_copied_on_a_gpu() -> None:
@@ -233,7 +233,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     arguments[5] = torch.tensor([24, 30])
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
     with pytest.raises(ValueError, match=r"cache_lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"):
-        module._triton(*arguments)
+        module._by_triton(module.OP, *arguments)
 
 
 def replaced(arguments: tuple, place: int, value: object) -> tuple:

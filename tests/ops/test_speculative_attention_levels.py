@@ -10,7 +10,8 @@ import torch
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.attention_cases import DTYPES
-from tests.ops.speculative_cases import TAILS, Inputs, Results, make_inputs
+from tests.ops.kv_cases import copy_of
+from tests.ops.speculative_cases import TAILS, Inputs, Results, assert_stored, make_inputs, make_rows, with_room
 
 SHAPES = [(16, 2, 2), (40, 4, 2), (64, 7, 1), (128, 2, 1)]
 PAGES = [0, 1, 16]
@@ -47,3 +48,16 @@ def test_shares_of_a_long_prefix(level_ops: object, dtype: torch.dtype) -> None:
         assert_within_budget(*tensors, name=name)
     alone = run(level_ops, inputs.sequence(2), "quadratic")
     assert all(torch.equal(a[2:], b) for a, b in zip(results, alone))
+
+
+@pytest.mark.parametrize("page_size", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_stored(level_ops: object, dtype: torch.dtype, page_size: int) -> None:
+    inputs = make_inputs(42, (37, 0, 150), slots=200, dtype=dtype)
+    rows = make_rows(inputs, "both")
+    inputs = with_room(inputs, rows, page_size) if page_size else inputs
+    written, plan = inputs.map(copy_of), TAILS["quadratic"].plan(32, 48)
+    parts = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, inputs.q.shape[-1] ** -0.5)
+    results = level_ops.speculative_attention_append_(*written[:6], *parts, written.block_table, *rows)
+    assert all(torch.equal(a, b) for a, b in zip(results, run(level_ops, inputs, "quadratic")))
+    assert_stored(written[3:5], inputs, rows)

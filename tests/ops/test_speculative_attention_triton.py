@@ -189,6 +189,43 @@ def test_nothing_is_read_or_written_outside() -> None:
     assert out.isfinite().all() and lse.isfinite().all()
 
 
+@pytest.mark.parametrize("page_size", [0, 1, 5, 16, 64])
+@pytest.mark.parametrize("how", ["all", "counts", "sources", "both"])
+def test_rows_are_stored_behind_the_prefix(how: str, page_size: int) -> None:
+    """By the programs of both tiles of rows; of sources there are more than are looked at in one go."""
+    inputs = cases.make_inputs(30, [150, 0, 260], slots=420, heads=5, kv_heads=1, head_dim=24, dtype=torch.float16)
+    assert kernels.choose_decode_blocking(inputs.q, 150).block_m == 128
+    rows = cases.make_rows(inputs, how)
+    cases.check_append("triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.causal(30), rows)
+
+
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_one_of_many_shares_stores(page_size: int) -> None:
+    inputs = cases.make_inputs(3, [700, 3, 512], slots=1024, head_dim=16, dtype=torch.float16)
+    rows = cases.make_rows(inputs, "both")
+    cases.check_append("triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.full(3), rows)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_sequence_with_bad_values_keeps_its_cache(paged: bool) -> None:
+    """Nothing is stored for it, all is for the others; their attention is as ever."""
+    inputs = cases.make_inputs(6, [17, 5, 20], slots=24, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16)
+    rows = cases.Rows(torch.tensor([3, 4, 4]), torch.tensor([[5, 0, 1, 99], [4, 4, 2, 0], [1, 2, 3, 4]]))
+    inputs, plan = cases.with_room(inputs, rows, 4) if paged else inputs, pd.masks.causal(6).plan(16, 16)
+    expected = run(inputs, plan)
+    # A length behind the capacity is clamped for attention, whose pages have to be right.
+    spoilt = {"lengths": [-1] if paged else [-1, 21], "counts": [-1, 5], "source_index": [-1, 6]}
+    if paged:
+        spoilt["block_table"] = [-1, 2**30]
+    for name, value in ((name, value) for name, values in spoilt.items() for value in values):
+        wrong = {name: x.clone() for name, x in (inputs._asdict() | rows._asdict()).items() if name in spoilt}
+        wrong[name][(1, 2) if name == "block_table" else 1] = value  # that page would hold the last of four rows
+        bad = inputs._replace(**{name: x for name, x in wrong.items() if name in Inputs._fields})
+        results, *caches = cases.run_append("triton", bad, plan, cases.Rows(wrong["counts"], wrong["source_index"]))
+        cases.assert_stored(caches, bad, cases.Rows(torch.tensor([3, 0, 4]), rows.source_index))
+        assert all(torch.equal(a[::2], b[::2]) for a, b in zip(results, expected))
+
+
 def test_splits_fill_the_gpu_and_no_more() -> None:
     assert kernels.choose_splits(0, 8) == kernels.choose_splits(300, 8) == 1
     for programs in (1, 8, 24, 80, 280):

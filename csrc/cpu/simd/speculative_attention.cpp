@@ -47,6 +47,18 @@ void merge_shares(const SpeculativeArgs& args) {
   });
 }
 
+// Stores a query tile's part of a sequence's appended rows: each row of a KV head has one writer.
+template <class T>
+void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t tile) {
+  const int64_t length = args.lengths.load(batch), count = args.count(batch), bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
+  for (int64_t i = tile; i < count; i += args.of_q.num_tiles) {
+    const int64_t token = args.source(batch, i);
+    const Slot at = args.pages.locate(batch, length + i);
+    __builtin_memcpy(args.k_cache.row<T>(at.page, at.slot, kv_head), args.k.row<const T>(batch, token, kv_head), bytes);
+    __builtin_memcpy(args.v_cache.row<T>(at.page, at.slot, kv_head), args.v.row<const T>(batch, token, kv_head), bytes);
+  }
+}
+
 template <class T, class Tiles>
 void attend_to_shares(const SpeculativeArgs& args) {
   const int64_t bytes = Memory<Tiles>(nullptr, args.head_dim).bytes;
@@ -56,6 +68,7 @@ void attend_to_shares(const SpeculativeArgs& args) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
     const int64_t end = smaller(args.lengths.load(batch), (s + 1) * share);
+    if (s == 0) append_rows<T>(args, batch, kv_head, tile);
     Memory<Tiles> memory(base, args.head_dim);
     const auto chunks = [&](const auto& consume) {
       for_cached<T>(args, batch, kv_head, s * share, end, consume);

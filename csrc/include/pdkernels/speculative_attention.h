@@ -1,5 +1,5 @@
 // What the CPU kernel of speculative attention is given: block-sparse attention of new tokens over a tail of new tokens, and in
-// front of it a cached prefix that all of them see.
+// front of it a cached prefix that all of them see; and which of the new tokens it stores behind that prefix.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -30,6 +30,16 @@ struct SpeculativeArgs : AttentionArgs {  // k, v: the new tokens; kv_len = q_le
   int64_t shares;
   float* parts;      // (shares, batch, q_len, q_heads, head_dim), where there is more than one share
   float* parts_lse;  // (shares, batch, q_heads, q_len)
+
+  // What goes to the cache behind the prefix, where no share reads: new token source(b, i) to position lengths[b] + i for all
+  // i < count(b).
+  const char* op;          // as errors name the call
+  IndexView counts;        // not given: append_rows
+  IndexView source_index;  // not given: the new tokens in their order
+  int64_t append_rows;     // at most; 0 for a call that only reads
+
+  int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : append_rows; }
+  int64_t source(int64_t b, int64_t i) const { return source_index.given() ? source_index.load(b, i) : i; }
 };
 
 }  // namespace pdkernels
