@@ -8,7 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pdkernels._validation import fail, message
+from pdkernels._validation import check_type, fail, message
+
+
+# Longer masks do not fit the 32-bit numbers of a plan.
+MOST_TOKENS = 2**31 - 1
 
 
 def integer(builder: str, argument: str, value: object, least: int) -> int:
@@ -21,7 +25,14 @@ def integer(builder: str, argument: str, value: object, least: int) -> int:
         raise TypeError(message(f"masks.{builder}", argument, "be an integer", type(value).__name__))
     if number < least:
         fail(f"masks.{builder}", argument, f"be {least} or more", number)
+    if number > MOST_TOKENS:
+        fail(f"masks.{builder}", argument, "be less than 2**31", number)
     return number
+
+
+def flag(builder: str, argument: str, value: object) -> bool:
+    check_type(isinstance(value, bool), f"masks.{builder}", argument, "be a bool", type(value).__name__)
+    return bool(value)
 
 
 def choice(builder: str, argument: str, value: object, known: Sequence[str]) -> None:
