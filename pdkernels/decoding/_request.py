@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ def open_session(
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
     vocabulary = model.config.vocab_size
-    ends = tuple(model.end_tokens) if end_tokens is None else tuple(end_tokens)
+    ends = model.end_tokens if end_tokens is None else end_tokens
+    check_type(isinstance(ends, Iterable), _OP, "end_tokens", "be a list of ints", type(ends).__name__)
+    ends = tuple(ends)
     for token in ends:
         check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)

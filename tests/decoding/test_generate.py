@@ -125,6 +125,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),
     ({"end_tokens": [99]}, ValueError, GENERATE + "end_tokens must hold ids in 0 .. 22, got 99."),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
+    ({"end_tokens": 3}, TypeError, GENERATE + "end_tokens must be a list of ints, got int."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
     (
@@ -135,7 +136,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: page_size.",
+        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
     ),
     (
         {"blocksize": 4},
@@ -192,5 +193,5 @@ def test_lossless_methods() -> None:
 
 
 def test_method_options() -> None:
-    assert method_options("autoregressive") == ("page_size",)
+    assert method_options("autoregressive") == ("temperature", "seed", "page_size")
     assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")
