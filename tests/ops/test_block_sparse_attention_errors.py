@@ -122,6 +122,19 @@ def test_a_gradient_is_not_differentiated_again(kernels: str) -> None:
         gradient.sum().backward()
 
 
+DERIVATIVES = {
+    "in forward mode": lambda attend: torch.func.jvp(attend, (Q,), (Q,)),
+    "by torch.func": lambda attend: torch.func.grad(lambda q: attend(q).sum())(Q),
+}
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+def test_other_derivatives_are_refused_and_not_dropped(way: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"q, k and v must be differentiated in reverse mode .*, got a derivative {way}."):
+        DERIVATIVES[way](lambda q: pd.block_sparse_attention(q, K, V, PLAN))
+    DERIVATIVES[way](lambda q: pd.block_sparse_attention(q, K, V, PLAN, backend="reference"))
+
+
 def replaced(arguments: tuple, place: int, value: object) -> tuple:
     return (*arguments[:place], value, *arguments[place + 1 :])
 
