@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import pdkernels.masks as masks
 from pdkernels.integrations.flex_attention import from_block_mask, to_block_mask
@@ -71,6 +71,25 @@ def test_block_mask(mask: masks.SegmentMask, block_size: int | tuple[int, int]) 
     block_q, block_k = ours.BLOCK_SIZE
     for block_mask in (ours, theirs):
         assert listed(from_block_mask(block_mask)) == brute_force(mask.dense(), block_q, block_k)
+
+
+@pytest.mark.parametrize(
+    "call, kind, sentence",
+    [
+        (lambda: to_block_mask(masks.causal(8).plan()), TypeError, r"to_block_mask: mask must be a SegmentMask, got TilePlan\."),
+        (lambda: to_block_mask(masks.causal(0)), ValueError, r"mask must have at least one row, .* got \(0, 0\)\."),
+        (lambda: from_block_mask(masks.causal(8)), TypeError, r"from_block_mask: block_mask must be a BlockMask, got SegmentMask\."),
+        (lambda: from_block_mask(tiles_of(20)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\."),
+        (lambda: from_block_mask(tiles_of(2048)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\."),
+    ],
+)  # fmt: skip
+def test_errors_of_flex_attention(call, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        call()
+
+
+def tiles_of(size: int) -> BlockMask:
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=size)
 
 
 def test_block_mask_of_a_batch() -> None:
