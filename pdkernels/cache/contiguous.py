@@ -8,17 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, message
+from pdkernels._validation import integer, message
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
-
-
-def size(op: str, argument: str, value: object) -> int:
-    """A size as a Python int, at least 1."""
-    whole = not isinstance(value, bool) and hasattr(type(value), "__index__")
-    check_type(whole, op, argument, "be an int", type(value).__name__)
-    number = operator.index(value)  # type: ignore[arg-type]
-    check(number >= 1, op, argument, "be 1 or more", number)
-    return number
 
 
 class KVCacheBase:
@@ -41,8 +32,8 @@ class KVCacheBase:
         device: torch.device | str,
     ) -> None:
         name = f"cache.{type(self).__name__}"
-        self.layers, self.batch = size(name, "layers", layers), size(name, "batch", batch)
-        self.kv_heads, self.head_dim = size(name, "kv_heads", kv_heads), size(name, "head_dim", head_dim)
+        self.layers, self.batch = integer(name, "layers", layers, 1), integer(name, "batch", batch, 1)
+        self.kv_heads, self.head_dim = integer(name, "kv_heads", kv_heads, 1), integer(name, "head_dim", head_dim, 1)
         self.k = torch.zeros(self.layers, pages, slots, self.kv_heads, self.head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
         self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
@@ -123,7 +114,7 @@ class ContiguousKVCache(KVCacheBase):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.capacity = size("cache.ContiguousKVCache", "capacity", capacity)
+        self.capacity = integer("cache.ContiguousKVCache", "capacity", capacity, 1)
         self._allocate(layers, batch, batch, self.capacity, kv_heads, head_dim, dtype, device)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:

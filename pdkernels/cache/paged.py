@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pdkernels._host import PageAllocator
-from pdkernels._validation import check, message
-from pdkernels.cache.contiguous import KVCacheBase, size
+from pdkernels._validation import check, integer, message
+from pdkernels.cache.contiguous import KVCacheBase
 
 
 class PagedKVCache(KVCacheBase):
@@ -53,8 +53,8 @@ class PagedKVCache(KVCacheBase):
         device: torch.device | str = "cpu",
     ) -> None:
         op = "cache.PagedKVCache"
-        num_pages, page_size = size(op, "num_pages", num_pages), size(op, "page_size", page_size)
-        width = num_pages if max_pages_per_sequence is None else size(op, "max_pages_per_sequence", max_pages_per_sequence)
+        num_pages, page_size = integer(op, "num_pages", num_pages, 1), integer(op, "page_size", page_size, 1)
+        width = num_pages if max_pages_per_sequence is None else integer(op, "max_pages_per_sequence", max_pages_per_sequence, 1)
         self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
         self.block_table = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)

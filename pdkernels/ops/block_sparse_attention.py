@@ -86,7 +86,7 @@ def block_sparse_attention(
         wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     else:
         check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
         check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type
+from pdkernels._validation import check, check_index, check_type, integer
 from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal, pack
 from pdkernels.masks.jacobi import Conditioning, Layout
 
@@ -122,7 +122,7 @@ def pack_noise_aware(
         ([6], [2])
     """
     op = "training.pack_noise_aware"
-    _check_id(op, "pad_token", pad_token)
+    integer(op, "pad_token", pad_token, 0)
     masks, tokens, rows = [], [], []
     for sample in samples:
         check_type(isinstance(sample, NoiseAwareSample), op, "samples", "hold NoiseAwareSamples", type(sample).__name__)
@@ -189,8 +189,8 @@ def pack_dual_stream(
         ([1, 2], [6, 7], [2.0, 2.0])
     """
     op = "training.pack_dual_stream"
-    _check_id(op, "pad_token", pad_token)
-    _check_id(op, "mask_token", mask_token)
+    integer(op, "pad_token", pad_token, 0)
+    integer(op, "mask_token", mask_token, 0)
     masks, tokens, rows, weights = [], [], [], []
     for sample in samples:
         check_type(isinstance(sample, DualStreamSample), op, "samples", "hold DualStreamSamples", type(sample).__name__)
@@ -210,11 +210,6 @@ def pack_dual_stream(
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
     weight = torch.cat(weights) if weights else torch.empty(0)
     return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
-
-
-def _check_id(op: str, name: str, token: object) -> None:
-    whole = not isinstance(token, bool) and hasattr(type(token), "__index__")
-    check_type(whole, op, name, "be the id of a token", token)
 
 
 def _side_by_side(

@@ -43,6 +43,9 @@ CASES = {
         ValueError,
         "head_dim must be a multiple of 8 in [16, 256], got 12. Pad q, k and v with zeros and pass the scale.",
     ),
+    "head_dim of no size": (
+        {name: x[..., :0] for name, x in (("q", Q), ("k", K), ("v", V))}, ValueError, "head_dim must be a multiple of 8 in [16, 256], got 0",
+    ),
     "head_dim too large": (
         {name: x.repeat(1, 1, 1, 17) for name, x in (("q", Q), ("k", K), ("v", V))},
         ValueError,
