@@ -6,6 +6,7 @@ graph to them.
 
 from __future__ import annotations
 
+import operator
 from typing import NoReturn
 
 import torch
@@ -32,6 +33,19 @@ def check_type(condition: bool, op: str, argument: str, expectation: str, actual
     """TypeError for types and dtypes."""
     if not condition:
         raise TypeError(message(op, argument, expectation, actual, remedy))
+
+
+def integer(op: str, argument: str, value: object, least: int) -> int:
+    """The value as a Python int, at least `least`. NumPy's integers will do, a bool will not."""
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(message(op, argument, "be an integer", type(value).__name__))
+    if number < least:
+        fail(op, argument, f"be {least} or more", number)
+    return number
 
 
 def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None) -> None:

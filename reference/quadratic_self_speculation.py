@@ -71,6 +71,8 @@ def verifier(own: Tensor, diffusion: Tensor, weight: float, form: str) -> Tensor
     """
     if weight == 1.0:
         return own
+    if weight == 0.0:
+        return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
     return (weight * law(own, 1.0) + (1 - weight) * law(diffusion, 1.0)).log()

@@ -60,7 +60,8 @@ def law(logits: Tensor, temperature: float) -> Tensor:
     """fp64 ``(R, V)``: the probabilities that :func:`draw` draws from; all on the first maximum at temperature 0."""
     scores = logits.double()
     if temperature > 0:
-        return torch.softmax(scores / temperature, -1)
+        # The best one at 0: divided by a tiny temperature, scores would overflow.
+        return torch.softmax((scores - scores.amax(-1, keepdim=True)) / temperature, -1)
     return torch.nn.functional.one_hot(scores.argmax(-1), logits.shape[-1]).double()
 
 

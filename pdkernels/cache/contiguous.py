@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check
+from pdkernels._validation import integer, message
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
@@ -31,13 +32,11 @@ class KVCacheBase:
         device: torch.device | str,
     ) -> None:
         name = f"cache.{type(self).__name__}"
-        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
-        for argument, size in sizes.items():
-            check(size >= 1, name, argument, "be 1 or more", size)
-        self.layers, self.batch, self.kv_heads, self.head_dim = layers, batch, kv_heads, head_dim
-        self.k = torch.zeros(layers, pages, slots, kv_heads, head_dim, dtype=dtype, device=device)
+        self.layers, self.batch = integer(name, "layers", layers, 1), integer(name, "batch", batch, 1)
+        self.kv_heads, self.head_dim = integer(name, "kv_heads", kv_heads, 1), integer(name, "head_dim", head_dim, 1)
+        self.k = torch.zeros(self.layers, pages, slots, self.kv_heads, self.head_dim, dtype=dtype, device=device)
         self.v = torch.zeros_like(self.k)
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(self.batch, dtype=torch.int64, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -63,13 +62,18 @@ class KVCacheBase:
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
         """Shortens sequences; see `pdkernels.kv_trim_`. A number, one per sequence, or a tensor on the device."""
-        kv_trim_(self.lengths, self._per_sequence(new_lengths))
+        if not isinstance(new_lengths, Tensor):
+            numbers = self._numbers(f"cache.{type(self).__name__}.trim_", "new_lengths", new_lengths)
+            new_lengths = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        kv_trim_(self.lengths, new_lengths)
 
-    def _per_sequence(self, values: int | Sequence[int] | Tensor) -> Tensor:
-        if isinstance(values, Tensor):
-            return values
-        values = [values] * self.batch if isinstance(values, int) else list(values)
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+    def _numbers(self, op: str, argument: str, values: int | Sequence[int] | Tensor) -> list[int]:
+        """One int a sequence; a single one serves all."""
+        values = values.tolist() if isinstance(values, Tensor) else values
+        try:
+            return [operator.index(value) for value in (values if isinstance(values, Iterable) else [values] * self.batch)]
+        except TypeError:
+            raise TypeError(message(op, argument, "be an int, or one a sequence", values)) from None
 
     def reset_(self) -> None:
         """Empties every sequence."""
@@ -86,6 +90,7 @@ class ContiguousKVCache(KVCacheBase):
 
     Raises:
         ValueError: a size below 1.
+        TypeError: a size that is no int.
 
     Example:
         >>> import torch
@@ -109,9 +114,8 @@ class ContiguousKVCache(KVCacheBase):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        check(capacity >= 1, "cache.ContiguousKVCache", "capacity", "be 1 or more", capacity)
-        self._allocate(layers, batch, batch, capacity, kv_heads, head_dim, dtype, device)
-        self.capacity = capacity
+        self.capacity = integer("cache.ContiguousKVCache", "capacity", capacity, 1)
+        self._allocate(layers, batch, batch, self.capacity, kv_heads, head_dim, dtype, device)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer, the first `length` positions: views ``(batch, length, kv_heads, head_dim)``."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pdkernels._host import PageAllocator
-from pdkernels._validation import check, message
+from pdkernels._validation import check, integer, message
 from pdkernels.cache.contiguous import KVCacheBase
 
 
@@ -28,6 +29,7 @@ class PagedKVCache(KVCacheBase):
 
     Raises:
         ValueError: a size below 1.
+        TypeError: a size that is no int.
 
     Example:
         >>> import torch
@@ -51,29 +53,38 @@ class PagedKVCache(KVCacheBase):
         device: torch.device | str = "cpu",
     ) -> None:
         op = "cache.PagedKVCache"
-        width = num_pages if max_pages_per_sequence is None else max_pages_per_sequence
-        check(num_pages >= 1, op, "num_pages", "be 1 or more", num_pages)
-        check(page_size >= 1, op, "page_size", "be 1 or more", page_size)
-        check(width >= 1, op, "max_pages_per_sequence", "be 1 or more", width)
+        num_pages, page_size = integer(op, "num_pages", num_pages, 1), integer(op, "page_size", page_size, 1)
+        width = num_pages if max_pages_per_sequence is None else integer(op, "max_pages_per_sequence", max_pages_per_sequence, 1)
         self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
-        self.block_table = torch.full((batch, width), -1, dtype=torch.int32, device=device)
+        self.block_table = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)
         self._pool = PageAllocator(num_pages)
-        self._pages: list[list[int]] = [[] for _ in range(batch)]
+        self._pages: list[list[int]] = [[] for _ in range(self.batch)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and other processes need: which pages are free follows from those that are owned."""
+        return {name: value for name, value in vars(self).items() if name != "_pool"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._pool = PageAllocator(self.num_pages)
+        owned = {page for pages in self._pages for page in pages}
+        self._pool.release([page for page in self._pool.allocate(self.num_pages) if page not in owned])
 
     @property
     def available_pages(self) -> int:
         """Pages nobody owns."""
         return self._pool.available
 
-    def reserve_(self, lengths: Sequence[int]) -> None:
-        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens. Never takes pages away.
+    def reserve_(self, lengths: int | Sequence[int]) -> None:
+        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens, or all for as many. Never takes pages away.
 
         Raises:
             ValueError: more tokens than the block table can name.
             MemoryError: the pool is too small; nothing is handed out then.
         """
         op = "cache.PagedKVCache.reserve_"
+        lengths = self._numbers(op, "lengths", lengths)
         check(len(lengths) == self.batch, op, "lengths", f"have {self.batch} entries", len(lengths))
         for length in lengths:
             check(0 <= length <= self.capacity, op, "lengths", f"be in [0, {self.capacity}]", length, "Raise max_pages_per_sequence.")
@@ -91,12 +102,9 @@ class PagedKVCache(KVCacheBase):
 
         With a tensor on a GPU only the lengths change, without a sync; `reclaim_` returns the pages later.
         """
-        wanted = self._per_sequence(new_lengths)
-        super().trim_(wanted)
-        if not isinstance(new_lengths, Tensor):
-            self._release_behind([new_lengths] * self.batch if isinstance(new_lengths, int) else new_lengths)
-        elif not wanted.is_cuda:
-            self._release_behind(wanted.tolist())
+        super().trim_(new_lengths)
+        if not (isinstance(new_lengths, Tensor) and new_lengths.is_cuda):
+            self._release_behind(self._numbers("cache.PagedKVCache.trim_", "new_lengths", new_lengths))
 
     def reclaim_(self) -> None:
         """Returns the pages behind the current lengths. Reads the lengths: one sync on a GPU."""

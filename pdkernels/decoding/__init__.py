@@ -191,7 +191,7 @@ def generate(
         trace: keep every draft, its predictions and what was accepted in ``stats.trace``.
         **options: options of the method.
 
-            - ``autoregressive``: `page_size`.
+            - ``autoregressive``: `temperature` (0) and `seed` (0) of the draws, `page_size`.
             - ``jacobi``: `block_size` (16) decodes block after block, `window` keeps one running draft of that length
               instead; `seed` (0) of the tokens a draft starts from; `page_size`.
             - ``jacobi_multiblock``: up to `blocks` (2) blocks of `block_size` (16) under way, the next one opened when

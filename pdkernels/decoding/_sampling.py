@@ -65,7 +65,9 @@ def draw(
 
 def law(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """fp64 probabilities that `draw` draws from, at a temperature above 0."""
-    return torch.softmax(logits.double() / temperature, -1)
+    logits = logits.double()
+    # The best one at 0: divided by a tiny temperature, logits would overflow.
+    return torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
 
 
 def without_(logits: torch.Tensor, token: int) -> torch.Tensor:
@@ -93,9 +95,14 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
 
 
 def check_sampling(op: str, temperature: float, seed: int) -> None:
-    check_type(type(temperature) in (int, float), op, "temperature", "be a number", type(temperature).__name__)
+    check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
     check_type(type(seed) is int, op, "seed", "be an int", type(seed).__name__)
+
+
+def _is_number(value: object) -> bool:
+    """Python's own numbers, and NumPy's float64, which is one."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def checked_size(op: str, name: str, value: int) -> int:
@@ -106,7 +113,7 @@ def checked_size(op: str, name: str, value: int) -> int:
 
 def checked_number(op: str, name: str, value: float, most: float = math.inf) -> float:
     """A number from 0 up to `most`."""
-    check_type(type(value) in (int, float), op, name, "be a number", type(value).__name__)
+    check_type(_is_number(value), op, name, "be a number", type(value).__name__)
     bounds = "be at least 0" if most == math.inf else f"be in 0 .. {most:g}"
     check(0 <= value <= most, op, name, bounds, value)
     return value

@@ -1,30 +1,38 @@
-"""Greedy autoregressive decoding: one token per forward, on the KV cache. The yardstick of every other method."""
+"""Autoregressive decoding: one token per forward, on the KV cache. The yardstick of every other method."""
 
 from __future__ import annotations
 
 import torch
 
+from pdkernels.decoding._sampling import OWN, check_sampling, draw
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding._steps import Rows, Steps, run
 
+_OP = "decoding.autoregressive"
 
-def decode(session: Session, *, page_size: int | None = None) -> int:
-    """Fill `session` with greedy tokens, one forward each (the prompt's forward gives the first).
+
+def decode(session: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None) -> int:
+    """Fill `session` with the model's own tokens, one forward each (the prompt's forward gives the first).
 
     Options:
+        temperature: of the draws; 0 is greedy.
+        seed: of the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.
     """
-    return run(AutoregressiveSteps(session, page_size=page_size), session)
+    return run(AutoregressiveSteps(session, temperature=temperature, seed=seed, page_size=page_size), session)
 
 
 class AutoregressiveSteps(Steps):
     """An entry: 1 while a sequence goes on, its newest token."""
 
-    def __init__(self, sizes: Session, *, page_size: int | None = None) -> None:
-        self.model, self.limit = sizes.model, sizes.max_new_tokens
+    def __init__(
+        self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None
+    ) -> None:
+        check_sampling(_OP, temperature, seed)
+        self.model, self.limit, self.temperature, self.seed = sizes.model, sizes.max_new_tokens, temperature, seed
         self.cache = sizes.new_cache(page_size)
         self.ends = sizes.ends_on(self.cache.device)
         self.entry = self.cache.lengths.new_zeros(sizes.batch, 2)
@@ -35,14 +43,16 @@ class AutoregressiveSteps(Steps):
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
-        first = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last).argmax(-1)
+        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
+        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seed, OWN)
         self.cache.commit_(prompt_lengths)
         self.remaining.fill_(self.limit - 1)
         self._write(first)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
-        following = self.model(self.token, cache=self.cache).argmax(-1)
+        logits = self.model(self.token, cache=self.cache)
+        following = draw(logits, self.cache.lengths[:, None] + 1, self.temperature, self.seed, OWN)
         self.cache.commit_(self.going)
         self.remaining -= self.going
         self._write(following)

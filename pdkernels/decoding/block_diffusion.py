@@ -11,9 +11,18 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check
 from pdkernels.decoding._masked import share
-from pdkernels.decoding._sampling import OWN, check_sampling, checked_mask_token, checked_size, draw, law, without_
+from pdkernels.decoding._sampling import (
+    OWN,
+    check_sampling,
+    checked_mask_token,
+    checked_number,
+    checked_size,
+    draw,
+    law,
+    without_,
+)
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import DenoiseStep
 from pdkernels.masks import full
@@ -52,7 +61,7 @@ def decode(
     """
     checked_size(_OP, "block_size", block_size)
     if threshold is not None:
-        check_type(type(threshold) in (int, float), _OP, "threshold", "be a number or None", type(threshold).__name__)
+        checked_number(_OP, "threshold", threshold)
         check(steps_per_block is None, _OP, "steps_per_block", "be None beside a threshold", steps_per_block,
               "Pass threshold=None.")
     if steps_per_block is not None:

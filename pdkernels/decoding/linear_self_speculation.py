@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check
 from pdkernels.decoding._sampling import (
     OWN,
     check_sampling,
     checked_mask_token,
+    checked_name,
+    checked_number,
     checked_size,
     draw,
     law,
@@ -77,9 +79,8 @@ class LinearSteps(Steps):
     ) -> None:
         checked_size(_OP, "block_size", block_size)
         check_sampling(_OP, temperature, seed)
-        check_type(type(threshold) in (int, float), _OP, "threshold", "be a number", type(threshold).__name__)
-        check(threshold >= 0, _OP, "threshold", "be at least 0", threshold)
-        check(verification in ("compare", "rejection"), _OP, "verification", "be 'compare' or 'rejection'", repr(verification))
+        checked_number(_OP, "threshold", threshold)
+        checked_name(_OP, "verification", verification, ("compare", "rejection"))
         check(verification == "compare" or threshold == 0, _OP, "threshold", "be 0 with verification='rejection'", threshold,
               "Slots filled in later passes depend on others; use verification='compare'.")
         self.model, self.limit = sizes.model, sizes.max_new_tokens

@@ -168,6 +168,8 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.de
 
 def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str) -> torch.Tensor:
     """Logits of the verifier out of those of the draft tokens and of the first masks behind them, fp64."""
+    if weight == 0:
+        return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
     return (weight * law(own, 1.0) + (1 - weight) * law(diffusion, 1.0)).log()

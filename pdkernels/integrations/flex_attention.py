@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -22,6 +24,10 @@ def to_block_mask(mask: SegmentMask, block_size: int | tuple[int, int] = 128, de
         What ``create_block_mask(mask.mask_mod(device), None, None, *mask.shape, BLOCK_SIZE=block_size)`` returns: ragged last
         tiles count as partial, since FlexAttention asks a full tile for all its pairs.
 
+    Raises:
+        ValueError: other tile sizes, a mask without rows.
+        TypeError: no segment mask.
+
     Example:
         >>> import pdkernels as pd
         >>> from pdkernels.integrations.flex_attention import to_block_mask
@@ -29,7 +35,10 @@ def to_block_mask(mask: SegmentMask, block_size: int | tuple[int, int] = 128, de
         >>> block_mask.kv_num_blocks.tolist(), block_mask.full_kv_num_blocks.tolist()
         ([[[1, 1, 1, 1]]], [[[0, 1, 2, 3]]])
     """
-    block_q, block_k = (block_size, block_size) if isinstance(block_size, int) else block_size
+    op = "integrations.to_block_mask"
+    check_type(isinstance(mask, SegmentMask), op, "mask", "be a SegmentMask", type(mask).__name__)
+    check(mask.q_len > 0, op, "mask", "have at least one row, as FlexAttention wants", mask.shape)
+    block_q, block_k = block_size if isinstance(block_size, Sequence) else (block_size, block_size)
     lists = mask.plan(block_q, block_k).block_lists(ragged_is_partial=True)
     partial_count, partial, full_count, full = (tensor[None, None].to(device) for tensor in lists)
     return BlockMask.from_kv_blocks(
@@ -44,7 +53,7 @@ def from_block_mask(block_mask: BlockMask) -> TilePlan:
         block_mask: with one head, or none, and tiles that are multiples of 16. With a batch the plan is stacked.
 
     Raises:
-        ValueError: several heads.
+        ValueError: several heads, other tiles.
         TypeError: no `BlockMask`.
 
     Example:
@@ -57,6 +66,8 @@ def from_block_mask(block_mask: BlockMask) -> TilePlan:
     """
     op = "integrations.from_block_mask"
     check_type(isinstance(block_mask, BlockMask), op, "block_mask", "be a BlockMask", type(block_mask).__name__)
+    for size in block_mask.BLOCK_SIZE:
+        check(size % 16 == 0 and 16 <= size <= 1024, op, "BLOCK_SIZE", "be multiples of 16 in [16, 1024]", block_mask.BLOCK_SIZE)
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     check(heads == 1, op, "block_mask", "have one head", heads, "Create it with H=None: tile plans are shared by all heads.")
     plans = [_sample(block_mask, b) for b in range(batch)]

@@ -121,6 +121,8 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
     op = "masks.pack"
     segments: list[Segment] = []
     samples = 0
+    check_type(not isinstance(masks, SegmentMask), op, "masks", "be a list of masks", "one mask", "Write pack([mask], length).")
+    masks = list(masks)
     for mask in masks:
         check_type(isinstance(mask, SegmentMask), op, "masks", "be segment masks", type(mask).__name__)
         tokens = sum(segment.length for segment in mask.segments)

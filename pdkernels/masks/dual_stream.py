@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check
+from pdkernels._validation import INDEX_DTYPES, check, check_type
 from pdkernels.masks._arguments import blocks, choice, integer
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
@@ -77,7 +77,10 @@ def dual_stream(
     if noisy_positions is None:
         kept, noisy_sizes = torch.arange(prefix_len, length), sizes
     else:
-        kept = torch.as_tensor(noisy_positions, dtype=torch.int64).cpu()
+        kept = torch.as_tensor(noisy_positions).cpu()
+        integers = kept.numel() == 0 or kept.dtype in INDEX_DTYPES
+        check_type(integers, f"masks.{op}", "noisy_positions", "be int32 or int64", kept.dtype, "Give the numbers of positions.")
+        kept = kept.to(torch.int64)
         fits = kept.dim() == 1 and bool((kept.diff() > 0).all()) and bool(((kept >= prefix_len) & (kept < length)).all())
         check(fits, f"masks.{op}", "noisy_positions", f"ascend within [{prefix_len}, {length})", kept.tolist())
         noisy_sizes = torch.bincount((kept - prefix_len) // block_size, minlength=len(sizes)).tolist()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdkernels._validation import check_type
-from pdkernels.masks._arguments import integer
+from pdkernels.masks._arguments import flag, integer
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 
@@ -46,7 +46,7 @@ def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMas
 
     Raises:
         ValueError: a negative length.
-        TypeError: something that is no stage.
+        TypeError: something that is no stage, or no bool.
 
     Source: Planned Diffusion, section 4.2 and appendix H; its released code, whose accumulated mask rules where a text goes
     on without a sync: later plan tokens do not see the open chunks, later chunks do.
@@ -60,6 +60,7 @@ def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMas
         [1, 1, 1, 1, 1, 0, 0, 0, 0]
     """
     op = "planned"
+    sparse = flag(op, "sparse", sparse)
     segments: list[Segment] = []
     hidden: list[range] = []  # segments of chunks that no sync has shown yet
     for stage in stages:
@@ -75,7 +76,7 @@ def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMas
             segments.append(Segment(integer(op, "chunks", length, 0), "full", (range(first), *others), "chunk"))
         if last > first:
             hidden.append(range(first, last))
-        if sync:
+        if flag(op, "sync", sync):
             segments.append(Segment(1, "causal", (range(last),), "sync"))
             hidden.clear()
     return SegmentMask(segments)

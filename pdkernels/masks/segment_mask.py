@@ -6,13 +6,13 @@ import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from os import PathLike
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pdkernels import _host
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, message
 from pdkernels.masks.tile_plan import TilePlan
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -55,7 +55,7 @@ class SegmentMask:
     Raises:
         ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the own one, or
             positions of another shape.
-        TypeError: `sees` that is no tuple of ranges, positions that are not int64.
+        TypeError: something that is no `Segment`, `sees` that is no tuple of ranges, positions that are not int64.
 
     Equal masks have equal segments, windows and positions; they share their plans.
 
@@ -69,12 +69,16 @@ class SegmentMask:
     """
 
     def __init__(self, segments: Sequence[Segment], positions: Tensor | None = None) -> None:
-        tokens = sum(segment[0] for segment in segments)
+        op = "masks.SegmentMask"
+        segments = tuple(segments)
+        for segment in segments:
+            if not (isinstance(segment, Segment) and isinstance(segment.length, int)):
+                raise TypeError(message(op, "segments", "be Segments with int lengths", segment))
+        tokens = sum(segment.length for segment in segments)
         if positions is not None:
-            op = "masks.SegmentMask"
             check_type(getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions)
             check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
-        self._build(tuple(segments), positions, (0, tokens), (0, tokens))
+        self._build(segments, positions, (0, tokens), (0, tokens))
 
     def _build(self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         self.segments = segments
@@ -120,14 +124,24 @@ class SegmentMask:
         return self.plan().visible_pairs / max(self.q_len * self.kv_len, 1)
 
     def __getitem__(self, window: slice | tuple[slice, slice]) -> SegmentMask:
-        rows, columns = window if isinstance(window, tuple) else (window, slice(None))
+        op = "masks.SegmentMask"
+        window = window if isinstance(window, tuple) else (window, slice(None))
+        check_type(len(window) == 2, op, "slices", "be of rows and columns", f"{len(window)} slices", "Write mask[a:b, c:d].")
+        rows, columns = window
         for name, part in (("rows", rows), ("columns", columns)):
-            op = "masks.SegmentMask"
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
         part = SegmentMask.__new__(SegmentMask)
         part._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
         return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and other processes need: the planner's table and all that is kept follow from it."""
+        return {name: value for name, value in vars(self).items() if name != "_table" and not hasattr(type(self), name)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._table = _host.SegmentMask(self.segments, self._rows, self._columns)
 
     @cached_property
     def _hash(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import fail
-from pdkernels.masks._arguments import choice, integer, inverse
+from pdkernels.masks._arguments import choice, flag, integer, inverse
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 
@@ -113,6 +113,7 @@ def quadratic(
     masks_per_group = draft_len if masks_per_group is None else integer(op, "masks_per_group", masks_per_group, 0)
     choice(op, "in_group", in_group, ("bidirectional", "causal"))
     choice(op, "layout", layout, ("spec_first", "interleaved"))
+    anchor_group = flag(op, "anchor_group", anchor_group)
     inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
     first = 0 if anchor_group else 1
     # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..
@@ -134,7 +135,7 @@ def quadratic(
         positions = torch.cat([torch.arange(draft_len), positions[:, 1:].flatten()])
     mask = QuadraticMask(segments, positions)
     mask.draft_len, mask.masks_per_group, mask.in_group = draft_len, masks_per_group, in_group
-    mask.layout, mask.anchor_group = layout, bool(anchor_group)
+    mask.layout, mask.anchor_group = layout, anchor_group
     return mask
 
 
@@ -164,11 +165,12 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
         >>> mask.positions.tolist(), [segment.length for segment in mask.segments]
         ([0, 1, 2, 1], [1, 2, 1])
     """
-    parents = [int(parent) for parent in parents]
+    given = parents.tolist() if isinstance(parents, Tensor) else parents
+    parents = [integer("tree", "parents", parent, -1) for parent in given]
     children = [0] * len(parents)
     depth: list[int] = []
     for node, parent in enumerate(parents):
-        if not -1 <= parent < node:
+        if parent >= node:
             fail("masks.tree", "parents", f"be -1 or come before their child, so be in [-1, {node - 1}] for token {node}", parent)
         depth.append(depth[parent] + 1 if parent >= 0 else 0)
         if parent >= 0:

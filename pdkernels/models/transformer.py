@@ -359,6 +359,7 @@ class Transformer(nn.Module):
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
 
     def _check_tokens(self, op: str, tokens: torch.Tensor) -> None:
+        check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
         check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
         check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
         check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
@@ -377,10 +378,12 @@ class Transformer(nn.Module):
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
         else:
-            check(cache.batch == batch, op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
+            if cache.batch != batch:
+                fail(op, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
             if counts is not None:
                 check_index(op, "counts", counts, (batch,), cache.lengths.device)
         if positions is not None:
+            check_type(isinstance(positions, torch.Tensor), op, "positions", "be a tensor", type(positions).__name__)
             if positions.shape not in ((length,), (batch, length)):
                 fail(op, "positions", f"have shape ({length},) or ({batch}, {length})", tuple(positions.shape))
             check_type(positions.dtype in INDEX_DTYPES, op, "positions", "be int64 or int32", positions.dtype)
@@ -430,6 +433,7 @@ def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | s
         return x[:, rows]
     batch, length, _ = x.shape
     if not isinstance(rows, torch.Tensor):
+        check_type(isinstance(rows, Sequence), op, "rows", "be a slice, a tensor or a list of ints", type(rows).__name__)
         for row in rows:
             check(-length <= row < length, op, "rows", f"lie in [{-length}, {length})", row)
         rows = torch.tensor([row % length for row in rows], dtype=torch.int64, device=x.device)

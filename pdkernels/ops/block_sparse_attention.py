@@ -8,10 +8,11 @@ the same bit for bit from run to run, whatever the number of threads and whateve
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.backends import Backend
@@ -58,7 +59,8 @@ def block_sparse_attention(
     Raises:
         ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; a second derivative (the reference has them).
+        NotImplementedError: a backend that does not serve the device; a second derivative, one in forward mode or one by
+            ``torch.func`` (the reference has them all).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
     batch. ``torch.compile`` sees one op.
@@ -84,7 +86,7 @@ def block_sparse_attention(
         wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     else:
         check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
         check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)
@@ -231,7 +233,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs[:3]):
+        _refuse("in forward mode")
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+        if torch._C._are_functorch_transforms_active():
+            _refuse("by torch.func")
         return _Attention.apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():
         return attention_op(*inputs)
@@ -240,6 +246,11 @@ def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
 def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
     remedy = "Pass backend='reference', which PyTorch differentiates any number of times."
     raise NotImplementedError(message(OP, "its gradient", "not be differentiated again", "a second derivative", remedy))
+
+
+def _refuse(way: str) -> NoReturn:
+    remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
+    raise NotImplementedError(message(OP, "q, k and v", "be differentiated in reverse mode by torch.autograd", f"a derivative {way}", remedy))
 
 
 LIBRARY.impl(OP, _autograd, "Autograd")

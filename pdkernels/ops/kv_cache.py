@@ -84,7 +84,7 @@ def kv_commit_(
     Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
 
         before   c c c c | 0 . . 3 . . 6 . .        c committed, | lengths
-        after    c c c c   0 3 6 | . . 6 . .        rows behind the new length are free
+        after    c c c c   0 3 6 | 3 . . 6 . .      rows behind the new length are free
 
     Args:
         k_cache, v_cache: as in `kv_append_`.

@@ -53,7 +53,7 @@ def drafter_loss(
 
     Raises:
         ValueError: shapes that do not fit each other, an option out of range.
-        TypeError: logits that are not floating, counts that are not int32 or int64.
+        TypeError: logits that are not floating, counts that are not int32 or int64, a `top_k` that is no int.
 
     Nothing waits for the device, and behind the choice of the support nothing is as wide as the vocabulary but its flags.
 
@@ -80,6 +80,7 @@ def drafter_loss(
     op = "training.drafter_loss"
     _check_arguments(op, draft_logits, verifier_logits, accepted)
     check(temperature > 0, op, "temperature", "be positive", temperature)
+    check_type(type(top_k) is int, op, "top_k", "be an int", type(top_k).__name__)
     check(top_k >= 1, op, "top_k", "be at least 1", top_k)
     verifier_logits = verifier_logits.detach()
     _, width, vocab = draft_logits.shape

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type
+from pdkernels._validation import check, check_index, check_type, integer
 from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal, pack
 from pdkernels.masks.jacobi import Conditioning, Layout
 
@@ -105,7 +105,7 @@ def pack_noise_aware(
 
     Raises:
         ValueError: shapes that do not fit each other, more tokens than `length`.
-        TypeError: ids that are not int32 or int64.
+        TypeError: other samples, ids that are not int32 or int64.
 
     Source: Jacobi Forcing, section 3 and its released multi-block trainer.
 
@@ -122,8 +122,10 @@ def pack_noise_aware(
         ([6], [2])
     """
     op = "training.pack_noise_aware"
+    integer(op, "pad_token", pad_token, 0)
     masks, tokens, rows = [], [], []
     for sample in samples:
+        check_type(isinstance(sample, NoiseAwareSample), op, "samples", "hold NoiseAwareSamples", type(sample).__name__)
         check_index(op, "prompt", sample.prompt, (None,), None)
         check_index(op, "clean", sample.clean, (None, None), None)
         check_index(op, "noisy", sample.noisy, tuple(sample.clean.shape), None)
@@ -170,7 +172,7 @@ def pack_dual_stream(
 
     Raises:
         ValueError: shapes that do not fit each other, a probability outside (0, 1], more tokens than `length`.
-        TypeError: ids that are not int32 or int64, `masked` that is not bool.
+        TypeError: other samples, ids that are not int32 or int64, `masked` that is not bool.
 
     Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).
 
@@ -187,11 +189,15 @@ def pack_dual_stream(
         ([1, 2], [6, 7], [2.0, 2.0])
     """
     op = "training.pack_dual_stream"
+    integer(op, "pad_token", pad_token, 0)
+    integer(op, "mask_token", mask_token, 0)
     masks, tokens, rows, weights = [], [], [], []
     for sample in samples:
+        check_type(isinstance(sample, DualStreamSample), op, "samples", "hold DualStreamSamples", type(sample).__name__)
         check_index(op, "clean", sample.clean, (None,), None)
         count = len(sample.clean)
-        check_type(sample.masked.dtype == torch.bool, op, "masked", "be bool", sample.masked.dtype)
+        dtype = getattr(sample.masked, "dtype", type(sample.masked).__name__)
+        check_type(dtype == torch.bool, op, "masked", "be a bool tensor", dtype)
         check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
         check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
         masks.append(dual_stream(count, block_size, clean=clean))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,6 +127,45 @@ def test_writing_without_pages_is_refused() -> None:
 def test_bad_sizes(call, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: ContiguousKVCache(True, 1, 4, 1, 1), "ContiguousKVCache: layers must be an integer, got bool"),
+        (lambda: ContiguousKVCache(1, 1, 4.0, 1, 1), "ContiguousKVCache: capacity must be an integer, got float"),
+        (lambda: PagedKVCache(1, 1, 4, "2", 1, 1), "PagedKVCache: page_size must be an integer, got str"),
+        (lambda: PagedKVCache(1, 2, 4, 2, 1, 1).reserve_([1.5, 1]), r"reserve_: lengths must be an int, or one a sequence, got \[1.5, 1\]"),
+        (lambda: ContiguousKVCache(1, 1, 4, 1, 1).trim_(0.0), r"trim_: new_lengths must be an int, or one a sequence, got 0.0"),
+    ],
+)
+def test_sizes_and_lengths_are_ints(call, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_numbers_of_any_integer_type() -> None:
+    cache = make(None)
+    cache.append_(0, *[torch.ones(BATCH, 3, HEADS, DIM)] * 2)
+    cache.commit_(torch.tensor([3, 2, 1]))
+    cache.trim_(torch.tensor(1).numpy()[()])
+    assert cache.lengths.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_go_their_own_way(duplicate, page_size: int | None) -> None:
+    cache = make(page_size)
+    if page_size:
+        cache.reserve_([4, 0, 6])
+    other = duplicate(cache)
+    cache.lengths += 1
+    assert other.lengths.tolist() == [0] * BATCH and cache.lengths.tolist() == [1] * BATCH
+    if page_size:
+        cache.reserve_([6, 1, 6]), other.reserve_([6, 1, 6])
+        assert torch.equal(cache.block_table, other.block_table) and cache.available_pages == other.available_pages
+        other.trim_([0, 0, 0])
+        assert other.available_pages == other.num_pages > cache.available_pages
 
 
 # --- the page allocator ---------------------------------------------------------------------------------------------------

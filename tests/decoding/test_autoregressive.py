@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.autoregressive import autoregressive
+from pdkernels.reference.sampling import sampled_autoregressive
 from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
+from tests.decoding.tri_mode import plain, small_transformer
 
 token = st.integers(0, VOCABULARY - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=4)
@@ -52,3 +54,22 @@ def test_few_tokens(limit: int) -> None:
     result = generate(model, [4, 2], max_new_tokens=limit)
     assert result.tokens.dtype == torch.int64 and result.tokens.shape == (limit,)
     assert result.stats.forwards == limit == len(model.rows_seen)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 0.4, 1.3])
+@pytest.mark.parametrize("seed", [0, -7, 2**70])
+def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: float, seed: int) -> None:
+    model, batch = small_transformer(6), [[1, 2, 3], [4]]
+    options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "end_tokens": (5,)}
+    tokens = [sequence.tolist() for sequence in generate(model, batch, **options).tokens]
+    expected = [
+        sampled_autoregressive(plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,)) for prompt in batch
+    ]
+    assert tokens == [one.tokens for one in expected]
+    for method in ("linear_self_speculation", "quadratic_self_speculation"):
+        assert [sequence.tolist() for sequence in generate(model, batch, method, **options).tokens] == tokens
+
+
+def test_sampling_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="decoding.autoregressive: temperature must be finite and at least 0, got -1"):
+        generate(small_transformer(6), [1], temperature=-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -226,7 +227,9 @@ OP = "pdkernels.decoding.block_diffusion: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
     ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
-    ({"threshold": "high"}, TypeError, "threshold must be a number or None, got str."),
+    ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
+    ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
+    ({"threshold": math.nan}, ValueError, "threshold must be at least 0, got nan."),
     ({"steps_per_block": 4}, ValueError, "steps_per_block must be None beside a threshold, got 4. Pass threshold=None."),
     ({"steps_per_block": 0, "threshold": None}, ValueError, "steps_per_block must be at least 1, got 0."),
     ({"refresh": "never"}, ValueError, "refresh must be 'causal' or 'bidirectional', got 'never'."),

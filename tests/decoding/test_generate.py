@@ -127,6 +127,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"end_tokens": 4}, TypeError, GENERATE + "end_tokens must be a sequence of ints, got int."),
     ({"model": "tiny-code"}, TypeError, GENERATE + "model must be a model, got str. Load one with pdkernels.models.load."),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
+    ({"end_tokens": 3}, TypeError, GENERATE + "end_tokens must be a list of ints, got int."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
     (
@@ -137,7 +138,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: page_size.",
+        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
     ),
     (
         {"blocksize": 4},
@@ -194,5 +195,5 @@ def test_lossless_methods() -> None:
 
 
 def test_method_options() -> None:
-    assert method_options("autoregressive") == ("page_size",)
+    assert method_options("autoregressive") == ("temperature", "seed", "page_size")
     assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")

@@ -135,6 +135,19 @@ def test_a_random_transformer(
             assert tokens.tolist() == sampled.tokens
 
 
+@pytest.mark.parametrize("verification", ["compare", "rejection"])
+def test_at_the_smallest_temperature_draws_are_greedy(verification: str) -> None:
+    """Logits divided by it would all be infinite."""
+    model = small_transformer(5)
+    options = {"verification": verification, "max_new_tokens": 10, "block_size": 4}
+    sampled, greedy = (generate(model, [1, 2], METHOD, temperature=t, **options).tokens for t in (5e-324, 0.0))
+    assert torch.equal(sampled, greedy)
+    reference = linear_self_speculation(
+        plain(model), [1, 2], 10, mask_token=12, block_size=4, temperature=5e-324, verification=verification
+    )
+    assert reference.tokens == greedy.tolist()
+
+
 @settings(max_examples=30)
 @given(seed=seeds, batch=prompts(5), limit=st.integers(1, 10), block_size=st.integers(1, 5), kind=kinds)
 def test_a_random_table(
@@ -276,7 +289,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
     ({"threshold": -0.5}, ValueError, "threshold must be at least 0, got -0.5."),
     ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
-    ({"verification": "trust"}, ValueError, "verification must be 'compare' or 'rejection', got 'trust'."),
+    ({"verification": "trust"}, ValueError, "verification must be one of 'compare', 'rejection', got 'trust'."),
     ({"verification": "rejection", "threshold": 0.5}, ValueError,
      "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
      "use verification='compare'."),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
+from pdkernels.decoding.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
-from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation
+from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.decoding.fake_models import SCRIPTS, FakeModel
 from tests.decoding.tri_mode import (
@@ -270,3 +272,13 @@ def test_errors(options: dict[str, Any], error: type[Exception], text: str, limi
 def test_a_model_without_a_mask_token() -> None:
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+
+
+@pytest.mark.parametrize("form", ["probability", "logit"])
+@pytest.mark.parametrize("weight", [0, 0.0, 0.25])
+def test_a_token_that_one_side_rules_out(form: str, weight: float) -> None:
+    own, diffusion = torch.tensor([[-math.inf, 1.0, 0.0]]), torch.tensor([[3.0, -math.inf, 2.0]])
+    ruled_out = torch.tensor([[False, weight == 0 or form == "logit", False]])
+    ruled_out[0, 0] = weight > 0 and form == "logit"
+    for mixed in (_mixed(own, diffusion, weight, form), verifier(own, diffusion, weight, form)):
+        assert torch.equal(mixed == -math.inf, ruled_out) and not mixed.isnan().any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
 from pathlib import Path
 
@@ -9,12 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 import pdkernels.masks as masks
 from pdkernels.integrations.flex_attention import from_block_mask, to_block_mask
 from tests.masks.brute_force import brute_force, listed
-from tests.masks.strategies import build, calls, random_masks
+from tests.masks.strategies import Call, build, calls, random_masks
 
 
 @settings(max_examples=60)
@@ -26,6 +28,18 @@ def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
     assert torch.equal(part.dense(), mask.dense()[rows, columns])
     assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(part.kv_positions, mask.kv_positions[columns])
     assert torch.equal(part[1:, 1:].dense(), mask.dense()[rows, columns][1:, 1:])
+
+
+@settings(max_examples=30)
+@given(calls, st.data())
+def test_copies_and_pickles(call: Call, data: st.DataObject) -> None:
+    mask = build(call)
+    part = mask[data.draw(st.integers(0, mask.q_len)) :]
+    hash(mask), mask.relation  # another process hashes strings differently: what is kept of a mask must not travel
+    for form in (mask, part):
+        for other in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
+            assert other == form and type(other) is type(form) and other.plan(16, 32) is form.plan(16, 32)
+    assert len(pickle.dumps(mask)) == len(pickle.dumps(build(call)))
 
 
 @settings(max_examples=40)
@@ -57,6 +71,25 @@ def test_block_mask(mask: masks.SegmentMask, block_size: int | tuple[int, int]) 
     block_q, block_k = ours.BLOCK_SIZE
     for block_mask in (ours, theirs):
         assert listed(from_block_mask(block_mask)) == brute_force(mask.dense(), block_q, block_k)
+
+
+@pytest.mark.parametrize(
+    "call, kind, sentence",
+    [
+        (lambda: to_block_mask(masks.causal(8).plan()), TypeError, r"to_block_mask: mask must be a SegmentMask, got TilePlan\."),
+        (lambda: to_block_mask(masks.causal(0)), ValueError, r"mask must have at least one row, .* got \(0, 0\)\."),
+        (lambda: from_block_mask(masks.causal(8)), TypeError, r"from_block_mask: block_mask must be a BlockMask, got SegmentMask\."),
+        (lambda: from_block_mask(tiles_of(20)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\."),
+        (lambda: from_block_mask(tiles_of(2048)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\."),
+    ],
+)  # fmt: skip
+def test_errors_of_flex_attention(call, kind: type[Exception], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        call()
+
+
+def tiles_of(size: int) -> BlockMask:
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device="cpu", BLOCK_SIZE=size)
 
 
 def test_block_mask_of_a_batch() -> None:
@@ -125,6 +158,7 @@ Segment = masks.Segment
         (lambda: masks.causal(-1), ValueError, r"masks.causal: q_len must be 0 or more, got -1\."),
         (lambda: masks.causal(2.5), TypeError, r"masks.causal: q_len must be an integer, got float\."),
         (lambda: masks.full(True), TypeError, r"masks.full: q_len must be an integer, got bool\."),
+        (lambda: masks.dual_stream(2**40, 32), ValueError, r"masks.dual_stream: length must be less than 2\*\*31, got 1099511627776\."),
         (lambda: masks.block_causal(4, 0), ValueError, r"masks.block_causal: block_size must be 1 or more, got 0\."),
         (lambda: masks.block_causal(4, 2, 5), ValueError, r"prefix_len must be at most length \(4\), got 5\."),
         (lambda: masks.noise_aware_causal(4, 2, 2, "dirty"), ValueError, r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'"),
@@ -133,19 +167,28 @@ Segment = masks.Segment
         (lambda: masks.noise_aware_causal(4, 2, 2, window=3), ValueError, r"window must be None with conditioning='noisy', got 3\."),
         (lambda: masks.dual_stream(4, 2, noisy_positions=[2, 1]), ValueError, r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]"),
         (lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1), ValueError, r"ascend within \[1, 4\), got \[0\]"),
+        (lambda: masks.dual_stream(4, 2, noisy_positions=[0.5, 2]), TypeError, r"noisy_positions must be int32 or int64, got torch.float32\."),
         (lambda: masks.planned([3]), TypeError, r"stages must hold stages \(plan, chunks, sync\), got 3\."),
         (lambda: masks.planned([(3, 4)]), TypeError, r"chunks must be a tuple of lengths, got 4\."),
         (lambda: masks.planned([(3, (-4,))]), ValueError, r"chunks must be 0 or more, got -4\."),
+        (lambda: masks.planned([(3, (4,), "no")]), TypeError, r"sync must be a bool, got str\."),
+        (lambda: masks.planned([(3, (4,))], sparse=2), TypeError, r"sparse must be a bool, got int\."),
+        (lambda: masks.quadratic(2, anchor_group="no"), TypeError, r"anchor_group must be a bool, got str\."),
         (lambda: masks.quadratic(0), ValueError, r"draft_len must be 1 or more, got 0\."),
         (lambda: masks.tree([-1, 1]), ValueError, r"come before their child, so be in \[-1, 0\] for token 1, got 1\."),
+        (lambda: masks.tree([-1, 0.5]), TypeError, r"masks.tree: parents must be an integer, got float\."),
+        (lambda: masks.pack(masks.causal(3), 4), TypeError, r"masks must be a list of masks, got one mask\. Write pack\(\[mask\]"),
         (lambda: masks.pack([masks.causal(3)], 2), ValueError, r"length must be at least the 3 tokens of the masks, got 2\."),
         (lambda: masks.pack([masks.causal(3)[1:]]), ValueError, r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first"),
         (lambda: masks.pack([3]), TypeError, r"masks must be segment masks, got int\."),
         (lambda: masks.causal(3)[::2], ValueError, r"rows must have step 1, got 2\."),
+        (lambda: masks.causal(3)[:1, :1, :1], TypeError, r"slices must be of rows and columns, got 3 slices\."),
         (lambda: masks.causal(3)[1], TypeError, r"rows must be a slice, got 1\. Write mask\[a:b\]"),
         (lambda: masks.causal(3).plan(100, 128), ValueError, r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\."),
         (lambda: masks.causal(3).plan(128, 2048), ValueError, r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
         (lambda: masks.SegmentMask([Segment(-1, "full")]), ValueError, r"segment 0 must have a length of 0 or more, got -1\."),
+        (lambda: masks.SegmentMask([(1, "full")]), TypeError, r"segments must be Segments with int lengths, got \(1, 'full'\)\."),
+        (lambda: masks.SegmentMask([Segment(1.5, "full")]), TypeError, r"segments must be Segments with int lengths, got Segment\(length=1.5"),
         (lambda: masks.SegmentMask([Segment(1, "some")]), ValueError, r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0"),
         (lambda: masks.SegmentMask([Segment(1, "full", (range(1),))]), ValueError, r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)"),
         (lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]), ValueError, r"below 1, got range\(1, 3, 1\)"),
@@ -160,6 +203,11 @@ def test_errors(make, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence) as raised:
         make()
     assert str(raised.value).startswith("pdkernels.masks.")
+
+
+def test_pack_takes_any_iterable() -> None:
+    samples = [masks.causal(2), masks.full(3)]
+    assert masks.pack(sample for sample in samples) == masks.pack(samples)
 
 
 def test_masks_too_long_for_tiles() -> None:

@@ -336,6 +336,9 @@ def test_yarn_errors() -> None:
 
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"tokens": torch.zeros(3, dtype=torch.int64)}, ValueError, "tokens must have shape (batch, length), got (3,)."),
+    ({"tokens": [[1, 2, 3]]}, TypeError, "tokens must be a tensor, got list."),
+    ({"positions": [0, 1, 2]}, TypeError, "positions must be a tensor, got list."),
+    ({"rows": 1}, TypeError, "rows must be a slice, a tensor or a list of ints, got int."),
     ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens must be int64 or int32, got torch.float32."),
     ({"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError,
      "tokens must be on the model's device (cpu), got meta."),

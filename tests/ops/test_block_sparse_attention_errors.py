@@ -43,6 +43,9 @@ CASES = {
         ValueError,
         "head_dim must be a multiple of 8 in [16, 256], got 12. Pad q, k and v with zeros and pass the scale.",
     ),
+    "head_dim of no size": (
+        {name: x[..., :0] for name, x in (("q", Q), ("k", K), ("v", V))}, ValueError, "head_dim must be a multiple of 8 in [16, 256], got 0",
+    ),
     "head_dim too large": (
         {name: x.repeat(1, 1, 1, 17) for name, x in (("q", Q), ("k", K), ("v", V))},
         ValueError,
@@ -120,6 +123,19 @@ def test_a_gradient_is_not_differentiated_again(kernels: str) -> None:
     (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="got a second derivative. Pass backend='reference'"):
         gradient.sum().backward()
+
+
+DERIVATIVES = {
+    "in forward mode": lambda attend: torch.func.jvp(attend, (Q,), (Q,)),
+    "by torch.func": lambda attend: torch.func.grad(lambda q: attend(q).sum())(Q),
+}
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+def test_other_derivatives_are_refused_and_not_dropped(way: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"q, k and v must be differentiated in reverse mode .*, got a derivative {way}."):
+        DERIVATIVES[way](lambda q: pd.block_sparse_attention(q, K, V, PLAN))
+    DERIVATIVES[way](lambda q: pd.block_sparse_attention(q, K, V, PLAN, backend="reference"))
 
 
 def replaced(arguments: tuple, place: int, value: object) -> tuple:

@@ -257,6 +257,7 @@ COUNTS = torch.zeros(2, dtype=torch.int64)
     (lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS), TypeError, "draft_logits must be floating, got torch.int64"),
     (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0), ValueError, "temperature must be positive, got 0.0"),
     (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), ValueError, "top_k must be at least 1, got 0"),
+    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), TypeError, "top_k must be an int, got float"),
     (lambda: attach_drafter_(model(), 0), ValueError, "rank must be at least 1, got 0"),
     (lambda: attach_drafter_(model(), 1.0), TypeError, "rank must be an int, got float"),
 ])  # fmt: skip

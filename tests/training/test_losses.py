@@ -264,6 +264,7 @@ N, M = len(BATCH.ar_rows), len(BATCH.masked_rows)
     (lambda: draw_masks(3, generator(0), frozen_prefix=4), ValueError, "frozen_prefix must lie in 0 .. 3, got 4"),
     (lambda: draw_masks(-1, generator(0)), ValueError, "count must be at least 0, got -1"),
     (lambda: draw_masks(3, generator(0), least=0.0), ValueError, "least must lie in (0, 1], got 0.0"),
+    (lambda: draw_masks(3, None), TypeError, "generator must be a torch.Generator, got NoneType"),
     (lambda: draw_masks(3.0, generator(0)), TypeError, "count must be an int, got float"),
 ])  # fmt: skip
 def test_errors(call: Any, error: type[Exception], text: str) -> None:

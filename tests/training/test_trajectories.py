@@ -169,6 +169,11 @@ def test_noise_grows_and_starts_anew(schedule: Any, noise: list[int]) -> None:
     assert torch.equal(torch.where(sample.noisy == NOISE, sample.clean, sample.noisy), sample.clean)
 
 
+def test_noise_may_shrink_instead() -> None:
+    sample = noise_aware_sample(sample_of(7), 3, order="reverse")
+    assert (sample.noisy == NOISE).sum(1).tolist() == [4, 2, 0, 4, 2, 0, 4]
+
+
 def test_random_order_draws_from_the_same_ratios() -> None:
     draws = [noise_aware_sample(sample_of(300), 3, order="random", generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
     assert torch.equal(draws[0].noisy, draws[1].noisy) and not torch.equal(draws[0].noisy, draws[2].noisy)
@@ -196,7 +201,7 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
     (lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5), ValueError, "records must hold the fixed point"),
     (lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5), ValueError, "records must have shape (any, any)"),
     (lambda: choose_record(torch.zeros(2, 3), 0.5), TypeError, "records must be an int32 or int64 tensor"),
-    (lambda: noise_aware_sample(sample_of(1), 2, order="reverse"), ValueError, "order must be 'progressive' or 'random'"),
+    (lambda: noise_aware_sample(sample_of(1), 2, order="backwards"), ValueError, "order must be 'progressive', 'reverse' or"),
     (lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1), ValueError, "block_size must be at least 1"),
     (lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0), ValueError, "max_new_tokens must be at least 1"),
     (lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1), TypeError, "block_size must be an int"),
