@@ -127,7 +127,6 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"end_tokens": 4}, TypeError, GENERATE + "end_tokens must be a sequence of ints, got int."),
     ({"model": "tiny-code"}, TypeError, GENERATE + "model must be a model, got str. Load one with pdkernels.models.load."),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
-    ({"end_tokens": 3}, TypeError, GENERATE + "end_tokens must be a list of ints, got int."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
     (
