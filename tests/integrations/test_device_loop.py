@@ -101,6 +101,7 @@ def test_bad_call(changed: dict[str, Any], kind: type[Exception], text: str) -> 
 
 CASES = [
     ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "autoregressive", {"temperature": 0.7, "seed": 2}),
     ("tiny-code", "jacobi", {"block_size": 8, "page_size": 4}),
     ("tiny-code", "jacobi", {"window": 5, "seed": 3}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),

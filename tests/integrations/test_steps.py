@@ -23,6 +23,7 @@ from pdkernels.models.attention import _causal_plan
 STARTS = ["class Node:", "import os\n", "def test_", "    return ", "a", "for i in range("]
 CASES = [
     ("tiny-code", "autoregressive", {}),
+    ("tiny-code", "autoregressive", {"temperature": 0.7, "seed": 2}),
     ("tiny-code", "jacobi", {"block_size": 6}),
     ("tiny-code", "jacobi", {"window": 4, "seed": 1}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 7}),
