@@ -161,8 +161,11 @@ def suits(method: str, model: Any) -> bool:
         return for_recurrent or method in _PLAIN
     if for_recurrent:
         return False
-    attention = getattr(getattr(model, "config", None), "attention", "causal")
-    return (attention == "bidirectional") == (method in _MASKED)
+    return _sees_both_sides(model) == (method in _MASKED)
+
+
+def _sees_both_sides(model: Any) -> bool:
+    return getattr(getattr(model, "config", None), "attention", "causal") == "bidirectional"
 
 
 def generate(
@@ -257,9 +260,10 @@ def generate(
         (True, True)
     """
     decode = _method(method)
-    if isinstance(model, RecurrentDepth):
+    kind = "recurrent-depth models" if isinstance(model, RecurrentDepth) else "models that see both sides" if _sees_both_sides(model) else ""
+    if kind:  # the methods for other models say themselves what they want
         fitting = [name for name in _METHODS if suits(name, model)]
-        check_type(method in fitting, _OP, "method", "be for recurrent-depth models", repr(method), f"These are: {', '.join(fitting)}.")
+        check_type(method in fitting, _OP, "method", f"be for {kind}", repr(method), f"These are: {', '.join(fitting)}.")
     check_options(method, options)
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
     return finished(session, single, method, lambda: decode(session, **options))

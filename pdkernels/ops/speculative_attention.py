@@ -172,7 +172,7 @@ def _arguments(
         remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
         fail(op, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
     if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 else 1.0
+        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     else:
         check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
         check(-math.inf < scale < math.inf, op, "scale", "be finite", scale)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import generate
+from pdkernels.decoding import available, generate, suits
 from pdkernels.reference.llada import llada
 from tests.decoding import masked_models as shared
 from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
@@ -174,3 +174,9 @@ def test_errors() -> None:
         ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
         ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
     ])  # fmt: skip
+
+
+@pytest.mark.parametrize("method", [name for name in available() if not suits(name, small_masked(0))])
+def test_methods_for_other_models_say_so(method: str) -> None:
+    with pytest.raises(TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"):
+        generate(small_masked(0), [1], method, max_new_tokens=2)

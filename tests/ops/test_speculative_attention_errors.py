@@ -70,6 +70,9 @@ CASES = {
         ValueError,
         "head_dim must be a multiple of 8 in [16, 256], got 12. Pad all heads with zeros and pass the scale.",
     ),
+    "head_dim of no size": (
+        {name: x[..., :0] for name, x in zip(NAMES[:5], GOOD)}, ValueError, "head_dim must be a multiple of 8 in [16, 256], got 0"
+    ),
     "the cache's heads": (
         {"k_cache": K_CACHE[:, :, :1], "v_cache": V_CACHE[:, :, :1]},
         ValueError,
