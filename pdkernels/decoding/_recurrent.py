@@ -109,7 +109,7 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     session.forwards, session.recurrences = 1, recurrences
     cache.commit_(lengths)
 
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    ends = session.ends_on(device)
     ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else torch.isin(tokens[:, 0], ends)
     first = tokens[:, 0].tolist()
     for sequence, token in enumerate(first):

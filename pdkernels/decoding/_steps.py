@@ -7,9 +7,11 @@ half turns entries, one per step, into the session's record. Here the two take t
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -49,6 +51,16 @@ class Steps(ABC):
         """Records a whole generation, and returns in how many forwards its sequences took part."""
         self.opened(session, entries[0])
         return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
+
+
+def decoder(steps: type[Steps]) -> Callable[..., int]:
+    """The method that such steps are: fills a session, takes their options, returns what `run` returns."""
+
+    def decode(session: Session, **options: Any) -> int:
+        return run(steps(session, **options), session)
+
+    decode.__signature__ = inspect.signature(steps)
+    return decode
 
 
 def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:

@@ -6,27 +6,19 @@ import torch
 
 from pdkernels.decoding._sampling import OWN, check_sampling, draw
 from pdkernels.decoding._session import Session, is_end
-from pdkernels.decoding._steps import Rows, Steps, run
+from pdkernels.decoding._steps import Rows, Steps, decoder
 
 _OP = "decoding.autoregressive"
 
 
-def decode(session: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None) -> int:
-    """Fill `session` with the model's own tokens, one forward each (the prompt's forward gives the first).
+class AutoregressiveSteps(Steps):
+    """An entry: 1 while a sequence goes on, its newest token.
 
     Options:
         temperature: of the draws; 0 is greedy.
         seed: of the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
-
-    Returns:
-        Forwards that the sequences took part in, all together.
     """
-    return run(AutoregressiveSteps(session, temperature=temperature, seed=seed, page_size=page_size), session)
-
-
-class AutoregressiveSteps(Steps):
-    """An entry: 1 while a sequence goes on, its newest token."""
 
     def __init__(
         self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None
@@ -74,3 +66,6 @@ class AutoregressiveSteps(Steps):
             if going:
                 session.record_step(sequence, [known], [token], accepted=1, next_token=token)
         return sum(going for going, _ in before)
+
+
+decode = decoder(AutoregressiveSteps)

@@ -11,7 +11,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._session import Session, is_end
-from pdkernels.decoding._steps import Rows, Steps, run
+from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.jacobi"
@@ -19,15 +19,8 @@ _OP = "decoding.jacobi"
 DEFAULT_BLOCK_SIZE = 16
 
 
-def decode(
-    session: Session,
-    *,
-    block_size: int | None = None,
-    window: int | None = None,
-    seed: int = 0,
-    page_size: int | None = None,
-) -> int:
-    """Fill `session` with greedy tokens, several per forward where drafts are accepted.
+class JacobiSteps(Steps):
+    """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last.
 
     Options:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
@@ -35,15 +28,7 @@ def decode(
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
         page_size: rows per cache page; None keeps the cache contiguous.
-
-    Returns:
-        Forwards that the sequences took part in, all together.
     """
-    return run(JacobiSteps(session, block_size=block_size, window=window, seed=seed, page_size=page_size), session)
-
-
-class JacobiSteps(Steps):
-    """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last."""
 
     def __init__(
         self, sizes: Session, *, block_size: int | None = None, window: int | None = None, seed: int = 0, page_size: int | None = None
@@ -122,6 +107,9 @@ class JacobiSteps(Steps):
                 said = row[judged : judged + length]
                 session.record_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
         return sum(row[0] > 0 for row in before)
+
+
+decode = decoder(JacobiSteps)
 
 
 def _checked_length(block_size: int | None, window: int | None) -> int:

@@ -57,7 +57,7 @@ def decode(
     model = session.model
     cache = session.new_cache(page_size, _room(limits, limit))
     device = cache.lengths.device
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    ends = session.ends_on(device)
     # On the host, where drafts are put together. Sequences of a batch share them: each takes the path it takes alone.
     words = filler_words(seed, limit, block_size, torch.device("cpu"))
 

@@ -22,7 +22,7 @@ from pdkernels.decoding._sampling import (
     without_,
 )
 from pdkernels.decoding._session import Session, is_end
-from pdkernels.decoding._steps import Rows, Steps, run
+from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.result import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import verify_draft
@@ -30,18 +30,9 @@ from pdkernels.ops import verify_draft
 _OP = "decoding.linear_self_speculation"
 
 
-def decode(
-    session: Session,
-    *,
-    block_size: int = 32,
-    threshold: float = 0.0,
-    temperature: float = 0.0,
-    verification: str = "compare",
-    mask_token: int | None = None,
-    seed: int = 0,
-    page_size: int | None = None,
-) -> int:
-    """Fill `session` with the verifier's tokens, several per cycle where drafts are accepted.
+class LinearSteps(Steps):
+    """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
+    block, what the verifier said to it.
 
     Options:
         block_size: the known token and the masks that are drafted behind it; 1 is autoregressive decoding.
@@ -53,17 +44,7 @@ def decode(
         mask_token: id of open slots; None: the model's.
         seed: of the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
-
-    Returns:
-        Forwards that the sequences took part in, all together.
     """
-    options = {"block_size": block_size, "threshold": threshold, "temperature": temperature, "verification": verification}
-    return run(LinearSteps(session, **options, mask_token=mask_token, seed=seed, page_size=page_size), session)
-
-
-class LinearSteps(Steps):
-    """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
-    block, what the verifier said to it."""
 
     def __init__(
         self,
@@ -187,6 +168,9 @@ class LinearSteps(Steps):
         # The sequence that was drafted last took part in every forward.
         session.forwards += max(taken_part)
         return sum(taken_part)
+
+
+decode = decoder(LinearSteps)
 
 
 def _verdicts(

@@ -69,7 +69,7 @@ def decode(
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
-    ends = torch.tensor(session.end_tokens, dtype=torch.int64, device=device) if session.end_tokens else None
+    ends = session.ends_on(device)
     slot = torch.arange(slots, device=device)
     guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
 

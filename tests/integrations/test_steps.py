@@ -53,7 +53,7 @@ def by_the_log(model: Any, steps: Any, prompts: list[str], limit: int, ends: tup
 
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @given(data=st.data())
-@settings(max_examples=6)
+@settings(max_examples=4)
 def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[str, Any]], data: st.DataObject) -> None:
     name, method, options = case
     model = pd.models.load(name)
