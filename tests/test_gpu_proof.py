@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from scripts import gpu_proof, proof_summaries
+from tests.harness.pretended_gpu import without_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 RACE = """
@@ -52,6 +53,7 @@ def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fine.command == "python -c print('all is well')"
 
 
+@without_gpu
 def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     record = tmp_path / "tests.jsonl"
     settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}

@@ -10,6 +10,7 @@ import torch
 
 from bench import gpu_clock, gpu_report, report
 from bench.dry_run import dry_run
+from tests.harness.pretended_gpu import without_gpu
 
 FLOORS = {"device": "Made Up", "copy_gb_per_s": 4000.0, "read_gb_per_s": 4200.0, "bf16_tflops": 800.0, "fp32_tflops": 50.0}
 
@@ -63,6 +64,7 @@ def test_no_gpu_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert page.read_text().count(gpu_report.NOTHING) == 2
 
 
+@without_gpu
 def test_the_clock_of_a_gpu_and_its_floors() -> None:
     clock = gpu_clock.GpuClock()
     for cached in (gpu_clock.eviction, gpu_clock.floors):
@@ -78,6 +80,7 @@ def test_the_clock_of_a_gpu_and_its_floors() -> None:
         cached.cache_clear()
 
 
+@without_gpu
 def test_what_asks_the_host_is_not_replayed() -> None:
     calls: list[int] = []
 
