@@ -136,6 +136,11 @@ CASES = {
     "add_cached_rows_": Case(
         both(normal(x=(2, 12, 16), cached=(2, 12, 16), rows=(2, 4, 16)), chosen), lambda t: pd.add_cached_rows_(*t.values()), ("cached",)
     ),
+    "record_step_": Case(
+        lambda g: {"log": torch.zeros(4, 2, 3, dtype=torch.int64), "count": torch.ones(1, dtype=torch.int64),
+                   "more": torch.zeros(1, dtype=torch.bool), "entry": torch.randint(0, 9, (2, 3), generator=g)},
+        lambda t: pd.record_step_(*t.values()), ("log", "count", "more"),
+    ),
     "token_statistics": Case(normal(logits=(3, 900)), lambda t: pd.token_statistics(t["logits"], temperature=0.7, top_p=0.9)),
     "linear_token_statistics": Case(normal(x=(3, 32), head=(300, 32)), lambda t: pd.linear_token_statistics(*t.values(), temperature=0.7)),
 }  # fmt: skip
