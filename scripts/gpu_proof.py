@@ -134,7 +134,8 @@ def run_tests(part: Part) -> None:
     # A kernel that never ends takes its worker along, not the run.
     options = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", "50", "-o", "faulthandler_timeout=200",
                "-o", "faulthandler_exit_on_timeout=true", "-m", "not slow"]  # fmt: skip
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    # Every worker would start compilers of its own for torch.compile.
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads)
     part.test("all other tests", *options, "-k", f"not ({ON_GPU})", environment=threads)
 
