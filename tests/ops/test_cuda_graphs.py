@@ -89,6 +89,10 @@ CASES = {
     "speculative_attention": Case(
         both(normal(**STEP), whole(65, lengths=(2,))), lambda t: pd.speculative_attention(*t.values(), QUADRATIC.plan(16, 16, "cuda"))
     ),
+    "speculative_attention_append_": Case(
+        both(normal(**STEP), whole(65 - N, lengths=(2,))),
+        lambda t: pd.speculative_attention_append_(*t.values(), QUADRATIC.plan(16, 16, "cuda")), ("k", "v"),
+    ),
     "kv_append_": Case(
         both(normal(**CACHE, k_new=(3, 2, 5, 2, 16), v_new=(3, 2, 5, 2, 16)), whole(50, lengths=(2,)), whole(6, counts=(2,))),
         lambda t: pd.kv_append_(t["k"], t["v"], t["k_new"], t["v_new"], t["lengths"], counts=t["counts"]), ("k", "v", "lengths"),
