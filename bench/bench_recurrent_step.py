@@ -63,7 +63,7 @@ class Setup:
     def __init__(self, rows: int, device: str) -> None:
         prompt = torch.randint(sizes(device, SIZES)[0], (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
         session = Session(model(device), [prompt], 4096, (), None, False)
-        sampling = Sampling(0.0, None, None, 0)
+        sampling = Sampling(temperature=0.0, top_p=None, min_p=None, top_k=None, seed=0)
         options = WaveOptions(
             inner_recurrence=INNER, threshold=0.0, compared=1, noise=0.1, schedule="constant", horizon=32, mixer="linear", momentum=0.1,
             headway=rows, max_wavefront=rows, rule="prefix", new_state="fresh", guard=True, max_recurrences=0, stability=0,
