@@ -259,7 +259,7 @@ def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
         # Output and dQ of each head stand side by side, dK and dV of one KV head are added up.
         joined = [torch.cat(parts, dim=2) for parts in [*zip(*heads)][:2]]
         wide = torch.promote_types(dtype, torch.float32)
-        return joined + [torch.stack(parts).sum(0, dtype=wide) for parts in [*zip(*heads)][2:]]
+        return joined + [torch.stack(parts).sum(0, dtype=wide).to(dtype) for parts in [*zip(*heads)][2:]]
 
     return computed(torch.float64), computed(case.dtype)
 

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
-import torch
 
 from bench.devices import DEVICES, DRY_RUN
 from bench.gpu_clock import floors, gpu_clock
@@ -16,17 +15,25 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def gpu() -> AbstractContextManager[None]:
+    """The GPU of this machine, or the pretended one of a dry run."""
+    if not DRY_RUN:
+        return nullcontext()
+    from bench.dry_run import dry_run
+
+    return dry_run()
+
+
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Iterator[None]:
-    if DRY_RUN:
-        from bench.dry_run import dry_run
-    with dry_run() if DRY_RUN else nullcontext():
+def pytest_runtest_call() -> Generator[None, object, object]:
+    with gpu():
         return (yield)
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict) -> None:
-    if torch.cuda.is_available():
-        machine_info["gpu"] = floors()
+    if "cuda" in DEVICES:
+        with gpu():
+            machine_info["gpu"] = floors()
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: object, output_json: dict) -> None:

@@ -70,8 +70,8 @@ PLAYED = {
 @contextmanager
 def dry_run() -> Iterator[None]:
     with ExitStack() as stack:
+        stack.enter_context(pretended_gpu())
         for name, stand_in in PLAYED.items():
             stack.enter_context(patch.object(torch.cuda, name, stand_in))
         stack.enter_context(patch.object(torch, "compile", uncompiled))
-        stack.enter_context(pretended_gpu())
         yield

@@ -49,7 +49,8 @@ gpu_clock = GpuClock()
 def eviction() -> tuple[Tensor, Tensor]:
     """A buffer of four times the second-level cache, and where its sum goes."""
     size = 4 * torch.cuda.get_device_properties(0).L2_cache_size
-    return torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
+    with torch.inference_mode(False):  # a tensor made in it could not be written outside of it
+        return torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
 
 
 def evict() -> None:
@@ -78,6 +79,10 @@ def replay(call: Call, reset: Call = lambda: None) -> Call | None:
     return graph.replay
 
 
+def digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
 @cache
 def floors() -> dict[str, object]:
     """What the device can do at best, measured here and now: bytes a second, products a second, the shortest launch."""
@@ -91,15 +96,15 @@ def floors() -> dict[str, object]:
     target, total = torch.empty_like(source), torch.zeros((), device="cuda")
     found: dict[str, object] = {
         "device": torch.cuda.get_device_name(),
-        "copy_gb_per_s": round(2 * size / best(lambda: target.copy_(source)) / 1e9, 1),
-        "read_gb_per_s": round(size / best(lambda: torch.amax(source, dim=0, out=total)) / 1e9, 1),
+        "copy_gb_per_s": digits(2 * size / best(lambda: target.copy_(source)) / 1e9),
+        "read_gb_per_s": digits(size / best(lambda: torch.amax(source, dim=0, out=total)) / 1e9),
     }
     del source, target
     drawn = [torch.randn(side, side).to("cuda") for _ in range(2)]
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         a, b = (x.to(dtype) for x in drawn)
-        found[f"{name}_tflops"] = round(2 * side**3 / best(lambda a=a, b=b: torch.mm(a, b)) / 1e12, 1)
+        found[f"{name}_tflops"] = digits(2 * side**3 / best(lambda a=a, b=b: torch.mm(a, b)) / 1e12)
     launch = replay(lambda: total.add_(1))
     if launch is not None:
-        found["shortest_launch_us"] = round(best(launch, 50) * 1e6, 2)
+        found["shortest_launch_us"] = digits(best(launch, 50) * 1e6)
     return found

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 import pdkernels as pd
+from bench.devices import DRY_RUN
 from bench.gpu_clock import gpu_clock, replay
 from pdkernels.evaluation.contest import processor
 
@@ -62,6 +63,8 @@ def compare(
             partial(gpu_clock.run, again or some, ahead=again is not None) for some, again in zip((call, baseline), replays)
         )
         facts["timed_by"] = "graph replay" if replays[0] else "calls"
+    if DRY_RUN:
+        rounds, warmup = 2, 0
     beside: list[float] = []
 
     def before_round() -> None:

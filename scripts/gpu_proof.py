@@ -40,8 +40,8 @@ ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not bud
 CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHMARKS = {
     4: ("block_sparse_attention", "speculative_attention"),
-    5: ("token_statistics", "kv_cache", "linear_token_statistics", "unmask", "verify_draft", "record_step", "planner"),
-    6: ("recurrence", "sandwich", "recurrent_step", "logit_drift", "feature_cache"),
+    5: ("token_statistics", "kv_cache", "linear_token_statistics", "unmask", "verify_draft", "planner"),
+    6: ("recurrence", "sandwich", "recurrent_step", "logit_drift", "feature_cache", "record_step"),
 }
 FACTS = """
 import importlib.metadata as metadata, json, platform, torch, pdkernels as pd
@@ -134,14 +134,18 @@ def run_tests(part: Part) -> None:
     # A kernel that never ends takes its worker along, not the run.
     options = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", "50", "-o", "faulthandler_timeout=200",
                "-o", "faulthandler_exit_on_timeout=true", "-m", "not slow"]  # fmt: skip
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // workers))}
+    # Every worker would start compilers of its own for torch.compile.
+    threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads)
     part.test("all other tests", *options, "-k", f"not ({ON_GPU})", environment=threads)
 
 
 def run_checkers(part: Part) -> None:
     driver = [part.python, "scripts/sanitizer_driver.py", "--device", "cpu" if part.dry else "cuda"]
-    part.run("calls without a checker", driver)
+    ops = part.run("ops", [*driver, "--list"])[1].split()
+    # First without a checker, side by side: Triton compiles here, and the checkers find its kernels in the cache.
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda op: part.run(f"calls of {op}", [*driver, "--op", op]), ops))
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # Each kernel is to be judged, also after one that is wrong.
     goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []

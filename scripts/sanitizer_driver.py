@@ -379,12 +379,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--calls", type=int, default=60, help="of each op, half of them with bad values")
+    parser.add_argument("--op", nargs="+", choices=sorted(RUNS), default=list(RUNS), metavar="OP", help="these alone")
+    parser.add_argument("--list", action="store_true", help="the ops, nothing else")
     options = parser.parse_args()
+    if options.list:
+        print("\n".join(RUNS))
+        return
     kv_cases.GUARD = 0  # room around the tests' buffers, which would hide what goes on just outside them
     torch.manual_seed(0)
     assert set(RUNS) == set(SCHEMAS), f"no calls here for: {set(SCHEMAS) - set(RUNS)}"
     wrong = []
-    for op, run in RUNS.items():
+    for op in options.op:
+        run = RUNS[op]
         rng = random.Random(op)
         try:
             for index in range(options.calls):

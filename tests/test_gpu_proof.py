@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from bench import bench_block_sparse_attention as attention
 from scripts import gpu_proof, proof_summaries
+from tests.harness.pretended_gpu import without_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 RACE = """
@@ -52,13 +55,28 @@ def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert fine.command == "python -c print('all is well')"
 
 
+@without_gpu
 def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     record = tmp_path / "tests.jsonl"
     settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}
-    files = [f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names]
+    # Device loops need a driver.
+    files = [f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names if name != "device_loop"]
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.harness.record", "-k", "not fp32", "--benchmark-disable"]
     ran = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=settings, capture_output=True, text=True)
     found = proof_summaries.test_summary(record)
     assert ran.returncode == 0 and found["passed"] > 80 and found["failed"] == 0, ran.stdout[-3000:]
     seen = [json.loads(line)["test"] for line in record.read_text().splitlines()]
     assert all("cuda" in test for test in seen) and {test.partition("::")[0] for test in seen} == set(files)
+
+
+def test_attention_on_a_gpu_is_judged_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle of a GPU, on the CPU, judges what it judges there: gradients too."""
+    draw = attention.make_inputs
+    monkeypatch.setattr(attention, "make_inputs", lambda case, device: draw(case, "cpu"))
+    case = attention.Case("noise-aware", (64, 4), 32, torch.bfloat16, True, (6, 2))
+    inputs = draw(case, "cpu")
+    attention.check("pdkernels", attention.ours(case, inputs), case, "cuda")
+    short = attention.Contender(lambda q, k, v: 0.9 * attention.ours(case, inputs).attention(q, k, v), inputs, lambda x: x)
+    with pytest.raises(AssertionError, match="error over budget"):
+        attention.check("pdkernels", short, case, "cuda")
+    attention.oracle.cache_clear()

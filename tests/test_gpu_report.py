@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,9 @@ import torch
 
 from bench import gpu_clock, gpu_report, report
 from bench.dry_run import dry_run
+from tests.harness.pretended_gpu import without_gpu
 
+ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"device": "Made Up", "copy_gb_per_s": 4000.0, "read_gb_per_s": 4200.0, "bf16_tflops": 800.0, "fp32_tflops": 50.0}
 
 
@@ -63,6 +68,22 @@ def test_no_gpu_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert page.read_text().count(gpu_report.NOTHING) == 2
 
 
+@without_gpu
+def test_a_dry_run_leads_to_a_table(tmp_path: Path) -> None:
+    result = tmp_path / "gpu/linear.json"
+    result.parent.mkdir()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "bench/bench_linear_token_statistics.py"]
+    settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "OMP_NUM_THREADS": "1"}
+    options = ["-k", "bf16", "--benchmark-only", f"--benchmark-json={result}"]
+    ran = subprocess.run([*command, *options], cwd=ROOT, env=settings, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    text = gpu_report.pages(tmp_path)
+    assert "a GPU in name only" in text and "**pdkernels**" in text and "floor's time by ours" in text
+    clock = json.loads(result.read_text())["benchmarks"][0]
+    assert clock["stats"]["rounds"] == 2 and clock["extra_info"]["timed_by"] == "graph replay"
+
+
+@without_gpu
 def test_the_clock_of_a_gpu_and_its_floors() -> None:
     clock = gpu_clock.GpuClock()
     for cached in (gpu_clock.eviction, gpu_clock.floors):
@@ -78,6 +99,7 @@ def test_the_clock_of_a_gpu_and_its_floors() -> None:
         cached.cache_clear()
 
 
+@without_gpu
 def test_what_asks_the_host_is_not_replayed() -> None:
     calls: list[int] = []
 

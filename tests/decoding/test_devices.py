@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import pdkernels as pd
-from tests.harness.pretended_gpu import Pretended, pretended_gpu
+from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
 MODELS = {"recurrent_": "tiny-recurrent", "linear_": "tiny-trimode", "quadratic_": "tiny-trimode", "block_": "tiny-trimode"}
@@ -67,6 +67,7 @@ def test_same_tokens_on_a_gpu(method: str, options: dict[str, Any], gpu: None) -
     assert here.stats.forwards == there.stats.forwards and here.text == there.text
 
 
+@without_gpu
 def test_the_pretended_gpu_holds_devices_apart() -> None:
     with pretended_gpu():
         x, y = torch.ones(3, device="cuda"), torch.ones(3)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -29,6 +30,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from tests.cudasim.build import CACHE, build_once, compiler, digest_text, run_compiler
 
 CPU = torch.device("cpu")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: none needs to be pretended")
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 # Where torch itself takes indices from the computer's memory.
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
@@ -70,6 +72,8 @@ STAND_INS = {
 
 @cache
 def install_guard() -> None:
+    if torch.cuda.is_available():
+        raise RuntimeError("tests.harness.pretended_gpu: there is a GPU, and pretending another would break it for this process.")
     folder = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", "-isystem", str(folder / "include"), "-L", str(folder / "lib"), "-lc10"]
     library = CACHE / f"libpretended_gpu-{digest_text(GUARD, torch.__version__, *flags)}.so"

@@ -89,6 +89,10 @@ CASES = {
     "speculative_attention": Case(
         both(normal(**STEP), whole(65, lengths=(2,))), lambda t: pd.speculative_attention(*t.values(), QUADRATIC.plan(16, 16, "cuda"))
     ),
+    "speculative_attention_append_": Case(
+        both(normal(**STEP), whole(65 - N, lengths=(2,))),
+        lambda t: pd.speculative_attention_append_(*t.values(), QUADRATIC.plan(16, 16, "cuda")), ("k", "v"),
+    ),
     "kv_append_": Case(
         both(normal(**CACHE, k_new=(3, 2, 5, 2, 16), v_new=(3, 2, 5, 2, 16)), whole(50, lengths=(2,)), whole(6, counts=(2,))),
         lambda t: pd.kv_append_(t["k"], t["v"], t["k_new"], t["v_new"], t["lengths"], counts=t["counts"]), ("k", "v", "lengths"),
@@ -135,6 +139,11 @@ CASES = {
     "gather_rows": Case(both(normal(x=(2, 12, 16)), chosen), lambda t: pd.gather_rows(*t.values())),
     "add_cached_rows_": Case(
         both(normal(x=(2, 12, 16), cached=(2, 12, 16), rows=(2, 4, 16)), chosen), lambda t: pd.add_cached_rows_(*t.values()), ("cached",)
+    ),
+    "record_step_": Case(
+        lambda g: {"log": torch.zeros(4, 2, 3, dtype=torch.int64), "count": torch.ones(1, dtype=torch.int64),
+                   "more": torch.zeros(1, dtype=torch.bool), "entry": torch.randint(0, 9, (2, 3), generator=g)},
+        lambda t: pd.record_step_(*t.values()), ("log", "count", "more"),
     ),
     "token_statistics": Case(normal(logits=(3, 900)), lambda t: pd.token_statistics(t["logits"], temperature=0.7, top_p=0.9)),
     "linear_token_statistics": Case(normal(x=(3, 32), head=(300, 32)), lambda t: pd.linear_token_statistics(*t.values(), temperature=0.7)),
