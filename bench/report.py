@@ -45,6 +45,11 @@ def ratio(value: float) -> str:
     return f"{value:,.0f}x" if value >= 10 else f"{value:.2f}x"
 
 
+def beside(row: Row, own: Row) -> str:
+    """How many times as long as ours. Both ran beside the same baseline, each in its own moment: only these ratios may be compared."""
+    return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
+
+
 def by_contender(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
     """Contenders in the order they ran, with their row in each case."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
@@ -175,11 +180,7 @@ def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
         cells = []
         for row, own in zip(times, ours):
             setting = f", {row['setting']}" if row and row["setting"] else ""
-            # Both beside the same baseline, each in its own moment: only these ratios may be compared.
-            cells.append(
-                f"{row['median_us'] / 1e3:.2f} ({ratio(row['ratio_to_baseline'] / own['ratio_to_baseline'])}{setting})"
-                if row and own else "-"
-            )  # fmt: skip
+            cells.append(f"{row['median_us'] / 1e3:.2f} ({beside(row, own)}{setting})" if row and own else "-")
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     if wanted.get("backward") and "cuda" not in rows[0]["group"]:
         lines.append(["FlexAttention", *("no backward on the CPU" for _ in cases)])
@@ -199,8 +200,7 @@ def speculative_attention(rows: list[Row]) -> str:
     lines = []
     for name, times in found.items():
         cells = [
-            f"{row['median_us'] / 1e3:.2f} ({ratio(row['ratio_to_baseline'] / own['ratio_to_baseline'])})" if row and own else "-"
-            for row, own in zip(times, found["pdkernels"])
+            f"{row['median_us'] / 1e3:.2f} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])
         ]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])])
@@ -216,14 +216,13 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
         return "not measured"
     counts = sorted({row[count] for row in rows})
     cases = [(f"{dtype}, {n}", {"dtype": dtype, count: n}) for dtype in ("bf16", "fp32") for n in counts]
-    lines = []
+    lines, ours = [], by_contender(rows, cases)[0][1]
     for name, found in by_contender(rows, cases):
-        cells = [microseconds(row["median_us"]) if row else "-" for row in found]
+        cells = [f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(found, ours)]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
-    ours = by_contender(rows, cases)[0][1]
     if any(row and "gb_per_s" in row and "flops" not in row for row in ours):
         lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
-    return f"{table(['µs, median; rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+    return f"{table(['µs, median (times pdkernels); rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
 def recurrent_step(rows: list[Row]) -> str:
