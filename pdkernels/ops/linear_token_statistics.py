@@ -19,6 +19,7 @@ from pdkernels.ops.token_statistics import (
     Options,
     TokenStatistics,
     check_options,
+    given_top_k,
     new_results,
     raw_options,
     reference_options,
@@ -44,7 +45,7 @@ def linear_token_statistics(
     positions: Tensor | None = None,
     row_index: Tensor | None = None,
     suppress: int | Sequence[int] = (),
-    top_k: int = 5,
+    top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
     law: str = "model",
@@ -88,6 +89,7 @@ def linear_token_statistics(
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
     hidden, weight = (x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in (hidden, weight))
+    top_k = given_top_k(top_k, weight, 0)
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law
     )

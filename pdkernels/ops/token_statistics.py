@@ -74,7 +74,7 @@ def token_statistics(
     positions: Tensor | None = None,
     row_index: Tensor | None = None,
     suppress: int | Sequence[int] = (),
-    top_k: int = 5,
+    top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
     law: str = "model",
@@ -106,7 +106,7 @@ def token_statistics(
         positions: int tensor of the shape of the rows, place in the text of each; 0 .. 2**32 - 1; None: the row's number.
         row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to look at, -1 for none; None: all of them.
         suppress: token ids, at most 16, that count as -inf everywhere.
-        top_k: how many runners-up, 1 .. min(V, 16).
+        top_k: how many of the most probable tokens, 1 .. min(V, 16). None: 5, or V where that is less.
         top_p, min_p: in [0, 1].
         law: ``"model"`` or ``"sampling"``.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
@@ -131,8 +131,16 @@ def token_statistics(
     """
     if logits.requires_grad if isinstance(logits, Tensor) else False:
         logits = logits.detach()
+    top_k = given_top_k(top_k, logits, -1)
     options = raw_options(OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law)
     return TokenStatistics(*call(token_statistics_op, (logits, *options), logits, backend))
+
+
+def given_top_k(top_k: int | None, x: Tensor, dim: int) -> int:
+    """`top_k`, or what None stands for where the vocabulary is dimension `dim` of `x`."""
+    if top_k is None:
+        top_k = min(5, x.shape[dim]) if isinstance(x, Tensor) and x.dim() > 0 else 5
+    return top_k
 
 
 def rows_shape(x: Tensor, row_index: Tensor | None) -> torch.Size:

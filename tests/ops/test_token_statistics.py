@@ -47,6 +47,14 @@ def test_runners_up(impl, top_k: int) -> None:
     check(run(impl, wide, top_k=top_k), wide, top_k=top_k)
 
 
+@pytest.mark.parametrize("width", [1, 2, 4, 5, 9])
+def test_as_many_as_there_are(width: int) -> None:
+    logits, head = rows_of(3, width), torch.eye(width)
+    for found in (pd.token_statistics(logits), pd.linear_token_statistics(logits, head)):
+        order = logits.argsort(-1, descending=True)
+        assert torch.equal(found.top_ids, order[:, :5]) and torch.equal(found.ids, order[:, 0])
+
+
 def test_runners_up_next_to_each_other(impl) -> None:
     """Logits a rounding apart, in any order and in growing order: each of the first may come last."""
     steps = torch.arange(9000)
