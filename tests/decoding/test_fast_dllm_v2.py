@@ -203,7 +203,7 @@ def test_errors(options: dict[str, Any], error: type[Exception], text: str, limi
 
 def test_errors_of_the_model() -> None:
     wanted = "model must be a causal one that predicts the next token"
-    with pytest.raises(TypeError, match=f"{wanted}, got attention 'bidirectional' and predicts 'own'"):
+    with pytest.raises(TypeError, match="method must be for models that see both sides, got 'fast_dllm_v2'"):
         generate(deep_masked(0), [1], METHOD)
     with pytest.raises(TypeError, match=f"{wanted}, got FakeModel"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD)
