@@ -56,6 +56,7 @@ def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @without_gpu
+@pytest.mark.slow
 def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     record = tmp_path / "tests.jsonl"
     settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}

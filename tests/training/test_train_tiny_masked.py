@@ -176,6 +176,7 @@ def test_the_script_writes_a_model_that_loads(causal: Transformer, tmp_path: Pat
     assert not torch.equal(model.embedding, causal.embedding.to(torch.bfloat16).float())
 
 
+@pytest.mark.slow
 def test_the_shipped_model_adds_several_bytes_a_forward() -> None:
     """Block by block; on a whole canvas one byte a forward, since with more it answers before it has worked them out."""
     import train_tiny_masked as script
