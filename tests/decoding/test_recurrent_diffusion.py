@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pdkernels.decoding import DecodeResult, _recurrent_published, generate, recurrent_diffusion
@@ -127,7 +127,7 @@ def test_equals_the_reference(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    weights=st.tuples(st.sampled_from([1, 2]), st.just(0.3)),  # at 1, a difference of 1e-15 grows beyond any bound in 25 steps
+    weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
     prompt=st.lists(token, min_size=1, max_size=5),
     limit=st.integers(0, 12),
     ends=st.lists(token, max_size=2),
@@ -177,19 +177,26 @@ def test_published_equals_the_reference(
         if limit == 0:
             assert ours().stats.forwards == 0
             return
-        try:
-            expected = recurrent_published(
-                plain, prompt, limit, init=init, freeze=freeze, stop_tokens=ends, max_steps=25, **numbers,
+
+        def literal(stretched: float = 1.0) -> Any:
+            return recurrent_published(
+                plain, prompt, limit, init=lambda *where: stretched * init(*where), freeze=freeze, stop_tokens=ends, max_steps=25,
                 sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed, top_k),
                 guess=lambda step, count: [
                     word % VOCABULARY for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
                 ],
+                **numbers,
             )  # fmt: skip
+
+        try:
+            expected = literal()
         except ValueError as error:
             with pytest.raises(ValueError, match="max_wavefront must let the wave grow"):
                 ours()
             assert "max_wavefront must let the wave grow" in str(error)
             return
+        # A core that is no contraction may blow a rounding up until it decides: then there is nothing to compare.
+        assume(same(literal(1 + 1e-15), expected, 1e-8))
         result = ours()
     assert result.tokens[0].tolist() == expected.tokens[:limit]
     assert result.stats.forwards == expected.forwards
@@ -197,6 +204,14 @@ def test_published_equals_the_reference(
     for step, other in zip(result.stats.trace[0], expected.trace, strict=True):
         assert step[:3] == other[:3] and step.frozen == other.frozen
         assert step.distance == pytest.approx(other.distance, rel=1e-6, abs=1e-9, nan_ok=True)
+
+
+def same(a: Any, b: Any, tolerance: float) -> bool:
+    """Whether two runs of the published sampler went the same way, with distances that are as close."""
+    return a.tokens == b.tokens and len(a.trace) == len(b.trace) and all(
+        x[:3] == y[:3] and x.frozen == y.frozen and x.distance == pytest.approx(y.distance, rel=tolerance, abs=1e-9, nan_ok=True)
+        for x, y in zip(a.trace, b.trace)
+    )  # fmt: skip
 
 
 BATCH = [[3, 1, 4], [1], [5, 9]]
