@@ -40,6 +40,22 @@ def assert_within_budget(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch
     >>> assert_within_budget(x.sum(), x.double().sum(), x.sum(), name="sum").kernel_max
     0.0
     """
+    budget = measured(actual, oracle_fp64, same_dtype_pytorch, name=name)
+    if budget.kernel_max > budget.allowed_max or budget.kernel_rms > budget.allowed_rms:
+        actual, oracle, pytorch = (t.detach().cpu() for t in (actual, oracle_fp64, same_dtype_pytorch))
+        error = (actual.double() - oracle).abs().nan_to_num(0, 0)
+        raise AssertionError(
+            f"{name} ({actual.dtype}, {tuple(actual.shape)}): error over budget\n"
+            f"             kernel       PyTorch      allowed\n"
+            f"  largest    {budget.kernel_max:<12.4g} {budget.pytorch_max:<12.4g} {budget.allowed_max:<12.4g}\n"
+            f"  rms        {budget.kernel_rms:<12.4g} {budget.pytorch_rms:<12.4g} {budget.allowed_rms:<12.4g}\n"
+            f"  worst {_at(error, actual, oracle, pytorch)}"
+        )
+    return budget
+
+
+def measured(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch: Tensor, *, name: str) -> ErrorBudget:
+    """What `assert_within_budget` judges. Asserts what needs no budget: integers, and where NaN and infinities stand."""
     _check_arguments(actual, oracle_fp64, same_dtype_pytorch, name)
     actual, oracle, pytorch = (t.detach().cpu() for t in (actual, oracle_fp64, same_dtype_pytorch))
     if not actual.dtype.is_floating_point:
@@ -66,7 +82,7 @@ def assert_within_budget(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch
     def allowed(pytorch_error: float, magnitude: float) -> float:
         return 2 * pytorch_error + max(unit_roundoff * magnitude, half_subnormal)
 
-    budget = ErrorBudget(
+    return ErrorBudget(
         _largest(kernel_error),
         _rms(kernel_error),
         _largest(pytorch_error),
@@ -74,15 +90,6 @@ def assert_within_budget(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch
         allowed(_largest(pytorch_error), _largest(magnitude)),
         allowed(_rms(pytorch_error), _rms(magnitude)),
     )
-    if budget.kernel_max > budget.allowed_max or budget.kernel_rms > budget.allowed_rms:
-        raise AssertionError(
-            f"{name} ({dtype}, {tuple(actual.shape)}): error over budget\n"
-            f"             kernel       PyTorch      allowed\n"
-            f"  largest    {budget.kernel_max:<12.4g} {budget.pytorch_max:<12.4g} {budget.allowed_max:<12.4g}\n"
-            f"  rms        {budget.kernel_rms:<12.4g} {budget.pytorch_rms:<12.4g} {budget.allowed_rms:<12.4g}\n"
-            f"  worst {_at(kernel_error, actual, oracle, pytorch)}"
-        )
-    return budget
 
 
 def _check_arguments(actual: Tensor, oracle: Tensor, pytorch: Tensor, name: str) -> None:
