@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, 
                           [&](pdkernels::SpeculativeArgs& args) { unpack_append(Place(q), counts, source_index, args); });
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, OptionalTensor next_weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight, OptionalTensor next_weight, double eps) {
   return run_add_rms_norm(x, residual, weight, next_weight, eps, pdkernels::cpu::add_rms_norm);
 }
 

@@ -119,7 +119,7 @@ void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, T
                                                      headway, filler, end_tokens, guard, keep_last), launch.stream));
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor residual, Tensor weight, OptionalTensor next_weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight, OptionalTensor next_weight, double eps) {
   const Launch launch(x);
   return run_add_rms_norm(x, residual, weight, next_weight, eps, [&](const pdkernels::AddRmsNormArgs& args) {
     check(pdkernels::cuda::add_rms_norm(args, launch.stream));

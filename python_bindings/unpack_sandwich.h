@@ -63,26 +63,31 @@ inline void require_shape(const Tensor& t, const Tensor& other) {
 }
 
 template <class Run>
-std::tuple<Tensor, Tensor> run_add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight,
+std::tuple<Tensor, Tensor> run_add_rms_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                                             const OptionalTensor& next_weight, double eps, const Run& run) {
   const Place place(x);
-  const auto weights = [&](const Tensor& t) {
-    require_like(place, t, x);
-    STD_TORCH_CHECK(x.dim() > 0 && t.dim() == 1 && t.size(0) == x.size(x.dim() - 1), "pdkernels: a weight must have shape (E,)");
-    return packed(t);
+  const auto weights = [&](const OptionalTensor& t) {
+    if (!t.has_value()) return OptionalTensor();
+    require_like(place, *t, x);
+    STD_TORCH_CHECK(x.dim() > 0 && t->dim() == 1 && t->size(0) == x.size(x.dim() - 1), "pdkernels: a weight must have shape (E,)");
+    return OptionalTensor(packed(*t));
   };
-  require_like(place, residual, x);
-  require_shape(residual, x);
+  std::optional<Rows> other;
+  if (residual.has_value()) {
+    require_like(place, *residual, x);
+    require_shape(*residual, x);
+    other.emplace(*residual);
+  }
   STD_TORCH_CHECK(eps >= 0, "pdkernels: eps must be at least 0");
-  const Rows rows(x), other(residual);
-  const Tensor first = weights(weight);
-  const OptionalTensor second = next_weight.has_value() ? OptionalTensor(weights(*next_weight)) : OptionalTensor();
+  const Rows rows(x);
+  const OptionalTensor first = weights(weight), second = weights(next_weight);
+  STD_TORCH_CHECK(first || (second && other), "pdkernels: a weight must be given, or a residual and a next weight");
   Tensor y = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
   Tensor next = torch::stable::new_empty(x, second ? shape_of(x, rows.width) : std::vector<int64_t>{0}, x.scalar_type());
   AddRmsNormArgs args;
   args.element = row_element(x);
-  args.x = rows.view(), args.residual = other.view(), args.y = {y.data_ptr(), rows.width}, args.next = {next.data_ptr(), rows.width};
-  args.weight = first.data_ptr(), args.next_weight = second ? second->data_ptr() : nullptr;
+  args.x = rows.view(), args.residual = other ? other->view() : RowsView{}, args.y = {y.data_ptr(), rows.width}, args.next = {next.data_ptr(), rows.width};
+  args.weight = first ? first->data_ptr() : nullptr, args.next_weight = second ? second->data_ptr() : nullptr;
   args.rows = rows.count, args.width = rows.width, args.eps = static_cast<float>(eps);
   if (args.rows > 0 && args.width > 0) run(args);
   return {y, next};

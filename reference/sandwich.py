@@ -23,18 +23,19 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """``y = rms_norm(x + residual) * weight`` and ``rms_norm(y) * next_weight``; shapes as in ``pdkernels.add_rms_norm``.
 
-    The sum is not rounded before it is normed, `y` is before it is normed again. Without a next weight the second result
-    is an empty tensor.
+    The sum is not rounded before it is normed, `y` is before it is normed again. Without a residual it is `x` that is normed;
+    without a weight `y` is the sum. Without a next weight the second result is an empty tensor.
 
     >>> y, _ = add_rms_norm(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]), torch.ones(2))
     >>> y  # (3, 4) over the root of its mean square, 12.5
     tensor([0.8485, 1.1314])
     """
-    y = _rms_norm(_wide(x) + _wide(residual), weight, eps)
+    total = _wide(x) if residual is None else _wide(x) + _wide(residual)
+    y = total.to(x.dtype) if weight is None else _rms_norm(total, weight, eps)
     return y, x.new_empty(0) if next_weight is None else _rms_norm(_wide(y), next_weight, eps)
 
 

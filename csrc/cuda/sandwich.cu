@@ -15,28 +15,36 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
   using Elements = Pack<T, kSize>;
   __shared__ float room[kThreads / 32];
   const int64_t row = blockIdx.x, packs = args.width / kSize;
-  const T *x = args.x.row<const T>(row), *residual = args.residual.row<const T>(row);
+  const T* x = args.x.row<const T>(row);
   const auto sum = [&](int64_t pack, float* sums) {
-    const Elements a = Elements::load(x, pack), b = Elements::load(residual, pack);
-    for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]) + to_float(b.at[j]);
+    const Elements a = Elements::load(x, pack);
+    for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]);
+    if (!args.residual.given()) return;
+    const Elements b = Elements::load(args.residual.row<const T>(row), pack);
+    for (int j = 0; j < kSize; ++j) sums[j] += to_float(b.at[j]);
   };
   const auto scale_of = [&](float squares) {
     return 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.width) + args.eps);
   };
+  const bool norms_sum = args.weight != nullptr;
   float squares = 0;
-  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+  for (int64_t pack = threadIdx.x; norms_sum && pack < packs; pack += kThreads) {
     float sums[kSize];
     sum(pack, sums);
     for (int j = 0; j < kSize; ++j) squares += sums[j] * sums[j];
   }
-  const float scale = scale_of(squares);
+  const float scale = norms_sum ? scale_of(squares) : 1;
   // The pack of y, computed where it is needed: cheaper than reading back what has just been written.
   const auto normed = [&](int64_t pack) {
     float sums[kSize];
     sum(pack, sums);
-    const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
     Elements y;
-    for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(rounded<T>(sums[j] * scale) * to_float(weights.at[j]));
+    if (norms_sum) {
+      const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
+      for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(rounded<T>(sums[j] * scale) * to_float(weights.at[j]));
+    } else {
+      for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(sums[j]);
+    }
     return y;
   };
   squares = 0;

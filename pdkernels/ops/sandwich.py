@@ -19,8 +19,8 @@ STYLES = ("half", "interleaved")
 
 def add_rms_norm(
     x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
     *,
     next_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -28,13 +28,16 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight.
 
-    One pass for the end of a sublayer and the beginning of the next one. The sum, the mean square and the division are
-    computed in float32; the sum is not rounded. The normed value is rounded to the dtype and then multiplied by the weight
-    in that dtype, as the published models do. The second norm sees the rounded `y`.
+    One pass for the end of a sublayer and the beginning of the next one: with both weights for a sandwich block, without the
+    first, so that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the division are
+    computed in float32; the sum is not rounded before it is normed. The normed value is rounded to the dtype and then
+    multiplied by the weight in that dtype, as the published models do. The second norm sees the rounded `y`.
 
     Args:
-        x, residual: ``(..., E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
-        weight, next_weight: ``(E,)``, dtype of `x`.
+        x: ``(..., E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        residual: like `x`; None: `x` alone is normed.
+        weight: ``(E,)``, dtype of `x`; None: `y` is the sum, for which there must be a residual and a next weight.
+        next_weight: like `weight`; None: there is no second result.
         eps: added to the mean square.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 
@@ -162,17 +165,20 @@ def rotate_append_(
 
 
 def _check_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> None:
     op = "add_rms_norm"
     check_floats(op, "x", x)
     if x.dim() == 0:
         fail(op, "x", "have shape (..., E)", tuple(x.shape))
-    check_floats(op, "residual", residual, like=x)
-    if residual.shape != x.shape:
-        fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
+    if residual is not None:
+        check_floats(op, "residual", residual, like=x)
+        if residual.shape != x.shape:
+            fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
+    if weight is None and (residual is None or next_weight is None):
+        fail(op, "weight", "be given without a residual and a next_weight", None)
     for name, tensor in (("weight", weight), ("next_weight", next_weight)):
-        if tensor is None and name == "next_weight":
+        if tensor is None:
             continue
         check_floats(op, name, tensor, like=x)
         if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
@@ -183,7 +189,7 @@ def _check_add_rms_norm(
 
 
 def _fake_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, next_weight: Tensor | None = None, eps: float = 1e-6
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     _check_add_rms_norm(x, residual, weight, next_weight, eps)
     refuse_float64("add_rms_norm", "x", x)
@@ -289,7 +295,7 @@ def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:
 
 
 add_rms_norm_op = define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
+    "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
     fake=_fake_add_rms_norm,
     reference=reference.add_rms_norm,
     reference_check=_check_add_rms_norm,

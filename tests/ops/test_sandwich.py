@@ -71,6 +71,30 @@ def test_without_a_next_weight(impl) -> None:
     assert following is None and torch.equal(y.cpu(), add_rms_norm(impl, inputs)[0])
 
 
+FORMS = {  # which of x, residual, weight, next_weight are given
+    "norm": (0, None, 2, None),
+    "norm, then norm": (0, None, 2, 3),
+    "sum and its norm": (0, 1, None, 3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("rows, width", [(33, 1), (16, 33), (3, 5280)])
+def test_what_is_not_given_is_left_out(impl, rows: int, width: int, form: str, dtype: torch.dtype) -> None:
+    inputs = norm_inputs(rows, width, dtype)
+    given = [None if i is None else inputs[i] for i in FORMS[form]]
+    on_device = [None if t is None else t.to(impl.device) for t in given]
+    y, following = impl.add_rms_norm(*on_device[:3], next_weight=on_device[3])
+    exact, same = ([f(t) for t in given] for f in (lambda t: t if t is None else t.double(), lambda t: t))
+    for name, actual, *tensors in zip(("y", "next"), (y, following), reference.add_rms_norm(*exact), reference.add_rms_norm(*same)):
+        if actual is not None:
+            assert_within_budget(actual.cpu(), *tensors, name=name)
+    assert (following is None) == (given[3] is None)
+    if given[2] is None:
+        assert torch.equal(y.cpu(), inputs[0] + inputs[1])
+
+
 def test_eps_is_added_to_the_mean_square(impl) -> None:
     inputs = norm_inputs(8, 64, torch.float32)
     expected, exact = (reference.add_rms_norm(*(t.to(dtype) for t in inputs), 0.5) for dtype in (torch.float32, torch.float64))
@@ -197,9 +221,10 @@ def test_result_does_not_depend_on_the_order_of_threads() -> None:
 @pytest.mark.parametrize("rows, width", [(64, 7), (5, 1025)])
 def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torch.dtype) -> None:
     inputs = norm_inputs(rows, width, dtype)
-    exact, same = reference.add_rms_norm(*(t.double() for t in inputs)), reference.add_rms_norm(*inputs)
-    for name, *tensors in zip(("y", "next"), level_ops.add_rms_norm(*inputs, 1e-6), exact, same):
-        assert_within_budget(*tensors, name=name)
+    for given in (inputs, [inputs[0], None, *inputs[2:]], [*inputs[:2], None, inputs[3]]):
+        exact, same = reference.add_rms_norm(*(t if t is None else t.double() for t in given)), reference.add_rms_norm(*given)
+        for name, *tensors in zip(("y", "next"), level_ops.add_rms_norm(*given, 1e-6), exact, same):
+            assert_within_budget(*tensors, name=name)
     if dtype != torch.float32:
         test_every_pattern_of_16_bits(SimpleNamespace(device="cpu", silu_gate=level_ops.silu_gate), dtype)
     x = draw(7, rows, 2 * width, dtype=dtype, scale=5)
@@ -213,7 +238,8 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         x, residual, weight, next_weight = (t.to(device) for t in norm_inputs(3, 20, dtype))
-        for call in ((x, residual, weight, next_weight, 1e-6), (x, residual, weight), (x[..., :8], residual[..., :8], weight[:8])):
+        for call in ((x, residual, weight, next_weight, 1e-6), (x, residual, weight), (x[..., :8], residual[..., :8], weight[:8]),
+                     (x, None, weight), (x, residual, None, next_weight)):  # fmt: skip
             torch.library.opcheck(torch.ops.pdkernels.add_rms_norm.default, call)
         torch.library.opcheck(torch.ops.pdkernels.silu_gate.default, (x,))
 
@@ -254,6 +280,8 @@ NORMS = [
     ({"weight": W[:3]}, ValueError, r"weight must have shape \(4,\), got \(3,\)"),
     ({"weight": X}, ValueError, r"weight must have shape \(4,\), got \(2, 4\)"),
     ({"next_weight": W.bfloat16()}, TypeError, r"next_weight must be torch\.float32 like the others, got torch\.bfloat16"),
+    ({"weight": None}, ValueError, r"weight must be given without a residual and a next_weight, got None"),
+    ({"weight": None, "residual": None, "next_weight": W}, ValueError, r"weight must be given without a residual and a next_weight, got None"),
     ({"eps": -1.0}, ValueError, r"eps must be at least 0, got -1\.0"),
     ({"eps": "small"}, TypeError, r"eps must be a number, got str"),
     ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),

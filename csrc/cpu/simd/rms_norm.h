@@ -5,7 +5,19 @@
 
 namespace pdkernels::cpu::PDK_ISA {
 
-// row = x + residual, as floats. Returns the sum of its squares, in lanes.
+// row = x, as floats. Returns the sum of its squares, in lanes.
+template <class T>
+PDK_INLINE Vec widen_row(const T* x, float* row, int64_t width) {
+  Vec squares{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec wide = load(x + at, lanes);
+    store(row + at, wide, lanes);
+    squares += wide * wide;
+  });
+  return squares;
+}
+
+// row = x + residual, the same.
 template <class T>
 PDK_INLINE Vec add_rows(const T* x, const T* residual, float* row, int64_t width) {
   Vec squares{};
@@ -20,6 +32,19 @@ PDK_INLINE Vec add_rows(const T* x, const T* residual, float* row, int64_t width
 // 1 / root of (sum / width + eps), both exact operations.
 PDK_INLINE float scale_of(Vec squares, int64_t width, float eps) {
   return 1.0f / __builtin_sqrtf(sum_of(squares) / static_cast<float>(width) + eps);
+}
+
+// row, rounded to T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
+template <class T>
+PDK_INLINE Vec round_row(float* row, T* to, int64_t width) {
+  Vec squares{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec y = as<T>(load(row + at, lanes));
+    store(to + at, y, lanes);
+    store(row + at, y, lanes);
+    squares += y * y;
+  });
+  return squares;
 }
 
 // row * scale, rounded to T, times the weight in T: written to `to`, and as floats back to `row`. Returns the sum of its squares.

@@ -9,12 +9,15 @@ namespace {
 template <class T>
 void add_rms_norm_of(const AddRmsNormArgs& args) {
   for_rows(args.rows, args.width, [&](int64_t i) {
-    const T *x = args.x.row<const T>(i), *residual = args.residual.row<const T>(i);
     float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
-    Vec squares = add_rows(x, residual, row, args.width);
-    squares = scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.weight), args.y.row<T>(i), args.width);
-    if (args.next_weight == nullptr) return;
-    scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(args.next_weight), args.next.row<T>(i), args.width);
+    const auto norm = [&](Vec squares, const void* weight, T* to) {
+      return scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(weight), to, args.width);
+    };
+    const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight);
+    T* y = args.y.row<T>(i);
+    Vec squares = args.residual.given() ? add_rows(x, args.residual.row<const T>(i), row, args.width) : widen_row(x, row, args.width);
+    squares = weight != nullptr ? norm(squares, weight, y) : round_row(row, y, args.width);
+    if (args.next_weight != nullptr) norm(squares, args.next_weight, args.next.row<T>(i));
   });
 }
 

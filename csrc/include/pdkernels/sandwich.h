@@ -11,17 +11,18 @@ struct RowsView {
   void* data = nullptr;
   int64_t stride = 0;
 
+  PDK_HD bool given() const { return data != nullptr; }
   template <class T>
   PDK_HD T* row(int64_t i) const {
     return static_cast<T*>(data) + i * stride;
   }
 };
 
-// y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight.
+// y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. What is not given is left out: nullptr.
 struct AddRmsNormArgs {
   Element element;
   RowsView x, residual, y, next;
-  void *weight, *next_weight;  // next_weight nullptr: no next
+  void *weight, *next_weight;  // at least one of them; without the first, y is the sum
   int64_t rows, width;
   float eps;
 };
