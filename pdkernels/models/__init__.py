@@ -1,19 +1,23 @@
 """A lean transformer and a recurrent-depth model on our caches, the tiny trained models, and real checkpoints from local folders."""
 
+from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import YarnScaling
+from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
-from pdkernels.models.transformer import Transformer, TransformerConfig
+from pdkernels.models.transformer import Transformer
 from pdkernels.models.zoo import available, load
 
 __all__ = [
     "ByteTokenizer",
     "JsonTokenizer",
+    "LinearScaling",
+    "Llama3Scaling",
     "RecurrentDepth",
     "RecurrentDepthConfig",
+    "RopeScaling",
     "Tokenizer",
     "Transformer",
     "TransformerConfig",

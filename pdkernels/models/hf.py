@@ -1,4 +1,7 @@
-"""Checkpoints with Hugging Face names (Qwen2, Llama, Mistral, Ministral3, Dream, Fast-dLLM v2): configuration and tensors, both ways."""
+"""Checkpoints with Hugging Face names: configuration and tensors, both ways.
+
+Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream and Fast-dLLM v2.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,11 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, message
-from pdkernels.models.rope import YarnScaling
-from pdkernels.models.transformer import TransformerConfig
+from pdkernels.models.config import TransformerConfig
+from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-ARCHITECTURES = ("qwen2", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen")
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MASK_TOKENS = {"Fast_dLLM_Qwen": 151665}
 """Where a config.json does not name one: what the published code takes."""
 
@@ -36,14 +40,18 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, whose place may be a mask. Fast-dLLM v2 has
     # them too, and is causal but for the block that it fills.
     like_qwen2 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen")
+    if kind == "qwen3":  # the published class takes 128 where none is named, whatever the other sizes
+        require(config, ("head_dim",))
     activation = config.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", repr(activation))
     max_positions = config.get("max_position_embeddings", 2048)
     demand(not config.get("use_mrope"), "use_mrope", "be false", config.get("use_mrope"))
-    window = config.get("sliding_window") if config.get("use_sliding_window", not like_qwen2) else None
+    windowed = config.get("use_sliding_window", not like_qwen2 and kind != "qwen3")
+    window = config.get("sliding_window") if windowed else None
     demand(window is None or window >= max_positions, "sliding_window",
            f"be absent or cover all {max_positions} positions", window)
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    rope = config.get(rope_field) or {}
     return TransformerConfig(
         vocab_size=config["vocab_size"],
         hidden_size=config["hidden_size"],
@@ -53,19 +61,20 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         intermediate_size=config["intermediate_size"],
         rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-        yarn=_yarn(rope, max_positions),
+        rope_scaling=_rope_scaling(rope, f"config.json: {rope_field}", max_positions),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         qkv_bias=like_qwen2 or bool(config.get("attention_bias", False)),
+        qk_norm=kind == "qwen3",
         tied_head=config.get("tie_word_embeddings", False),
         attention="bidirectional" if kind == "Dream" else "causal",
         max_positions=max_positions,
     )
 
 
-def require(config: Mapping[str, Any], fields: Iterable[str]) -> None:
-    """ValueError for a config.json without one of these fields."""
+def require(config: Mapping[str, Any], fields: Iterable[str], where: str = "config.json") -> None:
+    """ValueError for a config.json, or a part of it, without one of these fields."""
     for name in fields:
-        check(name in config, _OP, "config.json", f"hold {name!r}", f"only {', '.join(sorted(config))}")
+        check(name in config, _OP, where, f"hold {name!r}", f"only {', '.join(sorted(config))}")
 
 
 def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
@@ -74,16 +83,24 @@ def demand(condition: bool, field: str, expectation: str, actual: object) -> Non
         raise NotImplementedError(message(_OP, f"config.json: {field}", expectation, actual))
 
 
-def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
+def _rope_scaling(rope: Mapping[str, Any], where: str, max_positions: int) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
-    demand(kind in ("default", "yarn"), "rope_type", "be 'default' or 'yarn'", repr(kind))
+    demand(kind in ROPE_TYPES, "rope_type", f"be one of {', '.join(ROPE_TYPES)}", repr(kind))
     share = rope.get("partial_rotary_factor", 1.0)
     demand(share == 1.0, "partial_rotary_factor", "be 1", share)
     beta = float(rope.get("llama_4_scaling_beta") or 0.0)
+    demand(beta == 0 or kind == "yarn", "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
     if kind == "default":
-        demand(beta == 0, "llama_4_scaling_beta", "be 0 without rope_type 'yarn'", beta)
         return None
+    require(rope, ("factor",), where)
     factor = float(rope["factor"])
+    if kind == "linear":
+        return LinearScaling(factor)
+    if kind == "llama3":
+        fields = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        require(rope, fields, where)
+        original, low, high = (rope[name] for name in fields)
+        return Llama3Scaling(factor, original, float(low), float(high))
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0
@@ -111,6 +128,9 @@ def _names(config: TransformerConfig) -> Iterator[tuple[str, list[str]]]:
         yield f"{ours}qkv", [f"{theirs}self_attn.{name}_proj.weight" for name in "qkv"]
         if config.qkv_bias:
             yield f"{ours}qkv_bias", [f"{theirs}self_attn.{name}_proj.bias" for name in "qkv"]
+        if config.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                yield f"{ours}{name}", [f"{theirs}self_attn.{name}.weight"]
         yield f"{ours}output", [f"{theirs}self_attn.o_proj.weight"]
         yield f"{ours}gate_up", [f"{theirs}mlp.{name}_proj.weight" for name in ("gate", "up")]
         yield f"{ours}down", [f"{theirs}mlp.down_proj.weight"]

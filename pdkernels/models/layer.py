@@ -13,7 +13,8 @@ from pdkernels.models.attention import Visibility, attend, attend_cached
 from pdkernels.models.rope import Rotation, rotate
 
 if TYPE_CHECKING:
-    from pdkernels.models.transformer import Cache, TransformerConfig
+    from pdkernels.models.config import TransformerConfig
+    from pdkernels.models.transformer import Cache
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -37,6 +38,8 @@ class Layer(nn.Module):
         self.attention_norm = nn.Parameter(torch.empty(hidden))
         self.qkv = nn.Parameter(torch.empty(qkv_width, hidden))
         self.register_parameter("qkv_bias", nn.Parameter(torch.empty(qkv_width)) if config.qkv_bias else None)
+        for name in ("q_norm", "k_norm"):
+            self.register_parameter(name, nn.Parameter(torch.empty(config.head_dim)) if config.qk_norm else None)
         self.output = nn.Parameter(torch.empty(hidden, width))
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, hidden))
@@ -69,11 +72,18 @@ class Layer(nn.Module):
         return rms_norm(x, self.attention_norm, self.config.norm_eps)
 
     def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
-        """q, k and v, or a part of them, head after head and not yet rotated: `(batch, rows, heads, head_dim)`."""
+        """q, k and v, or a part of them, head after head and not yet rotated: `(batch, rows, heads, head_dim)`.
+
+        q and k have gone through their norms, where the model has them.
+        """
         config = self.config
         middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
         rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
-        return F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(-1, (-1, config.head_dim))
+        heads = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(-1, (-1, config.head_dim))
+        if self.q_norm is None or part == "v":
+            return heads
+        q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
+        return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
         """What attention adds to the residual, of `mixed` `(batch, rows, heads, head_dim)`."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
+from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import demand, gather, require, scatter
-from pdkernels.models.transformer import TransformerConfig
 
 MODEL_TYPE = "llada"
 
@@ -103,4 +103,5 @@ def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: Transformer
 
 def to_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_llada_state_dict`; the tensors are views of ours."""
+    check(not config.qk_norm, "models.to_llada_state_dict", "config", "have no qk_norm (LLaDA has no such tensors)", "qk_norm=True")
     return scatter(state, _names(config), config)

@@ -1,12 +1,14 @@
-"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, with YaRN.
+"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and the rules that stretch it.
 
-Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Peng et al., "YaRN:
-Efficient Context Window Extension of Large Language Models", section 3.
+Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Chen et al., "Extending
+Context Window of Large Language Models via Positional Interpolation", section 2.3; Peng et al., "YaRN: Efficient Context
+Window Extension of Large Language Models", section 3; the model code of Llama 3.1.
 """
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,8 +20,62 @@ from pdkernels._validation import check
 RopeStyle = Literal["half", "interleaved"]
 
 
+class RopeScaling(ABC):
+    """A rule by which RoPE is stretched for contexts longer than those of the first training."""
+
+    attention_factor = 1.0
+    """Multiplies rotated q and k."""
+
+    @abstractmethod
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        """What becomes of the `frequencies` ``theta ** (-2i / head_dim)`` of all pairs, in radians per position."""
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """A further factor of q at each of the `positions`; None: 1."""
+        return None
+
+
 @dataclass(frozen=True)
-class YarnScaling:
+class LinearScaling(RopeScaling):
+    """All frequencies are divided by `factor`, as if positions lay that much closer together."""
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check(self.factor >= 1, "LinearScaling", "factor", "be at least 1", self.factor)
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(RopeScaling):
+    """Frequencies of Llama 3.1 and its successors, first trained on `original_positions`.
+
+    Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency, those that turn at
+    most `low_freq_factor` times are slowed down by `factor`; between the two, the share that is kept grows with the turns.
+    """
+
+    factor: float
+    original_positions: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        op = "Llama3Scaling"
+        check(self.factor >= 1, op, "factor", "be at least 1", self.factor)
+        check(self.original_positions >= 1, op, "original_positions", "be at least 1", self.original_positions)
+        check(self.high_freq_factor > self.low_freq_factor > 0, op, "high_freq_factor",
+              f"be more than low_freq_factor ({self.low_freq_factor}) > 0", self.high_freq_factor)
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        turns = frequencies * (self.original_positions / (2 * math.pi))
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
+class YarnScaling(RopeScaling):
     """Frequencies for a context `factor` times longer than the `original_positions` of the first training.
 
     Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
@@ -42,6 +98,23 @@ class YarnScaling:
               self.beta_fast)
         check(self.attention_factor > 0, op, "attention_factor", "be positive", self.attention_factor)
         check(self.query_beta >= 0, op, "query_beta", "not be negative", self.query_beta)
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        head_dim = 2 * len(frequencies)
+
+        def pair_that_turns(times: float) -> float:
+            return head_dim * math.log(self.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+        low = max(math.floor(pair_that_turns(self.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(self.beta_slow)), head_dim - 1)
+        pairs = torch.arange(len(frequencies), dtype=torch.float64, device=frequencies.device)
+        slowed = ((pairs - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
+        return frequencies * (1 - slowed + slowed / self.factor)
+
+    def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
+        if self.query_beta == 0:
+            return None
+        return 1 + self.query_beta * (positions / self.original_positions).floor().log1p()
 
 
 class Rotation(NamedTuple):
@@ -70,7 +143,7 @@ def rope_tables(
     *,
     theta: float,
     style: RopeStyle,
-    yarn: YarnScaling | None = None,
+    scaling: RopeScaling | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Rotation:
@@ -84,21 +157,17 @@ def rope_tables(
     """
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
     positions = torch.arange(limit, dtype=torch.float64, device=device)
-    query_scale = None
-    amplitude = 1.0
-    if yarn is not None:
-        frequencies = _stretched(frequencies, head_dim, theta, yarn)
-        amplitude = yarn.attention_factor
-        if yarn.query_beta > 0:
-            query_scale = 1 + yarn.query_beta * (positions / yarn.original_positions).floor().log1p()
-            query_scale = query_scale[:, None].to(dtype)
+    amplitude, query_scale = 1.0, None
+    if scaling is not None:
+        frequencies = scaling.scaled(frequencies, theta)
+        amplitude, query_scale = scaling.attention_factor, scaling.query_scale(positions)
     angles = positions[:, None] * frequencies
     cos, sin = angles.cos() * amplitude, angles.sin() * amplitude
     if style == "half":
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     else:
         cos, sin = cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)
-    return Rotation(cos.to(dtype), sin.to(dtype), query_scale)
+    return Rotation(cos.to(dtype), sin.to(dtype), None if query_scale is None else query_scale[:, None].to(dtype))
 
 
 class RopeTables:
@@ -112,9 +181,9 @@ class RopeTables:
     """
 
     def __init__(
-        self, head_dim: int, max_positions: int, *, theta: float, style: RopeStyle, yarn: YarnScaling | None = None
+        self, head_dim: int, max_positions: int, *, theta: float, style: RopeStyle, scaling: RopeScaling | None = None
     ) -> None:
-        self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "yarn": yarn}
+        self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "scaling": scaling}
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
         self._outgrown: list[Rotation] = []  # graphs may have captured them; together they are smaller than their successor
@@ -131,17 +200,6 @@ class RopeTables:
             self._outgrown += filter(None, [self._tables.get(key)])
             self._tables[key] = table
         return table
-
-
-def _stretched(frequencies: torch.Tensor, head_dim: int, theta: float, yarn: YarnScaling) -> torch.Tensor:
-    def pair_that_turns(times: float) -> float:
-        return head_dim * math.log(yarn.original_positions / (times * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(yarn.beta_slow)), head_dim - 1)
-    pairs = torch.arange(head_dim // 2, dtype=torch.float64, device=frequencies.device)
-    slowed = ((pairs - low) / (high - low if high != low else 1e-3)).clamp(0, 1)
-    return frequencies * (1 - slowed + slowed / yarn.factor)
 
 
 def rotate(x: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:

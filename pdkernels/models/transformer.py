@@ -1,4 +1,4 @@
-"""One lean decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU; Qwen2 and Llama are instances.
+"""One lean decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU; Qwen2, Qwen3 and Llama are instances.
 
 It knows our caches and nothing of decoding: a forward appends the new tokens' K and V behind the cached prefix and the
 decoder decides how many of them become part of it.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -19,67 +18,16 @@ from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, 
 from pdkernels.masks import TilePlan
 from pdkernels.models.attention import Visibility, cached_visibility, check_mask, uncached_visibility
 from pdkernels.models.caches import new_cache
+from pdkernels.models.config import TransformerConfig
 from pdkernels.models.layer import Layer, rms_norm
 from pdkernels.models.rewriting import places_of
-from pdkernels.models.rope import RopeStyle, RopeTables, Rotation, YarnScaling
+from pdkernels.models.rope import RopeTables, Rotation
 
 if TYPE_CHECKING:
     from pdkernels.cache import ContiguousKVCache, PagedKVCache
     from pdkernels.models.tokenizers import Tokenizer
 
     Cache: TypeAlias = ContiguousKVCache | PagedKVCache
-
-
-@dataclass(frozen=True)
-class TransformerConfig:
-    """Sizes and variants of a `Transformer`. `head_dim` does not have to be `hidden_size / heads`.
-
-    >>> TransformerConfig(vocab_size=257, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16,
-    ...                   intermediate_size=96).group_size
-    2
-    """
-
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float = 10000.0
-    rope_style: RopeStyle = "half"
-    yarn: YarnScaling | None = None
-    norm_eps: float = 1e-6
-    qkv_bias: bool = False
-    tied_head: bool = True
-    attention: Literal["causal", "bidirectional"] = "causal"
-    """What rows see in a forward without a cache and without a mask: those up to themselves, or all."""
-    predicts: Literal["next", "own"] = "next"
-    """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
-    max_positions: int = 2048
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
-
-    def __post_init__(self) -> None:
-        op = "TransformerConfig"
-        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size",
-                     "max_positions"):
-            value = getattr(self, name)
-            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
-            check(value >= 1, op, name, "be at least 1", value)
-        check(self.heads % self.kv_heads == 0, op, "kv_heads", f"divide heads ({self.heads})", self.kv_heads)
-        check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
-        check(self.rope_style in ("half", "interleaved"), op, "rope_style", "be 'half' or 'interleaved'",
-              repr(self.rope_style))
-        check(self.attention in ("causal", "bidirectional"), op, "attention", "be 'causal' or 'bidirectional'",
-              repr(self.attention))
-        check(self.predicts in ("next", "own"), op, "predicts", "be 'next' or 'own'", repr(self.predicts))
-        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
-        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
-
-    @property
-    def group_size(self) -> int:
-        """Query heads per KV head."""
-        return self.heads // self.kv_heads
 
 
 class Transformer(nn.Module):
@@ -130,7 +78,7 @@ class Transformer(nn.Module):
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style=config.rope_style,
-                                  yarn=config.yarn)  # fmt: skip
+                                  scaling=config.rope_scaling)  # fmt: skip
         self.initialize_()
 
     @torch.no_grad()

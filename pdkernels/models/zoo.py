@@ -16,7 +16,7 @@ from pdkernels._validation import check, check_type, message
 from pdkernels.models import huginn, llada
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, demand, from_hf_config, from_hf_state_dict
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import YarnScaling
+from pdkernels.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 
@@ -27,6 +27,7 @@ WEIGHTS = Path(__file__).parent / "weights"
 
 _OP = "models.load"
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SCALINGS = {rule.__name__: rule for rule in (LinearScaling, Llama3Scaling, YarnScaling)}
 _CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
 
 
@@ -44,8 +45,8 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
-            with ``model.safetensors.index.json``) of a Qwen2, Llama, Mistral or Ministral3 model, of Huginn, or of the
-            diffusion models LLaDA, Dream and Fast-dLLM v2, with the published tensor names. Its ``tokenizer.json``, if there, needs
+            with ``model.safetensors.index.json``) of a Qwen2, Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or
+            of the diffusion models LLaDA, Dream and Fast-dLLM v2, with the published tensor names. Its ``tokenizer.json``, if there, needs
             the optional library `tokenizers`.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint.
@@ -83,7 +84,10 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
-    metadata["config"] = json.dumps(asdict(model.config))
+    fields = asdict(model.config)
+    if fields.get("rope_scaling") is not None:
+        fields["rope_scaling"]["rule"] = type(model.config.rope_scaling).__name__
+    metadata["config"] = json.dumps(fields)
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +98,10 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     fields = json.loads(metadata["config"])
-    if fields.get("yarn") is not None:
-        fields["yarn"] = YarnScaling(**fields["yarn"])
+    # While YaRN was the only rule, it stood here by that name.
+    scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
+    if scaling is not None:
+        fields["rope_scaling"] = _SCALINGS[scaling.pop("rule", YarnScaling.__name__)](**scaling)
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     # Before there was a second architecture, none was written down.
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)

@@ -18,18 +18,33 @@ from tests.decoding.masked_models import MASK, VOCABULARY, Scripted
 
 
 @cache
-def deep_masked(seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional") -> Transformer:
+def deep_masked(seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional", qk_norm: bool = False) -> Transformer:
     """Random fp64 weights, with a layer behind one that may be stale; the last id is the mask."""
     torch.manual_seed(seed)
     config = TransformerConfig(
         vocab_size=VOCABULARY, hidden_size=16, layers=3, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24,
-        qkv_bias=True, tied_head=False, attention=attention, predicts=predicts,
+        qkv_bias=True, qk_norm=qk_norm, tied_head=False, attention=attention, predicts=predicts,
     )  # fmt: skip
     model = Transformer(config, mask_token=MASK).double()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.4)
     return model.requires_grad_(False)
+
+
+class NormedHeads(MaskedTransformerReference):
+    """With Qwen3's norms of q's and k's heads: their weights for each layer."""
+
+    head_norms: list[dict[str, Tensor]]
+
+    def qkv(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self._norm(x, "attention_norm", layer)
+        q, k, v = (self._linear(x, name, layer).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
+        q, k = (
+            y / (y.square().mean(-1, keepdim=True) + self.norm_eps).sqrt() * self.head_norms[layer][name]
+            for name, y in (("q", q), ("k", k))
+        )
+        return self._rotate(q, positions), self._rotate(k, positions), v
 
 
 @cache
@@ -47,10 +62,12 @@ def with_parts(model: Transformer) -> MaskedTransformerReference:
         if layer.qkv_bias is not None:
             biases = zip("qkv", layer.qkv_bias.split(sizes))
             weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.bias": tensor for name, tensor in biases}
-    return MaskedTransformerReference(
+    plain = (NormedHeads if config.qk_norm else MaskedTransformerReference)(
         weights, heads=config.heads, names="llada", rope_theta=config.rope_theta, norm_eps=config.norm_eps,
         predicts=config.predicts,
     )  # fmt: skip
+    plain.head_norms = [{"q": layer.q_norm, "k": layer.k_norm} for layer in model.layers]
+    return plain
 
 
 class Remembering(Scripted):

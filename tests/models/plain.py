@@ -1,4 +1,4 @@
-"""Qwen2, Llama and Ministral3 written down once more, from the published maths: plain, uncached, fp64, HF names."""
+"""Qwen2, Qwen3, Llama and Ministral3 written down once more, from the published maths: plain, uncached, fp64, HF names."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def random_checkpoint(fields: dict[str, Any], seed: int = 0, dtype: torch.dtype 
             state[f"{name}self_attn.{part}_proj.weight"] = matrix(width, hidden)
             if fields["model_type"] == "qwen2":
                 state[f"{name}self_attn.{part}_proj.bias"] = matrix(width)
+            if fields["model_type"] == "qwen3" and part != "v":
+                state[f"{name}self_attn.{part}_norm.weight"] = 1 + matrix(head_dim)
         state[f"{name}self_attn.o_proj.weight"] = matrix(hidden, heads * head_dim)
         state[f"{name}mlp.gate_proj.weight"] = matrix(inner, hidden)
         state[f"{name}mlp.up_proj.weight"] = matrix(inner, hidden)
@@ -46,14 +48,29 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+def rope_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a config.json says of RoPE besides its base, under either of the two published names."""
+    return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+
+
 def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
     """Radians per position of a pair of components."""
-    rope = fields.get("rope_parameters", {})
+    rope = rope_of(fields)
     theta = rope.get("rope_theta", fields.get("rope_theta", 10000.0))
     plain = theta ** (-2 * pair / head_dim)
     if rope.get("rope_type", "default") == "default":
         return plain
+    if rope["rope_type"] == "linear":
+        return plain / rope["factor"]
     original = rope["original_max_position_embeddings"]
+    if rope["rope_type"] == "llama3":
+        wavelength = 2 * math.pi / plain
+        if wavelength < original / rope["high_freq_factor"]:
+            return plain
+        if wavelength > original / rope["low_freq_factor"]:
+            return plain / rope["factor"]
+        smooth = (original / wavelength - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        return (1 - smooth) * plain / rope["factor"] + smooth * plain
 
     def boundary(turns: float) -> float:
         return head_dim * math.log(original / (2 * math.pi * turns)) / (2 * math.log(theta))
@@ -95,7 +112,7 @@ def plain_logits(
     positions = positions if positions is not None else list(range(length))
     heads, kv_heads, head_dim = _heads(fields)
     eps = fields.get("rms_norm_eps", 1e-6)
-    rope = fields.get("rope_parameters", {})
+    rope = rope_of(fields)
     x = state["model.embed_tokens.weight"][tokens]
     for layer in range(fields["num_hidden_layers"]):
         name = f"model.layers.{layer}."
@@ -107,8 +124,12 @@ def plain_logits(
         outputs = []
         for head in range(heads):
             kv = head // (heads // kv_heads)
-            q_head = rotate_pairs(q[:, head * head_dim :][:, :head_dim], positions, fields, interleaved)
-            k_head = rotate_pairs(k[:, kv * head_dim :][:, :head_dim], positions, fields, interleaved)
+            q_head, k_head = q[:, head * head_dim :][:, :head_dim], k[:, kv * head_dim :][:, :head_dim]
+            if fields["model_type"] == "qwen3":
+                q_head = _norm(q_head, state[f"{name}self_attn.q_norm.weight"], eps)
+                k_head = _norm(k_head, state[f"{name}self_attn.k_norm.weight"], eps)
+            q_head = rotate_pairs(q_head, positions, fields, interleaved)
+            k_head = rotate_pairs(k_head, positions, fields, interleaved)
             v_head = v[:, kv * head_dim :][:, :head_dim]
             beta = rope.get("llama_4_scaling_beta", 0.0)
             if beta:
@@ -149,4 +170,20 @@ MINISTRAL3 = {
         "beta_fast": 1.0, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
     },
 }
-CHECKPOINTS = {"qwen2": QWEN2, "llama": LLAMA, "ministral3": MINISTRAL3}
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 21, "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
+    "attention_bias": False, "tie_word_embeddings": True, "max_position_embeddings": 64, "sliding_window": None,
+    "use_sliding_window": False, "max_window_layers": 2, "rope_scaling": None, "eos_token_id": 20,
+}
+# Of its eight pairs one keeps its frequency, two lie between, five are slowed down.
+LLAMA31 = {
+    **LLAMA, "head_dim": 16, "rope_theta": 100.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+}
+LINEAR = {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}
+CHECKPOINTS = {
+    "qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "llama 3.1": LLAMA31, "linear": LINEAR, "ministral3": MINISTRAL3,
+}

@@ -48,15 +48,16 @@ def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], 
     ratio=st.sampled_from([0.0, 0.1, 0.25, 0.5, 1.0]),
     baseline=st.sampled_from(["last", "recomputed"]),
     cuts=st.booleans(),
+    qk_norm=st.booleans(),
     page_size=st.sampled_from([None, None, 2, 16]),
     seed=st.integers(0, 2**32),
 )
 def test_equals_the_reference_step_by_step(
     predicts: str, prompts: list[int], generated: int, prompt_interval: int, gen_interval: int, ratio: float, baseline: Any,
-    cuts: bool, page_size: int | None, seed: int,
+    cuts: bool, qk_norm: bool, page_size: int | None, seed: int,
 ) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    model = deep_masked(seed % 2, predicts)
+    model = deep_masked(seed % 2, predicts, qk_norm=qk_norm)
     options: dict[str, Any] = {
         "prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": ratio, "baseline": baseline,
     }  # fmt: skip
@@ -78,9 +79,10 @@ def test_equals_the_reference_step_by_step(
 
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize("page_size", [None, 3])
-def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: int | None) -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: int | None, qk_norm: bool) -> None:
     generator = torch.Generator().manual_seed(3)
-    model, prompts = deep_masked(0, predicts), [4, 1, 3]
+    model, prompts = deep_masked(0, predicts, qk_norm=qk_norm), [4, 1, 3]
     ours = FeatureCache(model, 3, 4, 5, prompt_interval=1, gen_interval=1, transfer_ratio=0.25, page_size=page_size)
     tokens, lengths = canvases(generator, prompts, 5), torch.tensor(prompts)
     cache, starts = model.new_cache(3, 9), torch.zeros_like(lengths)
@@ -97,9 +99,10 @@ def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: i
     {"prompt_interval": 3, "gen_interval": 2, "transfer_ratio": 0.5},
     {"prompt_interval": 2, "gen_interval": 5, "transfer_ratio": 0.25, "baseline": "recomputed"},
 ])  # fmt: skip
-def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: dict[str, Any], qk_norm: bool) -> None:
     generator = torch.Generator().manual_seed(5)
-    exact, prompts = deep_masked(0, predicts, 16), [4, 2]
+    exact, prompts = deep_masked(0, predicts, 16, qk_norm=qk_norm), [4, 2]
     model = copy.deepcopy(exact).float()
     ours = FeatureCache(model, 2, 4, 8, **options)
     oracles, plain = ([Reference(with_parts(m), prompt, **options) for prompt in prompts] for m in (exact, model))

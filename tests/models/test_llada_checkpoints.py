@@ -76,6 +76,15 @@ def test_folders_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state)
 
 
+def test_norms_of_heads_have_no_llada_names() -> None:
+    config = replace(from_llada_config(LLADA), qk_norm=True)
+    with pytest.raises(ValueError) as caught:
+        to_llada_state_dict(models.Transformer(config).state_dict(), config)
+    assert str(caught.value) == (
+        "pdkernels.models.to_llada_state_dict: config must have no qk_norm (LLaDA has no such tensors), got qk_norm=True."
+    )
+
+
 def test_fast_dllm_v2_is_qwen2_with_a_mask_token(tmp_path: Path) -> None:
     fields, state = {**DREAM, "model_type": "Fast_dLLM_Qwen", "bd_size": 32}, weights("qwen2")
     write(tmp_path, fields, state)

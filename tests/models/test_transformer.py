@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.models import Transformer, TransformerConfig, YarnScaling, from_hf_config, from_hf_state_dict
+from pdkernels.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, from_hf_config, from_hf_state_dict
 from pdkernels.models import transformer
 from pdkernels.models.attention import cached_visibility
 from pdkernels.models.rope import rope_tables, rotate
@@ -24,7 +24,9 @@ VARIANTS = {
     "gqa": CONFIG,
     "mha interleaved untied": replace(CONFIG, kv_heads=4, rope_style="interleaved", tied_head=False),
     "mqa": replace(CONFIG, kv_heads=1, qkv_bias=False),
-    "yarn": replace(CONFIG, yarn=YarnScaling(4.0, 4, 1.0, 0.1, 1.1, query_beta=0.3)),
+    "yarn": replace(CONFIG, rope_scaling=YarnScaling(4.0, 4, 1.0, 0.1, 1.1, query_beta=0.3)),
+    "llama 3": replace(CONFIG, rope_theta=100.0, rope_scaling=Llama3Scaling(8.0, 16, 1.0, 2.0)),
+    "qk norm": replace(CONFIG, qk_norm=True, qkv_bias=False),
 }
 
 
@@ -318,6 +320,9 @@ def test_initial_loss_is_that_of_a_uniform_guess() -> None:
         ({"rope_style": "neox"}, ValueError,
          "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'."),
         ({"rope_theta": 0.0}, ValueError, "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0."),
+        ({"rope_scaling": {"factor": 2.0}}, TypeError,
+         "pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict."),
+        ({"qk_norm": "both"}, TypeError, "pdkernels.TransformerConfig: qk_norm must be a bool, got str."),
         ({"norm_eps": -1.0}, ValueError, "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0."),
     ],
 )
@@ -325,13 +330,6 @@ def test_config_errors(changes: dict[str, Any], error: type[Exception], message:
     with pytest.raises(error) as caught:
         replace(CONFIG, **changes)
     assert str(caught.value) == message
-
-
-def test_yarn_errors() -> None:
-    with pytest.raises(ValueError, match=r"pdkernels\.YarnScaling: factor must be at least 1, got 0\.5\."):
-        YarnScaling(0.5, 8)
-    with pytest.raises(ValueError, match=r"beta_fast must be at least beta_slow \(2\.0\) > 0, got 1\.0\."):
-        YarnScaling(2.0, 8, 1.0, 2.0)
 
 
 BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [

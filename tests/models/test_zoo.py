@@ -12,10 +12,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from pdkernels import models
-from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig, YarnScaling, from_hf_config
-from pdkernels.models import from_hf_state_dict, to_hf_state_dict
+from pdkernels.decoding import generate
+from pdkernels.models import ByteTokenizer, LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
+from pdkernels.models import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.zoo import WEIGHTS
-from tests.models.plain import CHECKPOINTS, LLAMA, MINISTRAL3, QWEN2, plain_logits, random_checkpoint
+from tests.models.plain import CHECKPOINTS, LINEAR, LLAMA, LLAMA31, MINISTRAL3, QWEN2, QWEN3, plain_logits, random_checkpoint
 
 SNIPPET = '''\
 class Counter:
@@ -65,13 +66,26 @@ def test_stored_weights_are_the_loaded_ones() -> None:
     assert b.norm.any()
 
 
-def test_tiny_files_keep_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fields", [MINISTRAL3, LLAMA31, LINEAR, QWEN3])
+def test_tiny_files_keep_every_field(fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pdkernels.models import zoo
 
-    config = replace(from_hf_config(MINISTRAL3), vocab_size=257, rope_style="interleaved")
+    config = replace(from_hf_config(fields), vocab_size=257, rope_style="interleaved")
     zoo.save_tiny(Transformer(config), tmp_path / "tiny-test.safetensors", bits=1.5)
     monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
     assert zoo.available() == ("tiny-test",)
+    assert zoo.load("tiny-test").config == config
+
+
+def test_tiny_files_from_when_yarn_was_the_only_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pdkernels.models import zoo
+
+    config = replace(from_hf_config(MINISTRAL3), vocab_size=257)
+    fields = asdict(config)
+    fields["yarn"] = fields.pop("rope_scaling")
+    del fields["qk_norm"]
+    save_file(Transformer(config).state_dict(), tmp_path / "tiny-test.safetensors", metadata={"config": json.dumps(fields)})
+    monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
     assert zoo.load("tiny-test").config == config
 
 
@@ -140,6 +154,19 @@ def test_folders_equal_the_plain_transcription(name: str, shards: int, tmp_path:
     assert saved.keys() == state.keys() and all(torch.equal(saved[key], state[key]) for key in state)
 
 
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_folders_decode_the_tokens_of_the_plain_transcription(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    fields = {**CHECKPOINTS[name], "eos_token_id": None}
+    state = random_checkpoint(fields, seed=1, dtype=torch.float32)
+    write(tmp_path, fields, state)
+    model, tokens = models.load(tmp_path, dtype=dtype), [3, 1, 4, 1, 5]
+    for _ in range(8):
+        tokens = [*tokens, int(plain_logits(state, fields, tokens)[-1].argmax())]
+    for method in ("autoregressive", "jacobi"):
+        assert generate(model, tokens[:5], method=method, max_new_tokens=8).tokens.tolist() == tokens[5:]
+
+
 def test_dtype_and_end_tokens_of_a_folder(tmp_path: Path) -> None:
     write(tmp_path, MINISTRAL3, random_checkpoint(MINISTRAL3, dtype=torch.bfloat16))
     model = models.load(tmp_path)
@@ -163,18 +190,34 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert model.tokenizer.encode("b a c") == [1, 0, 2] and model.tokenizer.end_tokens == (5,)
 
 
+def test_the_published_size_of_qwen3_8b() -> None:
+    fields = {**QWEN3, "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+              "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "tie_word_embeddings": False}  # fmt: skip
+    with torch.device("meta"):
+        model = Transformer(from_hf_config(fields))
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_190_735_360
+
+
 def test_configurations() -> None:
     config = from_hf_config(MINISTRAL3)
-    assert config.yarn == YarnScaling(4.0, 8, 1.0, 0.1, 1.0, 0.1) and config.rope_theta == 100.0
+    assert config.rope_scaling == YarnScaling(4.0, 8, 1.0, 0.1, 1.0, 0.1) and config.rope_theta == 100.0
+    config = from_hf_config(LLAMA31)
+    assert config.rope_scaling == Llama3Scaling(8.0, 32, 1.0, 4.0) and config.rope_theta == 100.0
+    assert from_hf_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == LinearScaling(2.0)
+    config = from_hf_config(QWEN3)
+    assert (config.qk_norm, config.qkv_bias, config.head_dim, config.rope_scaling) == (True, False, 8, None)
+    # A window that is named and not used.
+    assert from_hf_config({**{k: v for k, v in QWEN3.items() if k != "use_sliding_window"}, "sliding_window": 8}) == config
     assert asdict(from_hf_config(LLAMA))["qkv_bias"] is False and from_hf_config(LLAMA).head_dim == 8
     rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
-    yarn = from_hf_config({**QWEN2, "rope_scaling": rope}).yarn
-    assert yarn is not None and math.isclose(yarn.attention_factor, 0.1 * math.log(16) + 1)
+    yarn = from_hf_config({**QWEN2, "rope_scaling": rope}).rope_scaling
+    assert isinstance(yarn, YarnScaling) and math.isclose(yarn.attention_factor, 0.1 * math.log(16) + 1)
     assert from_hf_config({**QWEN2, "sliding_window": 8, "use_sliding_window": False}).tied_head
 
 
-def test_state_dict_round_trip() -> None:
-    state, config = random_checkpoint(QWEN2), from_hf_config(QWEN2)
+@pytest.mark.parametrize("fields", [QWEN2, QWEN3])
+def test_state_dict_round_trip(fields: dict[str, Any]) -> None:
+    state, config = random_checkpoint(fields), from_hf_config(fields)
     back = to_hf_state_dict(from_hf_state_dict(state, config), config)
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
     extra = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone(),
@@ -202,12 +245,17 @@ def test_bad_dtype() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of qwen2, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, got 'gpt2'."),
+        ({"model_type": "gpt2"}, "model_type must be one of qwen2, qwen3, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, got 'gpt2'."),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
         ({"sliding_window": 8, "use_sliding_window": True},
          "sliding_window must be absent or cover all 64 positions, got 8."),
-        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_type must be 'default' or 'yarn', got 'llama3'."),
+        ({"rope_scaling": {"rope_type": "dynamic"}},
+         "rope_type must be one of default, linear, llama3, yarn, got 'dynamic'."),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5."),
+        ({**QWEN3, "sliding_window": 8, "use_sliding_window": True},
+         "sliding_window must be absent or cover all 64 positions, got 8."),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+         "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1."),
         ({"rope_parameters": {"llama_4_scaling_beta": 0.1}},
          "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1."),
     ],
@@ -221,6 +269,24 @@ def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: st
 def test_missing_field() -> None:
     with pytest.raises(ValueError, match="config.json must hold 'hidden_size', got only"):
         from_hf_config({name: value for name, value in QWEN2.items() if name != "hidden_size"})
+    with pytest.raises(ValueError, match="config.json must hold 'head_dim', got only"):
+        from_hf_config({name: value for name, value in QWEN3.items() if name != "head_dim"})
+
+
+@pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        ({"rope_type": "linear"}, "must hold 'factor', got only rope_type."),
+        ({"rope_type": "yarn", "beta_fast": 32}, "must hold 'factor', got only beta_fast, rope_type."),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0},
+         "must hold 'low_freq_factor', got only factor, high_freq_factor, original_max_position_embeddings, rope_type."),
+    ],
+)
+def test_missing_field_of_rope(where: str, rope: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        from_hf_config({**LLAMA, where: rope})
+    assert str(caught.value) == f"pdkernels.models.load: config.json: {where} {message}"
 
 
 def test_tensors_that_do_not_fit(tmp_path: Path) -> None:

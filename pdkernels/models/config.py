@@ -1,0 +1,67 @@
+"""Sizes and variants of a `Transformer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdkernels._validation import check, check_type
+from pdkernels.models.rope import RopeScaling, RopeStyle
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and variants of a `Transformer`. `head_dim` does not have to be `hidden_size / heads`.
+
+    >>> TransformerConfig(vocab_size=257, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16,
+    ...                   intermediate_size=96).group_size
+    2
+    """
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float = 10000.0
+    rope_style: RopeStyle = "half"
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-6
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
+    tied_head: bool = True
+    attention: Literal["causal", "bidirectional"] = "causal"
+    """What rows see in a forward without a cache and without a mask: those up to themselves, or all."""
+    predicts: Literal["next", "own"] = "next"
+    """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
+    max_positions: int = 2048
+    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+
+    def __post_init__(self) -> None:
+        op = "TransformerConfig"
+        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size",
+                     "max_positions"):
+            value = getattr(self, name)
+            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+            check(value >= 1, op, name, "be at least 1", value)
+        check(self.heads % self.kv_heads == 0, op, "kv_heads", f"divide heads ({self.heads})", self.kv_heads)
+        check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
+        check(self.rope_style in ("half", "interleaved"), op, "rope_style", "be 'half' or 'interleaved'",
+              repr(self.rope_style))
+        check(self.attention in ("causal", "bidirectional"), op, "attention", "be 'causal' or 'bidirectional'",
+              repr(self.attention))
+        check(self.predicts in ("next", "own"), op, "predicts", "be 'next' or 'own'", repr(self.predicts))
+        scaling = self.rope_scaling
+        check_type(scaling is None or isinstance(scaling, RopeScaling), op, "rope_scaling", "be a RopeScaling or None",
+                   type(scaling).__name__)
+        check_type(type(self.qk_norm) is bool, op, "qk_norm", "be a bool", type(self.qk_norm).__name__)
+        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
+        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads

@@ -1,0 +1,83 @@
+"""Rules that stretch RoPE, against the published formulas written down pair by pair."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels.models import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models.rope import rope_tables
+from tests.models.plain import LINEAR, LLAMA31, MINISTRAL3, frequency
+
+# Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.
+LLAMA31_8B: dict[str, Any] = {
+    "head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}  # fmt: skip
+LLAMA32_1B = {**LLAMA31_8B, "head_dim": 64, "rope_scaling": {**LLAMA31_8B["rope_scaling"], "factor": 32.0}}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "fields"),
+    [
+        (LinearScaling(2.5), LINEAR),
+        (Llama3Scaling(8.0, 32), LLAMA31),
+        (Llama3Scaling(8.0, 8192, 1.0, 4.0), LLAMA31_8B),
+        (Llama3Scaling(32.0, 8192, 1.0, 4.0), LLAMA32_1B),
+        (YarnScaling(4.0, 8, 1.0, 0.1, 1.0, 0.1), MINISTRAL3),
+    ],
+)
+def test_frequencies_are_the_published_ones(scaling: RopeScaling, fields: dict[str, Any]) -> None:
+    head_dim = fields["head_dim"]
+    theta = (fields.get("rope_parameters") or fields)["rope_theta"]
+    expected = torch.tensor([frequency(pair, head_dim, fields) for pair in range(head_dim // 2)], dtype=torch.float64)
+    plain = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    torch.testing.assert_close(scaling.scaled(plain, theta), expected, rtol=1e-13, atol=0)
+    table = rope_tables(50, head_dim, theta=theta, style="half", scaling=scaling, dtype=torch.float64)
+    angles = torch.arange(50, dtype=torch.float64)[:, None] * expected
+    torch.testing.assert_close(table.cos, angles.cos().repeat(1, 2), rtol=0, atol=1e-12)
+    torch.testing.assert_close(table.sin[:, head_dim // 2 :], angles.sin(), rtol=0, atol=1e-12)
+
+
+def test_llama3_keeps_fast_pairs_and_slows_slow_ones() -> None:
+    plain = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128)
+    ratio = Llama3Scaling(8.0, 8192).scaled(plain, 500000.0) / plain
+    turns = 8192 * plain / (2 * math.pi)
+    fast, slow = turns >= 4, turns <= 1
+    assert fast.any() and slow.any() and not (fast | slow).all()
+    assert (ratio[fast] == 1).all() and (ratio[slow] == 1 / 8).all()
+    between = ratio[~fast & ~slow]
+    assert ((between > 1 / 8) & (between < 1) & (between.diff(prepend=torch.ones(1, dtype=torch.float64)) < 0)).all()
+
+
+@pytest.mark.parametrize("scaling", [LinearScaling(1.0), Llama3Scaling(1.0, 32), YarnScaling(1.0, 32)])
+def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
+    plain, scaled = (rope_tables(40, 16, theta=100.0, style="interleaved", scaling=s) for s in (None, scaling))
+    torch.testing.assert_close(scaled.cos, plain.cos)
+    torch.testing.assert_close(scaled.sin, plain.sin)
+    assert scaled.query_scale is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: LinearScaling(0.5), "LinearScaling: factor must be at least 1, got 0.5."),
+        (lambda: Llama3Scaling(0.5, 8), "Llama3Scaling: factor must be at least 1, got 0.5."),
+        (lambda: Llama3Scaling(2.0, 0), "Llama3Scaling: original_positions must be at least 1, got 0."),
+        (lambda: Llama3Scaling(2.0, 8, 4.0, 4.0),
+         "Llama3Scaling: high_freq_factor must be more than low_freq_factor (4.0) > 0, got 4.0."),
+        (lambda: Llama3Scaling(2.0, 8, 0.0, 4.0),
+         "Llama3Scaling: high_freq_factor must be more than low_freq_factor (0.0) > 0, got 4.0."),
+        (lambda: YarnScaling(0.5, 8), "YarnScaling: factor must be at least 1, got 0.5."),
+        (lambda: YarnScaling(2.0, 8, 1.0, 2.0), "YarnScaling: beta_fast must be at least beta_slow (2.0) > 0, got 1.0."),
+    ],
+)  # fmt: skip
+def test_errors(make: Any, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert str(caught.value) == f"pdkernels.{message}"
