@@ -102,7 +102,31 @@ def rotation_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[...,
     return Job(lambda: pd.rotate_append_(*tensors), EAGER_ROTATION, (*tensors, place), lambda: (qkv, k, v), exact, same, moved)
 
 
-JOBS = {"add_rms_norm": norm_job, "silu_gate": gate_job, "rotate_append_": rotation_job}
+def turn_rows_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    wide = x.float()
+    x.copy_(wide * cos[positions].unsqueeze(1) + wide.roll(HEAD_DIM // 2, -1) * sin[positions].unsqueeze(1))
+
+
+def turn_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
+    """q and k as a view of the product that made them and v."""
+    x = draw(1, rows, 3 * HEADS, HEAD_DIM)[:, :, : 2 * HEADS]
+    table = rope_tables(2048, HEAD_DIM, theta=50000.0, style="half", device=device)
+    positions = torch.arange(1000, 1000 + rows, device=device)
+
+    def expected(wanted: torch.dtype) -> tuple[Tensor, ...]:
+        turned = x.to(wanted, copy=True)
+        tables = [t.to(torch.promote_types(wanted, torch.float32)) for t in (table.cos, table.sin)]
+        pd.reference.sandwich.rotate_(turned, *tables, positions)
+        return (turned,)
+
+    exact, same = expected(torch.float64), expected(dtype)
+    # Rows are rotated once more by every call: norms stay, and so does the work.
+    inputs = (x, table.cos, table.sin, positions)
+    moved = 4 * rows * HEADS * HEAD_DIM * dtype.itemsize
+    return Job(lambda: pd.rotate_(*inputs), turn_rows_, inputs, lambda: (x,), exact, same, moved)
+
+
+JOBS = {"add_rms_norm": norm_job, "silu_gate": gate_job, "rotate_append_": rotation_job, "rotate_": turn_job}
 CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
 
 

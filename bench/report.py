@@ -282,6 +282,7 @@ TABLES = {
     "add_rms_norm": lambda rows: by_rows(rows, op="sandwich", kernel="add_rms_norm"),
     "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
     "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
+    "rotate_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_"),
     "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
     "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
     **{

@@ -187,6 +187,10 @@ void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tens
                     pdkernels::cpu::rotate_append);
 }
 
+void rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
+  run_rotate(x, cos, sin, positions, interleaved, pdkernels::cpu::rotate);
+}
+
 Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
 }
@@ -236,6 +240,7 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
+  m.impl("rotate_", TORCH_BOX(&rotate));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
   m.impl("unmask_", TORCH_BOX(&unmask));
   m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));

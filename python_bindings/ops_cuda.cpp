@@ -138,6 +138,12 @@ void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tens
                     [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
 }
 
+void rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
+  const Launch launch(x);
+  run_rotate(x, cos, sin, positions, interleaved,
+             [&](const pdkernels::RotateArgs& args) { check(pdkernels::cuda::rotate(args, launch.stream)); });
+}
+
 Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   const Launch launch(logits);
   return run_logit_drift(logits, previous, min_p, false, [&](const pdkernels::LogitDriftArgs& args) {
@@ -202,6 +208,7 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
   m.impl("silu_gate", TORCH_BOX(&silu_gate));
   m.impl("rotate_append_", TORCH_BOX(&rotate_append));
+  m.impl("rotate_", TORCH_BOX(&rotate));
   m.impl("logit_drift", TORCH_BOX(&logit_drift));
   m.impl("unmask_", TORCH_BOX(&unmask));
   m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));

@@ -106,6 +106,14 @@ Tensor run_silu_gate(const Tensor& x, const Run& run) {
   return out;
 }
 
+inline const float* rotary_table(const Place& place, const Tensor& t, const Tensor& cos, int64_t head_dim) {
+  place.require(t);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.dim() == 2 && t.size(0) > 0 &&
+                      t.size(0) == cos.size(0) && t.size(1) == head_dim,
+                  "pdkernels: tables must be contiguous, of float32, with shape (P, D)");
+  return static_cast<const float*>(t.data_ptr());
+}
+
 template <class Run>
 void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin, const Tensor& k_cache,
                        const Tensor& v_cache, const Tensor& lengths, const OptionalTensor& counts, const OptionalTensor& block_table,
@@ -139,18 +147,35 @@ void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tens
     held = packed(*bias);
   }
   args.bias = held ? held->data_ptr() : nullptr;
-  const auto table = [&](const Tensor& t) {
-    place.require(t);
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.dim() == 2 && t.size(0) > 0 &&
-                        t.size(0) == cos.size(0) && t.size(1) == args.head_dim,
-                    "pdkernels: tables must be contiguous, of float32, with shape (P, D)");
-    return static_cast<const float*>(t.data_ptr());
-  };
-  args.cos = table(cos), args.sin = table(sin), args.positions = cos.size(0);
+  args.cos = rotary_table(place, cos, cos, args.head_dim), args.sin = rotary_table(place, sin, cos, args.head_dim);
+  args.positions = cos.size(0);
   args.lengths = index_view(place, lengths, 1, args.batch);
   args.counts = index_view(place, counts, 1, args.batch);
   args.slots = index_view(place, slots, 2, args.batch);
   STD_TORCH_CHECK(!slots.has_value() || slots->size(1) == args.rows, "pdkernels: slots must have one entry a row");
+  args.interleaved = interleaved;
+  run(args);
+}
+
+template <class Run>
+void run_rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved, const Run& run) {
+  const Place place(x);
+  STD_TORCH_CHECK(x.dim() == 4, "pdkernels: x must have 4 dimensions");
+  RotateArgs args;
+  args.element = row_element(x);
+  args.x = x.data_ptr();
+  args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
+  args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
+  STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1, "pdkernels: x must have even, contiguous heads");
+  args.cos = rotary_table(place, cos, cos, args.head_dim), args.sin = rotary_table(place, sin, cos, args.head_dim);
+  args.table_rows = cos.size(0);
+  if (positions.dim() == 1) {  // the same for every sequence
+    args.positions = index_view(place, positions, 1, args.rows);
+    args.positions.stride1 = args.positions.stride0, args.positions.stride0 = 0;
+  } else {
+    args.positions = index_view(place, positions, 2, args.batch);
+    STD_TORCH_CHECK(positions.size(1) == args.rows, "pdkernels: positions must have one entry a row");
+  }
   args.interleaved = interleaved;
   run(args);
 }

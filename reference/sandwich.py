@@ -49,6 +49,12 @@ def silu_gate(x: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
+def _turned(wide: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
+    """`wide` is ``(B, R, heads, D)``, the cosines and sines of its rows are ``(B, R, D)``."""
+    swapped = wide.roll(wide.shape[-1] // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return wide * cos.unsqueeze(2) + swapped * sin.unsqueeze(2)
+
+
 def rotate_append_(
     qkv: Tensor,
     bias: Tensor | None,
@@ -69,7 +75,7 @@ def rotate_append_(
     tables (none that counts) takes the last one of them.
     """
     op = "rotate_append_"
-    batch, rows, _, head_dim = qkv.shape
+    batch, rows = qkv.shape[:2]
     kv_heads = k_cache.shape[2]
     turned_heads = qkv.shape[2] - kv_heads
     places = _Places(op, k_cache, block_table)
@@ -93,9 +99,22 @@ def rotate_append_(
     positions = (lengths[:, None] + behind.clamp(max=len(cos))).clamp(max=len(cos) - 1)
     turned = qkv[:, :, :turned_heads]
     wide = turned.to(cos.dtype) if bias is None else turned.to(cos.dtype) + bias.to(cos.dtype)
-    swapped = wide.roll(head_dim // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    rotated = wide * cos[positions].unsqueeze(2) + swapped * sin[positions].unsqueeze(2)
+    rotated = _turned(wide, cos[positions], sin[positions], style)
     turned.copy_(torch.where((behind < 0)[:, :, None, None], turned, rotated.to(qkv.dtype)))
     for (b, i), place in targets.items():
         k_cache[place] = qkv[b, i, turned_heads - kv_heads : turned_heads]
         v_cache[place] = qkv[b, i, turned_heads:]
+
+
+def rotate_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, style: str = "half") -> None:
+    """Row r of sequence b is rotated by position ``positions[b, r]``, or ``positions[r]`` where all sequences share them.
+
+    >>> x = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
+    >>> rotate_(x, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.tensor([0]))  # a quarter turn
+    >>> x.flatten()
+    tensor([-4.,  3.])
+    """
+    positions = positions.expand(x.shape[:2])
+    for b, row in ((positions < 0) | (positions >= len(cos))).nonzero().tolist():
+        _fail("rotate_", f"positions[{b}, {row}]", f"be in [0, {len(cos) - 1}]", int(positions[b, row]), b)
+    x.copy_(_turned(x.to(cos.dtype), cos[positions], sin[positions], style))

@@ -318,6 +318,18 @@ def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert_near([on_device[0], *on_device[3:5]], [wide[0], *wide[3:5]])
 
 
+def run_rotate_rows(rng: random.Random, device: torch.device, bad: bool) -> None:
+    dtype, batch, rows, positions, head_dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6), 20, rng.choice([2, 8, 18, 32])
+    x, angles = torch.randn(batch, rows, rng.randint(1, 40), head_dim).to(dtype), torch.rand(positions, head_dim)
+    at = torch.randint(0, positions, rng.choice([(rows,), (batch, rows)])) + (positions if bad else 0)
+    style, turned = rng.choice(["half", "interleaved"]), x.to(device, copy=True)
+    attempt(bad, lambda: pd.rotate_(turned, *(t.to(device) for t in (angles.cos(), angles.sin(), at)), style=style))
+    wide = x.double()
+    if not bad:
+        pd.rotate_(wide, angles.cos().double(), angles.sin().double(), at, style=style, backend="reference")
+    assert_near([turned], [wide])  # bad values leave all rows alone
+
+
 def run_statistics(rng: random.Random, device: torch.device, bad: bool, head: bool) -> None:
     dtype, rows, width = rng.choice(DTYPES), rng.randint(1, 5), rng.choice([3, 700, 9001])
     x, weight = apart(rows, 16 if head else width, dtype, rng), apart(width if head else 1, 16, dtype, rng)
@@ -364,6 +376,7 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,
+    "rotate_": run_rotate_rows,
     "rotate_append_": run_rotate,
     "silu_gate": partial(run_rows, op="silu_gate"),
     "speculative_attention": partial(run_speculative, append=False),

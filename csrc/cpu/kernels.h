@@ -29,6 +29,7 @@ void speculative_attention(const SpeculativeArgs& args);
 void add_rms_norm(const AddRmsNormArgs& args);
 void silu_gate(const SiluGateArgs& args);
 void rotate_append(const RotateAppendArgs& args);
+void rotate(const RotateArgs& args);
 void logit_drift(const LogitDriftArgs& args);
 void unmask(const UnmaskArgs& args);
 void value_drift_select(const ValueDriftArgs& args);

@@ -48,4 +48,16 @@ void rotate_append(const RotateAppendArgs& args) {
   PDK_DISPATCH(rotate_append, args)
 }
 
+void rotate(const RotateArgs& args) {
+  for (int64_t b = 0; b < args.batch; ++b) {
+    for (int64_t row = 0; row < args.rows; ++row) {
+      const int64_t position = args.positions.load(b, row);
+      if (args.in_tables(position)) continue;
+      const std::string argument = "positions[" + std::to_string(b) + ", " + std::to_string(row) + "]";
+      fail("rotate_", b, argument, range(0, args.table_rows - 1), position, "Make longer tables.");
+    }
+  }
+  PDK_DISPATCH(rotate, args)
+}
+
 }  // namespace pdkernels::cpu

@@ -27,6 +27,7 @@ cudaError_t recurrence_advance(const AdvanceArgs& args, cudaStream_t stream);
 cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream);
 cudaError_t silu_gate(const SiluGateArgs& args, cudaStream_t stream);
 cudaError_t rotate_append(const RotateAppendArgs& args, cudaStream_t stream);
+cudaError_t rotate(const RotateArgs& args, cudaStream_t stream);
 cudaError_t logit_drift(const LogitDriftArgs& args, cudaStream_t stream);
 cudaError_t unmask(const UnmaskArgs& args, cudaStream_t stream);
 cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream);

@@ -81,6 +81,47 @@ __global__ void __launch_bounds__(kThreads) silu_gate_kernel(SiluGateArgs args) 
   out.store(args.out.row<T>(row), pack);
 }
 
+// One of the two packs that hold kSize pairs, as floats in `x`: each number times its cosine, its partner times its sine. The sum is
+// spelled out as one fused operation, so that every kernel gets the same bits.
+template <class T, int kSize>
+__device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const float* cos, const float* sin, bool interleaved) {
+  constexpr int kFloats = kSize < 4 ? kSize : 4;
+  Pack<T, kSize> out;
+  for (int begin = 0; begin < kSize; begin += kFloats) {
+    const auto cosines = Pack<float, kFloats>::load(cos + begin, 0), sines = Pack<float, kFloats>::load(sin + begin, 0);
+    for (int j = 0; j < kFloats; ++j) {
+      const int at = side * kSize + begin + j;
+      const float partner = interleaved ? x[at ^ 1] : x[(at + kSize) % (2 * kSize)];
+      out.at[begin + j] = from_float<T>(fmaf(x[at], cosines.at[j], partner * sines.at[j]));
+    }
+  }
+  return out;
+}
+
+// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are pairs, otherwise one
+// pack of each half. A row whose position is not in the tables is left alone.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) rotate_kernel(const __grid_constant__ RotateArgs args) {
+  using Elements = Pack<T, kSize>;
+  const unsigned rows = static_cast<unsigned>(args.rows), packs = static_cast<unsigned>(args.head_dim / (2 * kSize));
+  const unsigned b = blockIdx.x / rows, row = blockIdx.x % rows;
+  const unsigned item = blockIdx.y * blockDim.x + threadIdx.x, head = item / packs, pack = item % packs;
+  const int64_t position = args.positions.load(b, row);
+  if (head >= args.heads || !args.in_tables(position)) return;
+
+  T* x = static_cast<T*>(args.x) + args.row_offset(b, row) + head * args.head_stride;
+  const unsigned low = args.interleaved ? 2 * pack : pack, high = args.interleaved ? low + 1 : low + packs;
+  const Elements first = Elements::load(x, low), second = Elements::load(x, high);
+  float wide[2 * kSize];
+  for (int j = 0; j < kSize; ++j) {
+    wide[j] = to_float(first.at[j]);
+    wide[kSize + j] = to_float(second.at[j]);
+  }
+  const float *cos = args.cos + position * args.head_dim, *sin = args.sin + position * args.head_dim;
+  turned<T, kSize>(wide, 0, cos + low * kSize, sin + low * kSize, args.interleaved).store(x, low);
+  turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved).store(x, high);
+}
+
 constexpr int kHeadsPerBlock = 8;
 
 // A block has some heads of one row; a thread takes one pair of components at a time, which it alone reads and writes.
@@ -106,14 +147,14 @@ __global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_co
     T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
     T first = x[low], second = x[high];
     if (head < args.turned_heads()) {
-      float a = to_float(first), c = to_float(second);
+      float pair[2] = {to_float(first), to_float(second)};
       if (args.bias != nullptr) {
         const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
-        a += to_float(bias[low]);
-        c += to_float(bias[high]);
+        pair[0] += to_float(bias[low]);
+        pair[1] += to_float(bias[high]);
       }
-      first = from_float<T>(a * cos[low] + c * sin[low]);
-      second = from_float<T>(c * cos[high] + a * sin[high]);
+      first = turned<T, 1>(pair, 0, cos + low, sin + low, args.interleaved).at[0];
+      second = turned<T, 1>(pair, 1, cos + high, sin + high, args.interleaved).at[0];
       x[low] = first;
       x[high] = second;
     }
@@ -165,6 +206,27 @@ cudaError_t rotate_append(const RotateAppendArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     PDK_LAUNCH(rotate_append_kernel<T>, grid, dim3(kThreads), 0, stream, args);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t rotate(const RotateArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.rows == 0 || args.heads == 0) return cudaSuccess;
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const RowsView views[5] = {{args.x, args.batch_stride}, {args.x, args.row_stride}, {args.x, args.head_stride},
+                               {const_cast<float*>(args.cos), 0}, {const_cast<float*>(args.sin), 0}};
+    bool packs = args.head_dim % (2 * kSize) == 0;
+    for (const RowsView& view : views) packs = packs && in_packs<T>(view);
+    const int64_t items = args.heads * (args.head_dim / (packs ? 2 * kSize : 2));
+    const unsigned threads = static_cast<unsigned>(items < kThreads ? (items + 31) / 32 * 32 : kThreads);
+    const dim3 grid(static_cast<unsigned>(args.batch * args.rows), static_cast<unsigned>((items + threads - 1) / threads));
+    if (packs) {
+      PDK_LAUNCH((rotate_kernel<T, kSize>), grid, dim3(threads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((rotate_kernel<T, 1>), grid, dim3(threads), 0, stream, args);
+    }
   });
   return cudaGetLastError();
 }

@@ -7,7 +7,7 @@ from pdkernels.ops.linear_token_statistics import linear_token_statistics
 from pdkernels.ops.logit_drift import LogitDrift, logit_drift
 from pdkernels.ops.record_step import record_step_
 from pdkernels.ops.recurrence import RecurrenceExit, recurrence_advance_, recurrence_exit, recurrence_inject
-from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
+from pdkernels.ops.sandwich import add_rms_norm, rotate_, rotate_append_, silu_gate
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.token_statistics import TokenStatistics, token_statistics
 from pdkernels.ops.unmask import Unmasked, unmask_
@@ -32,6 +32,7 @@ __all__ = [
     "recurrence_advance_",
     "recurrence_exit",
     "recurrence_inject",
+    "rotate_",
     "rotate_append_",
     "silu_gate",
     "speculative_attention",

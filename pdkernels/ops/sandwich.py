@@ -164,6 +164,49 @@ def rotate_append_(
     call(rotate_append_op, arguments, qkv, backend)
 
 
+def rotate_(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, style: str = "half", backend: Backend = "auto"
+) -> None:
+    """Rotary embedding in place: row r of sequence b is rotated by position ``positions[b, r]``.
+
+    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows outside of
+    the view are not touched.
+
+    Args:
+        x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous last
+            dimension.
+        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.rope.rope_tables` makes them: the sine is negative for
+            the first of each pair.
+        positions: ``(B, R)``, or ``(R,)`` for all sequences, int32 or int64, of any strides: rows of the tables.
+        style: which components are a pair: ``"half"`` i and i + D/2, ``"interleaved"`` 2i and 2i + 1.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
+
+    Raises:
+        ValueError: shapes that do not fit; a position outside of the tables (nothing is written then). On CUDA the row of such
+            a position is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a row's result does not depend on other rows, and has the bits that `rotate_append_` gives without a bias.
+
+    Source: Su et al., "RoFormer", equation 34.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> x = torch.tensor([[3.0, 4.0], [3.0, 4.0]]).view(1, 2, 1, 2)        # two rows of one head
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> pd.rotate_(x, cos, sin, torch.tensor([0, 1]))
+        >>> x[0, :, 0]
+        tensor([[ 3.,  4.],
+                [-4.,  3.]])
+    """
+    op = "rotate_"
+    if style not in STYLES:
+        fail(op, "style", "be 'half' or 'interleaved'", repr(style))
+    refuse_gradients(op, backend, x=x)
+    call(rotate_op, (x, cos, sin, positions, style == "interleaved"), x, backend)
+
+
 def _check_add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> None:
@@ -208,6 +251,21 @@ def _fake_silu_gate(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
+def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) -> None:
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
+            fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
+        if tensor.shape != cos.shape:
+            fail(op, name, f"have shape {tuple(cos.shape)} like cos", tuple(tensor.shape))
+        if tensor.device != device:
+            fail(op, name, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")
+        if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
+            raise TypeError(message(op, name, "be float32", tensor.dtype))
+        if not tensor.is_contiguous():
+            fail(op, name, "be contiguous", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+
+
 def _check_rotate_append(
     qkv: Tensor,
     bias: Tensor | None,
@@ -245,18 +303,7 @@ def _check_rotate_append(
         check_floats(op, "bias", bias, like=qkv)
         if tuple(bias.shape) != (heads + kv_heads, head_dim):
             fail(op, "bias", f"have shape ({heads + kv_heads}, {head_dim})", tuple(bias.shape))
-    for name, tensor in (("cos", cos), ("sin", sin)):
-        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
-        if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
-            fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
-        if tensor.shape != cos.shape:
-            fail(op, name, f"have shape {tuple(cos.shape)} like cos", tuple(tensor.shape))
-        if tensor.device != qkv.device:
-            fail(op, name, f"be on {qkv.device}", tensor.device, f"Move it with .to({str(qkv.device)!r}).")
-        if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
-            raise TypeError(message(op, name, "be float32", tensor.dtype))
-        if not tensor.is_contiguous():
-            fail(op, name, "be contiguous", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+    _check_tables(op, cos, sin, head_dim, qkv.device)
     if block_table is None and k_cache.shape[0] != batch:
         fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
     if block_table is not None and k_cache.shape[1] < 1:
@@ -294,6 +341,31 @@ def _reference_rotate_append(*arguments: Tensor | bool | None) -> None:
     reference.rotate_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
 
 
+def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    op = "rotate_"
+    check_floats(op, "x", x)
+    if x.dim() != 4:
+        fail(op, "x", "have shape (B, R, heads, D)", tuple(x.shape))
+    batch, rows, _, head_dim = x.shape
+    if head_dim < 2 or head_dim % 2 != 0:
+        fail(op, "x", "have an even head_dim of at least 2", head_dim)
+    if x.stride(3) != 1:
+        fail(op, "x", "have a contiguous last dimension", f"strides {x.stride()}")
+    _check_tables(op, cos, sin, head_dim, x.device)
+    shared = isinstance(positions, Tensor) and positions.dim() == 1
+    check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)
+
+
+def _fake_rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    _check_rotate(x, cos, sin, positions, interleaved)
+    refuse_float64("rotate_", "x", x)
+    refuse_float64("rotate_", "cos", cos)
+
+
+def _reference_rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    reference.rotate_(x, cos, sin, positions, "interleaved" if interleaved else "half")
+
+
 add_rms_norm_op = define(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
     fake=_fake_add_rms_norm,
@@ -309,4 +381,10 @@ rotate_append_op = define(
     fake=_fake_rotate_append,
     reference=_reference_rotate_append,
     reference_check=_check_rotate_append,
+)
+rotate_op = define(
+    "rotate_(Tensor(a!) x, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False) -> ()",
+    fake=_fake_rotate,
+    reference=_reference_rotate,
+    reference_check=_check_rotate,
 )

@@ -41,6 +41,7 @@ class Public:
         self.recurrence_inject, self.recurrence_exit = pd.recurrence_inject, pd.recurrence_exit
         self.recurrence_advance_ = pd.recurrence_advance_
         self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
+        self.rotate_ = pd.rotate_
         self.logit_drift = pd.logit_drift
         self.unmask_ = pd.unmask_
         self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = pd.value_drift_select_, pd.gather_rows, pd.add_cached_rows_
@@ -95,6 +96,9 @@ class Simulated:
 
     def rotate_append_(self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved", slots=None) -> None:
         self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved", slots)
+
+    def rotate_(self, x, cos, sin, positions, *, style="half") -> None:
+        self.ops.rotate_(x, cos, sin, positions, style == "interleaved")
 
     def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))

@@ -130,6 +130,10 @@ CASES = {
         both(normal(qkv=(2, 3, 6, 16), k=(2, 20, 2, 16), v=(2, 20, 2, 16)), normal(torch.float32, cos=(20, 16), sin=(20, 16)), whole(17, lengths=(2,))),
         lambda t: pd.rotate_append_(t["qkv"], None, t["cos"], t["sin"], t["k"], t["v"], t["lengths"]), ("qkv", "k", "v"),
     ),
+    "rotate_": Case(
+        both(normal(x=(2, 3, 6, 16)), normal(torch.float32, cos=(20, 16), sin=(20, 16)), whole(20, positions=(2, 3))),
+        lambda t: pd.rotate_(*t.values()), ("x",),
+    ),
     "logit_drift": Case(normal(now=(3, 900), then=(3, 900)), lambda t: pd.logit_drift(*t.values())),
     "unmask_": Case(canvas, lambda t: pd.unmask_(*t.values(), mask_token=99, quota=3), ("tokens",)),
     "value_drift_select_": Case(

@@ -26,6 +26,7 @@ char* thread_scratch(int64_t bytes);
   void add_rms_norm(const AddRmsNormArgs& args);                       \
   void silu_gate(const SiluGateArgs& args);                            \
   void rotate_append(const RotateAppendArgs& args);                    \
+  void rotate(const RotateArgs& args);                                 \
   void logit_drift(const LogitDriftArgs& args);                        \
   void value_drift_select(const ValueDriftArgs& args);                 \
   void add_cached_rows(const AddCachedArgs& args);                     \

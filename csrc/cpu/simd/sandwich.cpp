@@ -43,13 +43,36 @@ void silu_gate_of(const SiluGateArgs& args) {
   });
 }
 
-// Pairs (first[i], second[i]) with their tables, i apart by kStep: neighbours (2), or halves (1). All in floats.
-template <int kStep>
-PDK_INLINE void turn(float* first, float* second, const float* cos, const float* sin, int64_t offset, int64_t pairs) {
-  for (int64_t i = 0; i < pairs * kStep; i += kStep) {
-    const float a = first[i], b = second[i];
-    first[i] = a * cos[i] + b * sin[i];
-    second[i] = b * cos[i + offset] + a * sin[i + offset];
+typedef uint64_t Couples __attribute__((vector_size(4 * PDK_LANES), may_alias));
+
+// Neighbours in each other's place.
+PDK_INLINE Vec swapped(Vec x) {
+  const Couples couples = reinterpret_cast<Couples>(x);
+  return reinterpret_cast<Vec>(couples << 32 | couples >> 32);
+}
+
+// One head in place, in floats: x + bias (nullptr: none) times its cosine, and its partner times its sine. Only one of the products may
+// be fused with the sum, so that a number does not depend on the loop that it is computed in.
+template <class T>
+PDK_INLINE void turn(T* x, const T* bias, const float* cos, const float* sin, int64_t dim, bool interleaved) {
+  const auto wide = [&](int64_t at, auto lanes) {
+    return bias == nullptr ? load(x + at, lanes) : load(x + at, lanes) + load(bias + at, lanes);
+  };
+  const auto put = [&](int64_t at, Vec own, Vec partner, auto lanes) {
+    store(x + at, own * load(cos + at, lanes) + rounded(partner * load(sin + at, lanes)), lanes);
+  };
+  const int64_t half = dim / 2;
+  if (interleaved) {
+    for_vectors(0, dim, [&](int64_t at, auto lanes) {
+      const Vec own = wide(at, lanes);
+      put(at, own, swapped(own), lanes);
+    });
+  } else {
+    for_vectors(0, half, [&](int64_t at, auto lanes) {
+      const Vec first = wide(at, lanes), second = wide(half + at, lanes);
+      put(at, first, second, lanes);
+      put(half + at, second, first, lanes);
+    });
   }
 }
 
@@ -62,21 +85,22 @@ void rotate_append_of(const RotateAppendArgs& args) {
     if (slot < 0) return;
     T* x = static_cast<T*>(args.qkv) + args.head_offset(b, i, head);
     if (head < args.turned_heads()) {
-      float* wide = reinterpret_cast<float*>(thread_scratch(dim * static_cast<int64_t>(sizeof(float))));
-      to_floats(x, wide, dim);
-      if (args.bias != nullptr) {
-        const T* bias = static_cast<const T*>(args.bias) + head * dim;
-        for (int64_t d = 0; d < dim; ++d) wide[d] += to_float(bias[d]);
-      }
+      const T* bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + head * dim;
       const int64_t at = args.table_row(length, slot);
-      if (args.interleaved) {
-        turn<2>(wide, wide + 1, args.cos + at, args.sin + at, 1, dim / 2);
-      } else {
-        turn<1>(wide, wide + dim / 2, args.cos + at, args.sin + at, dim / 2, dim / 2);
-      }
-      from_floats(wide, x, dim);
+      turn(x, bias, args.cos + at, args.sin + at, dim, args.interleaved);
     }
     if (head >= args.heads && i < args.count(b)) __builtin_memcpy(args.target(b, length + slot, head), x, bytes);
+  });
+}
+
+template <class T>
+void rotate_of(const RotateArgs& args) {
+  for_rows(args.batch * args.rows, args.heads * args.head_dim, [&](int64_t item) {
+    const int64_t b = item / args.rows, row = item % args.rows, at = args.positions.load(b, row) * args.head_dim;
+    T* x = static_cast<T*>(args.x) + args.row_offset(b, row);
+    for (int64_t head = 0; head < args.heads; ++head) {
+      turn<T>(x + head * args.head_stride, nullptr, args.cos + at, args.sin + at, args.head_dim, args.interleaved);
+    }
   });
 }
 
@@ -85,5 +109,6 @@ void rotate_append_of(const RotateAppendArgs& args) {
 void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, args) }
 void silu_gate(const SiluGateArgs& args) { PDK_BY_ELEMENT(silu_gate_of, args) }
 void rotate_append(const RotateAppendArgs& args) { PDK_BY_ELEMENT(rotate_append_of, args) }
+void rotate(const RotateArgs& args) { PDK_BY_ELEMENT(rotate_of, args) }
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -84,4 +84,18 @@ struct RotateAppendArgs {
   }
 };
 
+// Rows that are rotated in place, each by the position it is given.
+struct RotateArgs {
+  Element element;
+  void* x;  // (batch, rows, heads, head_dim), strides in elements
+  int64_t batch_stride, row_stride, head_stride;
+  const float *cos, *sin;  // (table_rows, head_dim)
+  IndexView positions;     // (batch, rows)
+  int64_t batch, rows, heads, head_dim, table_rows;
+  bool interleaved;
+
+  PDK_HD bool in_tables(int64_t position) const { return position >= 0 && position < table_rows; }
+  PDK_HD int64_t row_offset(int64_t b, int64_t row) const { return b * batch_stride + row * row_stride; }
+};
+
 }  // namespace pdkernels
