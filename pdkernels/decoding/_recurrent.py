@@ -12,7 +12,7 @@ import torch
 
 from pdkernels._validation import check_type
 from pdkernels.decoding._sampling import OWN, check_sampling, checked_number, checked_size, draw
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, is_end
 from pdkernels.models.recurrent_depth import RecurrentDepth
 
 
@@ -102,6 +102,7 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     """Run the prompts through the model and put the token behind each on record; at least one token is asked for."""
     cache = session.new_cache(page_size)
     device = cache.lengths.device
+    ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait
     prompts, lengths = session.packed_prompts(session.longest, device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
     logits = session.model(prompts, cache=cache, counts=counts, rows=last, recurrences=recurrences, seed=sampling.seed)
@@ -109,8 +110,7 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     session.forwards, session.recurrences = 1, recurrences
     cache.commit_(lengths)
 
-    ends = session.ends_on(device)
-    ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else torch.isin(tokens[:, 0], ends)
+    ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
     first = tokens[:, 0].tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)

@@ -37,7 +37,9 @@ class LinearSteps(Steps):
     Options:
         block_size: the known token and the masks that are drafted behind it; 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and the best
-            one anyway, until none is open.
+            one anyway, until none is open. Whether another pass is needed only the confidences say, so the host asks behind each
+            but the last possible one: the device is read once per forward, not once per step. A pass on suspicion would
+            cost a forward, which is more than the wait.
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: the same law, more accepted. It needs threshold 0.
@@ -69,7 +71,8 @@ class LinearSteps(Steps):
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
         # At temperature 0 both verifications are the same.
         self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
-        self.needs_host = "a threshold above 0" if threshold > 0 else ""
+        self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills a slot at least
+        self.needs_host = "a threshold above 0" if self.most_passes > 1 else ""
 
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
@@ -128,8 +131,8 @@ class LinearSteps(Steps):
         self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
         self.block[:, 1:] = self.mask_token
         unfilled = (self.draft_lengths > 0)[:, None].expand(-1, self.block_size - 1)
-        logits, drafting = None, self.block_size > 1
-        while drafting:
+        logits = None
+        for more in reversed(range(self.most_passes)):
             self.forward += unfilled.any(1)
             # It only reads the cache: of a draft pass nothing but the draft survives.
             logits = self.model(
@@ -148,7 +151,8 @@ class LinearSteps(Steps):
             chosen = unfilled & (best | (confidence >= self.threshold))
             self.block[:, 1:] = torch.where(chosen, guesses, self.block[:, 1:])
             unfilled = unfilled & ~chosen
-            drafting = bool(unfilled.any())  # the read of the device in a step that only drafts
+            if more and not unfilled.any():  # the read of the device in a draft pass
+                break
         return logits
 
     def opened(self, session: Session, rows: Rows) -> None:

@@ -162,8 +162,12 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.de
     width = max(lengths) + masks
     if in_group == "causal":
         return causal(width).plan(64, 64, device)
-    plans = {n: pack([block_causal(n + masks, masks, n), causal(width - n - masks)]).plan(64, 64, device) for n in set(lengths)}
-    return plans[width - masks] if len(plans) == 1 else TilePlan.stack([plans[n] for n in lengths])
+    layouts = {n: pack([block_causal(n + masks, masks, n), causal(width - n - masks)]) for n in set(lengths)}
+    if len(layouts) == 1:
+        return layouts[width - masks].plan(64, 64, device)
+    # Stacked on the host: plans on the device would be read back part by part.
+    plans = {n: layout.plan(64, 64) for n, layout in layouts.items()}
+    return TilePlan.stack([plans[n] for n in lengths]).to(device)
 
 
 def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str) -> torch.Tensor:

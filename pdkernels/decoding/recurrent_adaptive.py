@@ -51,6 +51,10 @@ def decode(
 ) -> None:
     """Fill `session` with one token per forward, each of as many recurrences as it needs.
 
+    Whether the core runs on is for the host to know, so the device is read once per check that counts (with a trace: per check). A
+    token has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed when
+    one more token has been begun, which is in the stats' seconds alone.
+
     Options:
         criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's laws, "kl" their divergence, "minp-kl" that of laws without
@@ -60,7 +64,7 @@ def decode(
         max_recurrences: of a token; None: `recurrences`. Where `check_every` does not divide it the rest runs without a check.
         min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first one counts too, and is
             compared with the initial state, an entropy of 100 or the uniform law, as in the released code.
-        check_every: recurrences between two checks; the host looks at each that counts.
+        check_every: recurrences between two checks.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
         temperature: 0 is greedy.
         top_p, min_p, top_k: draw only from likely tokens; None: from all.
@@ -78,8 +82,9 @@ def decode(
     checked_size(_OP, "check_every", check_every)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, current, going = prefill(session, recurrences, sampling, page_size)
+    cache, token, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
     active = ~ended
+    unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
         if not any(going):
@@ -90,7 +95,7 @@ def decode(
         drift = Drift(criterion, state)
         open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
         needed, values = [0] * session.batch, [[] for _ in going]
-        count, logits = 0, None
+        count, logits, polled = 0, None, False
         while count < most and any(still_open):
             run = min(check_every, most - count)
             # A settled row runs too, but nothing of it is stored.
@@ -102,7 +107,6 @@ def decode(
             counted = count >= min_recurrences  # what this check is compared with has had so many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
-            session.recurrences += run
             if run < check_every:
                 logits = None
                 break
@@ -114,12 +118,19 @@ def decode(
             done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
                 open_rows = open_rows & ~done
-            if counted or session.trace is not None:  # the read of the device in a check
-                poll = torch.stack([open_rows.double(), value.double()], 1).tolist()
-                for sequence, (is_open, number) in enumerate(poll):
+            if counted or session.trace is not None:
+                # The one read of the device in a check; the first of a token brings the token before it.
+                poll = torch.stack([token[:, 0].double(), open_rows.double(), value.double()], 1).tolist()
+                polled = True
+                if unread is not None:
+                    _record(session, going, [int(row[0]) for row in poll], *unread)
+                    unread = None
+                for sequence, (_, is_open, number) in enumerate(poll):
                     if still_open[sequence]:
                         values[sequence].append(number if counted else math.inf)
                         still_open[sequence] = is_open != 0
+        if not any(going):
+            break  # begun before the host knew that nothing was to come
 
         if logits is None:
             logits = model.coda(state, place)
@@ -128,16 +139,24 @@ def decode(
         if ends is not None:
             active = active & ~is_end(token[:, 0], ends)
         session.forwards += 1
-        following = token[:, 0].tolist()  # the other read in a step
-        for sequence in range(session.batch):
-            if going[sequence]:
-                one, other = current[sequence], following[sequence]
-                if session.trace is not None:
-                    cursor = len(session.prompts[sequence]) + step
-                    session.trace[sequence].append(AdaptiveStep(cursor, one, other, needed[sequence], values[sequence]))
-                session.record_step(sequence, [one], None, accepted=1, next_token=other)
-                going[sequence] = other not in session.end_tokens
-        current = following
+        session.recurrences += count
+        unread = needed, values
+        if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
+            _record(session, going, token[:, 0].tolist(), *unread)
+            unread = None
+
+
+def _record(session: Session, going: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]) -> None:
+    """Puts the next token of every sequence in `going` on record, and takes out of it those that end with theirs."""
+    for sequence, token in enumerate(tokens):
+        if going[sequence]:
+            known = session.tokens[sequence]
+            before = known[-1]
+            if session.trace is not None:
+                cursor = len(session.prompts[sequence]) + len(known) - 1
+                session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
+            session.record_step(sequence, [before], None, accepted=1, next_token=token)
+            going[sequence] = token not in session.end_tokens
 
 
 class Drift:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import pytest
@@ -233,15 +234,16 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
     assert_end_tokens_of_the_model(METHOD)
 
 
-@pytest.mark.parametrize("threshold", [0.0, 0.7])
+@pytest.mark.parametrize("threshold", [0.0, 0.7, 1.5])
 def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
+    """And one per draft pass where that decides about the next: not behind the last one that a block can have."""
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "threshold": threshold, "end_tokens": (4,)}
-    result = generate(model, [[1, 2], [5]], METHOD, **options)
+    trace = generate(model, [[1, 2], [5]], METHOD, trace=True, **options).stats.trace
     reads = reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options)
-    cycles = max(len(accepted) for accepted in result.stats.accepted)
-    drafts = result.stats.forwards - 1 - cycles
-    assert reads == 1 + cycles + (drafts if threshold else 0)
+    passes = [max(step.forwards for step in cycle if step) - 1 for cycle in zip_longest(*trace)]
+    assert (max(passes) == 4) == (threshold > 1)
+    assert reads == 1 + len(passes) + (sum(min(count, 3) for count in passes) if threshold else 0)
 
 
 def test_the_head_runs_on_rows_that_are_needed() -> None:

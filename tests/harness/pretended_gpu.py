@@ -8,6 +8,8 @@ Every operator runs on the CPU, with real values, and refuses what a GPU refuses
 single numbers. So Python code that forgets a device fails here instead of on the first GPU it sees. It says nothing about
 kernels: an op of ours runs its CPU kernel. There is no backward pass, for which autograd would ask for a driver. Inference mode is
 no_grad inside, because its tensors cannot be wrapped.
+
+`waits` tells where a host would have waited for a GPU.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is her
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 # Where torch itself takes indices from the computer's memory.
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
+# Operators whose result has a size, or is a number, that only the values tell. Indexing has it where a mask is an index.
+READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+_log: list[str] | None = None  # of `waits`
+_table: Tensor | None = None
 
 # What CUDA builds have and CPU builds lack: switching to the device, which here does nothing.
 GUARD = """
@@ -121,6 +128,8 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     stays = devices[0].type == "cuda" if devices else bool(there)
     plain = tree_map(lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs))
     chosen = STAND_INS.get(function, function) if there else function
+    if _log is not None and (event := _event(function, args, kwargs, stays)):
+        _log.append(event)
     result = chosen(*plain[0], **plain[1])
     known = {id(x.held): x for x in there}
 
@@ -132,6 +141,31 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
         return known[id(x)] if id(x) in known else Pretended(x)
 
     return tree_map(wrapped, result)
+
+
+def _event(function: Any, args: Any, kwargs: Any, stays: bool) -> str | None:
+    """What `waits` says of an operator, whose result lies on the GPU if it `stays`."""
+    if function is torch.ops.aten._to_copy.default:
+        return _crossing(isinstance(args[0], Pretended), stays, kwargs.get("non_blocking", False))
+    if function is torch.ops.aten.copy_.default:
+        return _crossing(isinstance(args[1], Pretended), isinstance(args[0], Pretended), args[2:] == (True,))
+    if not args or not isinstance(args[0], Pretended):
+        return None
+    if function is torch.ops.aten.embedding.default:
+        return "forward" if args[0].held is _table else None
+    if function in INDEXING:
+        indices = [index for index in args[1] if index is not None]
+        if any(index.dtype == torch.bool for index in indices):
+            fills = len(args) > 2 and not isinstance(args[2], Pretended)  # a number, for which torch asks no mask where it is set
+            return None if fills else "read"
+        return "upload" if any(not isinstance(index, Pretended) for index in indices) else None
+    return "read" if READING.intersection(function.tags) else None
+
+
+def _crossing(source: bool, target: bool, non_blocking: bool) -> str | None:
+    if source and not target:
+        return "read"
+    return "upload" if target and not source and not non_blocking else None
 
 
 class Operators(TorchDispatchMode):
@@ -152,6 +186,8 @@ class Functions(TorchFunctionMode):
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if function is Tensor.tolist and isinstance(args[0], Pretended):
+            if _log is not None:
+                _log.append("read")
             return args[0].held.tolist()
         if function in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor):
             return function(*args, **{**kwargs, "device": "cpu"}).to(kwargs.get("device") or "cpu")
@@ -168,3 +204,20 @@ def pretended_gpu() -> Iterator[None]:
             yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrite)
+
+
+@contextmanager
+def waits(embedding: Tensor | None = None) -> Iterator[list[str]]:
+    """Where the host would wait for the GPU, and the forwards in between, in their order.
+
+    "read": values come to the host, one by one or many at once, or decide on a shape. "upload": a copy to the GPU that does not say
+    ``non_blocking``. "forward": tokens were looked up in `embedding`, which a model has on the pretended GPU.
+    """
+    global _log, _table
+    before = _log, _table
+    log: list[str] = []
+    _log, _table = log, None if embedding is None else embedding.held
+    try:
+        yield log
+    finally:
+        _log, _table = before
