@@ -10,16 +10,13 @@ from torch import nn
 
 from pdkernels._validation import check
 from pdkernels.models.attention import Visibility, attend, attend_cached
+from pdkernels.models.between import add_norm, gated, rms_norm
 from pdkernels.models.rope import Rotation, rotate
+from pdkernels.ops.sandwich import rotate_
 
 if TYPE_CHECKING:
     from pdkernels.models.config import TransformerConfig
     from pdkernels.models.transformer import Cache
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Root-mean-square norm: statistics in fp32 (fp64 for fp64 input), cast to the dtype of `x`, then the weight."""
-    return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
 class Layer(nn.Module):
@@ -50,20 +47,22 @@ class Layer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
+        normed: torch.Tensor,
         rotation: Rotation,
         visibility: Visibility,
         index: int,
         cache: Cache | None,
         counts: torch.Tensor | None,
         adapted: torch.Tensor | None,
-    ) -> torch.Tensor:
-        q, k, v = self._rotated(self.project(self.normed(x)), rotation)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual and what the second half adds to it, for the layer behind to add up. `normed` is `self.normed(x)`."""
+        q, k, v = self._rotated(self.project(normed), rotation)
         if cache is None:
             mixed = attend(q, k, v, visibility)
         else:
             mixed = attend_cached(q, k, v, visibility, cache, index, counts)
-        x = x + self.project_out(mixed, adapted)
-        return x + self.feed_forward(x)
+        x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
+        return x, self._mlp(normed)
 
     # ---- the parts, `x` always (batch, rows, hidden_size)
 
@@ -95,13 +94,19 @@ class Layer(nn.Module):
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the second half adds to the residual `x`."""
-        gate, up = F.linear(rms_norm(x, self.mlp_norm, self.config.norm_eps), self.gate_up).chunk(2, -1)
-        return F.linear(F.silu(gate) * up, self.down)
+        return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        return F.linear(gated(F.linear(normed, self.gate_up)), self.down)
 
     def _rotated(self, qkv: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         heads, kv_heads = self.config.heads, self.config.kv_heads
         qk, v = qkv.split((heads + kv_heads, kv_heads), -2)
-        q, k = rotate(qk, rotation, self.config.rope_style).split((heads, kv_heads), -2)
+        if rotation.positions is None:
+            qk = rotate(qk, rotation, self.config.rope_style)
+        else:
+            rotate_(qk, rotation.cos, rotation.sin, rotation.positions, style=self.config.rope_style)
+        q, k = qk.split((heads, kv_heads), -2)
         if rotation.query_scale is not None:
             q = q * rotation.query_scale.to(q.dtype)
         return q, k, v

@@ -24,9 +24,10 @@ from torch import nn
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, message
 from pdkernels.backends import backend_of
 from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
+from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.rope import RopeTables, Rotation
-from pdkernels.models.sandwich import SandwichLayer, add_norm, rms_norm
+from pdkernels.models.sandwich import SandwichLayer
 from pdkernels.models.transformer import select_rows
 from pdkernels.ops.recurrence import recurrence_inject
 

@@ -122,19 +122,29 @@ class Rotation(NamedTuple):
 
     The sine of the first of each pair is negated, so that a rotation is ``x * cos + swap(x) * sin``. As a table the
     tensors have shape ``(positions, head_dim)``, the factor ``(positions, 1)``; `span` and `at` add the heads.
+
+    With `positions`, cosine and sine are tables still, and row r takes the line ``positions[..., r]`` of them: what
+    `pdkernels.rotate_` takes.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     query_scale: torch.Tensor | None
+    positions: torch.Tensor | None = None
 
     def span(self, start: int, rows: int) -> Rotation:
         """The positions start .. start + rows - 1 as ``(rows, 1, head_dim)``."""
-        return Rotation(*(None if table is None else table[start : start + rows, None] for table in self))
+        return Rotation(*(None if table is None else table[start : start + rows, None] for table in self[:3]))
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """These positions, of any shape, as ``(..., 1, head_dim)``."""
-        return Rotation(*(None if table is None else F.embedding(positions, table).unsqueeze(-2) for table in self))
+        return Rotation(*(None if table is None else F.embedding(positions, table).unsqueeze(-2) for table in self[:3]))
+
+    def kept_for(self, positions: torch.Tensor) -> Rotation:
+        """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.rotate_`: nothing is copied but the factor."""
+        factor = self.query_scale
+        factor = None if factor is None else F.embedding(positions, factor).unsqueeze(-2)
+        return Rotation(self.cos, self.sin, factor, positions)
 
 
 def rope_tables(

@@ -1,8 +1,4 @@
-"""One layer of a recurrent-depth model: attention and a gated MLP, each between two norms ("sandwich").
-
-Inference runs what lies between the matrix products as one op each. Those have no gradient and know no fp64, so training and
-proofs take plain PyTorch.
-"""
+"""One layer of a recurrent-depth model: attention and a gated MLP, each between two norms ("sandwich")."""
 
 from __future__ import annotations
 
@@ -13,36 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from pdkernels.models.attention import attend, attend_cached, attend_stored
-from pdkernels.models.layer import rms_norm
+from pdkernels.models.between import add_norm, fused, gated
 from pdkernels.models.rope import rotate
-from pdkernels.ops._floats import KERNEL_DTYPES
-from pdkernels.ops.sandwich import add_rms_norm, rotate_append_, silu_gate
+from pdkernels.ops.sandwich import rotate_append_
 
 if TYPE_CHECKING:
     from pdkernels.models.recurrent_depth import Place, RecurrentDepthConfig
-
-
-def fused(x: torch.Tensor) -> bool:
-    """Whether the ops take the place of plain PyTorch."""
-    return not torch.is_grad_enabled() and x.dtype in KERNEL_DTYPES
-
-
-def add_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, next_weight: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight."""
-    if fused(x):
-        return add_rms_norm(x, residual, weight, next_weight=next_weight, eps=eps)
-    y = rms_norm(x + residual, weight, eps)
-    return y, None if next_weight is None else rms_norm(y, next_weight, eps)
-
-
-def gated(x: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``."""
-    if fused(x):
-        return silu_gate(x)
-    gate, up = x.chunk(2, -1)
-    return F.silu(gate) * up
 
 
 class SandwichLayer(nn.Module):

@@ -17,9 +17,10 @@ from torch import nn
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
 from pdkernels.models.attention import Visibility, cached_visibility, check_mask, uncached_visibility
+from pdkernels.models.between import add_norm, fused, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.layer import Layer, rms_norm
+from pdkernels.models.layer import Layer
 from pdkernels.models.rewriting import places_of
 from pdkernels.models.rope import RopeTables, Rotation
 
@@ -293,10 +294,14 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None,
         gate: torch.Tensor | None,
     ) -> torch.Tensor:
-        x = self._embed(tokens)
+        x, added = self._embed(tokens), None
         for index, layer in enumerate(self.layers):
-            x = layer(x, rotation, visibility, index, cache, counts, gate)
-        return x
+            if added is None:
+                normed = layer.normed(x)
+            else:
+                x, normed = add_norm(added, x, None, layer.attention_norm, self.config.norm_eps)
+            x, added = layer(x, normed, rotation, visibility, index, cache, counts, gate)
+        return x + added
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         try:
@@ -343,13 +348,16 @@ class Transformer(nn.Module):
     def _uncached_rotation(self, tokens: torch.Tensor, positions: torch.Tensor | None) -> Rotation:
         length = tokens.shape[1]
         if positions is None:
-            return self._rope(length).span(0, length)
+            return self._rotation(self._rope(length), torch.arange(length, device=self.device))
         limit = max(self.config.max_positions, length)
         if positions.device.type == "cpu" and positions.numel() and not torch.compiler.is_compiling():
             low, high = (int(value) for value in positions.aminmax())
             check(low >= 0, "Transformer", "positions", "not be negative", low)
             limit = high + 1
-        return self._rope(limit).at(positions)
+        return self._rotation(self._rope(limit), positions)
+
+    def _rotation(self, table: Rotation, positions: torch.Tensor) -> Rotation:
+        return table.kept_for(positions) if fused(self.embedding) else table.at(positions)
 
     def _on_cache(
         self,
@@ -365,14 +373,12 @@ class Transformer(nn.Module):
         # Padding rows may stand behind the capacity, never behind capacity + rows.
         table = self._rope(cache.capacity + rows)
         if offsets is None:
-            if lengths is not None and lengths.count(lengths[0]) == len(lengths):
-                return visibility, table.span(lengths[0], rows)
             offsets = torch.arange(rows, device=cache.lengths.device)
         elif lengths is not None and offsets.numel():
             low, high = (int(value) for value in offsets.aminmax())
             check(low >= 0 and high < rows, "Transformer", "positions", f"lie in [0, {rows}) with a cache", f"{low}..{high}",
                   "There they count from the cached length.")
-        return visibility, table.at(cache.lengths[:, None] + offsets)
+        return visibility, self._rotation(table, cache.lengths[:, None] + offsets)
 
 
 def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:

@@ -13,7 +13,7 @@ from pdkernels.models import Llama3Scaling, Transformer, TransformerConfig, Yarn
 from pdkernels.models import transformer
 from pdkernels.models.attention import cached_visibility
 from pdkernels.models.rope import rope_tables, rotate
-from pdkernels.models.transformer import rms_norm
+from pdkernels.models.between import rms_norm
 from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 
 CONFIG = TransformerConfig(
