@@ -12,13 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.ops._attention import check_plan, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import LIBRARY, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
@@ -221,6 +220,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
+        refuse_tangents(OP, (grad_out, grad_lse, *saved[:3]))
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
         elif grad_out.stride(-1) != 1:
@@ -233,11 +233,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs[:3]):
-        _refuse("in forward mode")
+    refuse_tangents(OP, inputs[:3])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
         if torch._C._are_functorch_transforms_active():
-            _refuse("by torch.func")
+            _refuse_transforms()
         return _Attention.apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():
         return attention_op(*inputs)
@@ -248,9 +247,9 @@ def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError(message(OP, "its gradient", "not be differentiated again", "a second derivative", remedy))
 
 
-def _refuse(way: str) -> NoReturn:
+def _refuse_transforms() -> NoReturn:
     remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
-    raise NotImplementedError(message(OP, "q, k and v", "be differentiated in reverse mode by torch.autograd", f"a derivative {way}", remedy))
+    raise NotImplementedError(message(OP, "q, k and v", "be differentiated by torch.autograd", "a derivative by torch.func", remedy))
 
 
 LIBRARY.impl(OP, _autograd, "Autograd")

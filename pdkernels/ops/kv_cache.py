@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_index, check_type, fail, message
 from pdkernels.backends import Backend
+from pdkernels.ops._floats import refuse_gradients
 from pdkernels.ops._library import call, define
 from pdkernels.reference import kv_cache as reference
 
@@ -53,6 +54,7 @@ def kv_append_(
     Raises:
         ValueError: shapes that do not fit; lengths, counts or pages out of range (nothing is written then).
         TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -61,6 +63,7 @@ def kv_append_(
         >>> k[0, :, 0, 0]
         tensor([0., 1., 1., 0.])
     """
+    refuse_gradients("kv_append_", backend, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     arguments = (*map(_as_list, (k_cache, v_cache, k_new, v_new)), lengths, counts, block_table)
     call(kv_append_op, arguments, lengths, backend)
 
@@ -97,7 +100,8 @@ def kv_commit_(
     Raises:
         ValueError: shapes that do not fit; lengths, counts, sources or pages out of range (nothing is written then).
         TypeError: index tensors that are not int32 or int64.
-        NotImplementedError: more than 49152 columns in `source_index` on CUDA.
+        NotImplementedError: more than 49152 columns in `source_index` on CUDA; a cache that requires a gradient while
+            gradients are recorded.
 
     Source: commit after verification in Nemotron-Labs-Diffusion (quadratic self-speculation, every (L+1)-th row) and
     Jacobi Forcing (rejection recycling, the winning branch).
@@ -109,6 +113,7 @@ def kv_commit_(
         >>> k.flatten(), lengths
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
+    refuse_gradients("kv_commit_", backend, k_cache=k_cache, v_cache=v_cache)
     arguments = (_as_list(k_cache), _as_list(v_cache), lengths, counts, source_index, block_table)
     call(kv_commit_op, arguments, lengths, backend)
 

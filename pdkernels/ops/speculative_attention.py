@@ -22,7 +22,7 @@ from pdkernels._validation import check, check_index, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.ops._attention import check_plan, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
 
@@ -79,7 +79,8 @@ def speculative_attention(
             the CPU also lengths out of ``[0, capacity]`` and pages inside a length that do not exist. On CUDA lengths are clamped
             and pages have to be right; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the price of a sync.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; an input that wants a gradient.
+        NotImplementedError: a backend that does not serve the device; an input that wants a gradient, or a tangent (the
+            reference has both).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
     batch; pages give the bits of a contiguous cache of their capacity. ``torch.compile`` sees one op, and neither it nor a CUDA
@@ -301,6 +302,7 @@ def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Results without a history would look like constants to whoever trains through them."""
+    refuse_tangents(op._opname, arguments[:5])
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:5]):
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
