@@ -7,16 +7,15 @@ the same bit for bit from run to run, whatever the number of threads and whateve
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, takes_head_dim
+from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import LIBRARY, call, define
 from pdkernels.reference import block_sparse_attention as reference
@@ -46,7 +45,7 @@ def block_sparse_attention(
             ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
         plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
-        scale: of the scores, finite; None means ``head_dim ** -0.5``.
+        scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -84,11 +83,7 @@ def block_sparse_attention(
     if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
         wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-    else:
-        check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
-        check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)
+    scale = given_scale(OP, scale, q)
     lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_offsets, plan.q_tiles, plan.q_bitmaps)
     rest = (plan.q_order, plan.k_order, plan.bitmaps, plan.block_q, plan.block_k, scale)
     out, lse = call(attention_op, (q, k, v, *lists, *rest), q, backend)

@@ -11,17 +11,16 @@ changes its cache.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_own_places, check_type, fail, message
+from pdkernels._validation import check_index, check_own_places, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, takes_head_dim
+from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
@@ -65,7 +64,7 @@ def speculative_attention(
             sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
-        scale: of the scores, finite; None means ``head_dim ** -0.5``.
+        scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -172,13 +171,8 @@ def _arguments(
     if q.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != q.shape[1]):
         remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
         fail(op, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-    else:
-        check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
-        check(-math.inf < scale < math.inf, op, "scale", "be finite", scale)
     tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
-    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, scale)
+    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, given_scale(op, scale, q))
 
 
 def _check(

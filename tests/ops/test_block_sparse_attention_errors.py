@@ -64,8 +64,10 @@ CASES = {
         "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
     "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
-    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
-    "scale is NaN": ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
+    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
+    "scale is NaN": ({"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, "scale must be finite in float32, got 1e+39"),
+    "scale below float32": ({"scale": -(10**39)}, ValueError, "scale must be finite in float32, got -1000"),
     "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     "backend": ({"backend": "fast"}, ValueError, "backend must be one of auto, native, triton, reference, got 'fast'"),
 }  # fmt: skip
