@@ -38,9 +38,10 @@ def refuse_gradients(op: str, backend: Backend, **tensors: Tensor | Sequence[Ten
     if not torch.is_grad_enabled() or backend == "reference":
         return
     for name, given in tensors.items():
-        if given.requires_grad if isinstance(given, Tensor) else any(tensor.requires_grad for tensor in _tensors(given)):
-            remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
-            raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
+                raise NotImplementedError(message(op, name, "not require a gradient", "a tensor that does", remedy))
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
@@ -49,13 +50,7 @@ def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
     if forward_ad._current_level < 0:
         return
     for given in arguments:
-        if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in _tensors(given)):
-            remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
-            raise NotImplementedError(message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy))
-
-
-def _tensors(given: Any) -> Sequence[Tensor]:
-    """Those of an argument: a tensor, a list of them, or anything else."""
-    if isinstance(given, Tensor):
-        return (given,)
-    return [one for one in given if isinstance(one, Tensor)] if isinstance(given, (list, tuple)) else ()
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
+                raise NotImplementedError(message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy))
