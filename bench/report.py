@@ -255,6 +255,25 @@ def unmask(rows: list[Row], rule: str) -> str:
     return f"{table(['µs, median; batch x candidates', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
+def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str:
+    """A column for all sizes that were measured: `sizes` names them and says how each is written. Nothing where no row is."""
+    rows = [row for row in rows if row["op"] == op]
+    if not rows:
+        return ""
+    cases = [
+        (", ".join(form.format(n) for form, n in zip(sizes.values(), case)), dict(zip(sizes, case)))
+        for case in sorted({tuple(row[size] for size in sizes) for row in rows})
+    ]
+    found = dict(by_contender(rows, cases))
+    lines = []
+    for name, times in found.items():
+        cells = [
+            f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])
+        ]
+        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
+    return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
 def machine(rows: list[Row]) -> str:
     row = rows[0]
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
@@ -275,6 +294,12 @@ TABLES = {
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
+    "speculative_attention_append_": lambda rows: by_sizes(
+        rows, "bf16, a prefix of 512, µs, median (times pdkernels)", "speculative_attention_append_", {"rows": "{} rows stored"}
+    ),
+    "record_step_": lambda rows: by_sizes(
+        rows, "µs, median (times pdkernels)", "record_step_", {"batch": "batch {}", "columns": "{} columns"}
+    ),
     "recurrence_inject": lambda rows: by_rows(rows, "width", op="recurrence", case="inject"),
     "recurrence_inject with noise": lambda rows: by_rows(rows, "width", op="recurrence", case="inject with noise"),
     "recurrence_exit": lambda rows: by_rows(rows, "width", op="recurrence", case="exit"),

@@ -48,6 +48,15 @@ def integer(op: str, argument: str, value: object, least: int) -> int:
     return number
 
 
+def check_own_places(op: str, **tensors: Tensor) -> None:
+    """Of tensors that are written: entries that share a place, as those of an expanded tensor do, would be lost but for one."""
+    for argument, tensor in tensors.items():
+        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
+        if shared and tensor.numel() > 0:
+            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
+            fail(op, argument, "have a place in memory for each entry", f"shape {tuple(tensor.shape)} with strides {tensor.stride()}", remedy)
+
+
 def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None) -> None:
     """An int32 or int64 tensor of the given shape (None: any size) on the given device (None: any)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:

@@ -10,6 +10,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <initializer_list>
 #include <optional>
 #include <tuple>
 #include <vector>
@@ -54,12 +55,35 @@ inline IndexView index_view(const Place& place, const OptionalTensor& t, int64_t
   return t.has_value() ? index_view(place, *t, dim, size0) : IndexView{};
 }
 
+struct Dim {
+  int64_t size, stride;
+};
+
+// What is written has a place for each entry: of an expanded dimension only what is written last would stay.
+inline void require_own_places(std::initializer_list<Dim> dims) {
+  bool shared = false, empty = false;
+  for (const Dim& dim : dims) shared |= dim.size > 1 && dim.stride == 0, empty |= dim.size == 0;
+  STD_TORCH_CHECK(!shared || empty, "pdkernels: a tensor that is written must not be expanded");
+}
+
+inline IndexView written_view(const Place& place, const Tensor& t, int64_t dim, int64_t size0) {
+  const IndexView view = index_view(place, t, dim, size0);
+  require_own_places({{size0, view.stride0}, {dim > 1 ? t.size(1) : 1, view.stride1}});
+  return view;
+}
+
 // One side of a cache: stacked tensors (layers, pages, slots, heads, dim), or layers held apart without the first dim.
 struct Side {
   std::vector<char*> layers;
   int64_t pages, slots;
   RowLayout row;
   ScalarType dtype;
+  bool layers_shared = false;  // the layers of a stack lie in one place
+
+  void require_own_places() const {
+    bindings::require_own_places(
+        {{layers_shared ? 2 : 1, 0}, {pages, row.page_stride}, {slots, row.slot_stride}, {row.heads, row.head_stride}});
+  }
 };
 
 inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) {
@@ -85,6 +109,7 @@ inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) 
                     "pdkernels: all layers must have the same shape, strides and dtype");
     const int64_t layers = d == 5 ? t.size(0) : 1;
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
+    side.layers_shared |= layers > 1 && layer_stride == 0;
     for (int64_t layer = 0; layer < layers; ++layer) side.layers.push_back(bytes(t) + layer * layer_stride);
   }
   return side;
@@ -111,6 +136,7 @@ struct Cache {
     STD_TORCH_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
                         sides[0].slots == sides[1].slots,
                     "pdkernels: k_cache and v_cache must have the same layers, batch or pages, and slots");
+    for (const Side& side : sides) side.require_own_places();
     STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch, "pdkernels: lengths must have one entry a sequence");
     STD_TORCH_CHECK(!block_table.has_value() || sides[0].slots > 0, "pdkernels: pages must have at least one slot");
     pages.block_table = index_view(place, block_table, 2, batch);
@@ -186,7 +212,7 @@ void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cac
             const OptionalTensor& source_index, const OptionalTensor& block_table, const Run& run) {
   Cache cache(k_cache, v_cache, block_table, lengths);
   CommitArgs args;
-  args.lengths = index_view(cache.place, lengths, 1, cache.batch);
+  args.lengths = written_view(cache.place, lengths, 1, cache.batch);
   args.counts = index_view(cache.place, counts, 1, cache.batch);
   args.source_index = index_view(cache.place, source_index, 2, cache.batch);
   args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
@@ -220,7 +246,7 @@ template <class Run>
 void trim(const Tensor& lengths, const Tensor& new_lengths, const Run& run) {
   const Place place(lengths);
   const int64_t batch = lengths.dim() == 1 ? lengths.size(0) : -1;
-  run(index_view(place, lengths, 1, batch), index_view(place, new_lengths, 1, batch), batch);
+  run(written_view(place, lengths, 1, batch), index_view(place, new_lengths, 1, batch), batch);
 }
 
 inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, const OptionalTensor& draft_lengths,

@@ -90,6 +90,7 @@ Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const Optional
     args.fresh = batch_rows(*fresh);
   }
   args.x = batch_rows(held), args.cached = batch_rows(cached);
+  require_own_places({{args.batch, cached.stride(0)}, {args.rows, cached.stride(1)}, {args.width, 1}});
   Tensor out = torch::stable::new_empty(x, {args.batch, args.rows, args.width}, x.scalar_type());
   args.out = out.data_ptr();
   run(args);

@@ -147,19 +147,19 @@ inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions,
   args.rows = predictions.size(1);
   STD_TORCH_CHECK(args.rows <= args.room, "pdkernels: predictions must have at most a column a row");
   const auto table = [&](const Tensor& t, int64_t columns) {
-    const IndexView view = index_view(place, t, 2, args.batch);
+    const IndexView view = written_view(place, t, 2, args.batch);
     STD_TORCH_CHECK(t.size(1) == columns, "pdkernels: recurrences and stable must have one column less than tokens");
     return view;
   };
   args.tokens = table(tokens, args.room + 1);
-  args.predictions = table(predictions, args.rows);
+  args.predictions = index_view(place, predictions, 2, args.batch);
   args.recurrences = table(recurrences, args.room);
   args.stable = table(stable, args.room);
-  args.width = index_view(place, width, 1, args.batch);
-  args.cursor = index_view(place, cursor, 1, args.batch);
-  args.advance = index_view(place, advance, 1, args.batch);
-  args.steps = index_view(place, steps, 1, args.batch);
-  args.remaining = index_view(place, remaining, 1, args.batch);
+  args.width = written_view(place, width, 1, args.batch);
+  args.cursor = written_view(place, cursor, 1, args.batch);
+  args.advance = written_view(place, advance, 1, args.batch);
+  args.steps = written_view(place, steps, 1, args.batch);
+  args.remaining = written_view(place, remaining, 1, args.batch);
   if (settled.has_value()) {
     place.require(*settled);
     STD_TORCH_CHECK(settled->scalar_type() == ScalarType::Bool && settled->dim() == 2 && settled->size(0) == args.batch &&

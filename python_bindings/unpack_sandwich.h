@@ -126,6 +126,7 @@ void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tens
   args.batch_stride = qkv.stride(0), args.row_stride = qkv.stride(1), args.head_stride = qkv.stride(2);
   args.batch = qkv.size(0), args.rows = qkv.size(1), args.head_dim = qkv.size(3);
   STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1, "pdkernels: qkv must have even, contiguous heads");
+  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {qkv.size(2), args.head_stride}});
   const Cache cache({k_cache}, {v_cache}, block_table, lengths);
   STD_TORCH_CHECK(cache.batch == args.batch, "pdkernels: lengths must have one entry a sequence");
   for (int s = 0; s < 2; ++s) {

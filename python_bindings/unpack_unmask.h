@@ -19,7 +19,7 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
   STD_TORCH_CHECK(tokens.dim() == 2 && ids.dim() == 2, "pdkernels: tokens and ids must have 2 dimensions");
   UnmaskArgs args;
   args.batch = tokens.size(0), args.length = tokens.size(1), args.candidates = ids.size(1);
-  args.tokens = index_view(place, tokens, 2, args.batch);
+  args.tokens = written_view(place, tokens, 2, args.batch);
   args.ids = index_view(place, ids, 2, args.batch);
   STD_TORCH_CHECK(args.ids.wide == args.tokens.wide, "pdkernels: ids must have the dtype of tokens");
   args.positions = index_view(place, positions, 2, args.batch);

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .llada import guided, unmask_by_quota
+from .llada import unmask_by_quota
 from .masked_model import MaskedTransformerReference
-from .masked_sampling import Canvas, MaskedResult, about_places
+from .masked_sampling import Canvas, Forward, MaskedResult, about_places
 
 BASELINES = ("last", "recomputed")
+# Forwards that compute both texts of guidance, whatever its interval.
+ALWAYS_GUIDED = 5
 
 
 def least_similar(v: Tensor, cached: Tensor, count: int) -> list[int]:
@@ -131,6 +133,35 @@ class FeatureCache:
         return about_places(model.logits(x), model.predicts)
 
 
+def guided_at_intervals(given: Forward, free: Forward, canvas: Canvas, guidance: float, interval: int) -> Forward:
+    """Classifier-free guidance, ``c + w (c - u)``, whose difference ``c - u`` is an old one in most forwards.
+
+    Forward f, from 1, computes u, the logits of `free` where the whole prompt is masked, if ``(f - 1) % interval == 0`` or f is
+    at most 5. The others add the last difference to their own c, row by row. With w = 0 nothing of u is left, and it is not
+    computed.
+
+    >>> given, free = (lambda tokens, n=n: torch.full((1, 1), n * len(calls)) for n in (10.0, 1.0))
+    >>> canvas, calls, guided = Canvas([1], 1, 9, ()), [], []
+    >>> forward = guided_at_intervals(given, free, canvas, 1.0, 4)
+    >>> for _ in range(10):
+    ...     calls.append(0)
+    ...     guided.append(forward([1, 9]).item() - 10 * len(calls))  # 9 times the number of the forward that computed u
+    >>> guided
+    [9.0, 18.0, 27.0, 36.0, 45.0, 45.0, 45.0, 45.0, 81.0, 81.0]
+    """
+    forwards, difference = 0, torch.empty(0)
+
+    def both(tokens: Sequence[int]) -> Tensor:
+        nonlocal forwards, difference
+        c = given(tokens)
+        if forwards % interval == 0 or forwards < ALWAYS_GUIDED:
+            difference = c - free([canvas.mask_token] * canvas.start + list(tokens[canvas.start :]))
+        forwards += 1
+        return c + guidance * difference
+
+    return both if guidance else given
+
+
 @torch.no_grad()
 def dllm_cache(
     model: MaskedTransformerReference,
@@ -147,6 +178,7 @@ def dllm_cache(
     remasking: str = "low_confidence",
     temperature: float = 0.0,
     guidance: float = 0.0,
+    guidance_interval: int = 1,
     no_end: bool = False,
     late_end: bool = False,
     end_tokens: Sequence[int] = (),
@@ -154,10 +186,13 @@ def dllm_cache(
 ) -> MaskedResult:
     """LLaDA's sampler, its forwards through a :class:`FeatureCache` that keeps the whole generated region, not a block of it.
 
-    Every forward counts for the intervals. With guidance the two texts have a cache each; the code computes the one without the
-    prompt at intervals of its own and adds its last difference in between, which is not done here.
+    Every forward counts for the intervals. With guidance the two texts have a cache each, and each counts its own forwards: the
+    text without the prompt is computed at every `guidance_interval`, see :func:`guided_at_intervals`.
 
-    Arguments: those of :class:`FeatureCache` and of :func:`~pdkernels.reference.llada.llada`.
+    Arguments: those of :class:`FeatureCache` and of :func:`~pdkernels.reference.llada.llada`, and
+
+    Args:
+        guidance_interval: forwards from one difference between the two texts to the next, at least 1.
 
     >>> from pdkernels.reference.llada import llada
     >>> from pdkernels.reference.masked_model import random_weights
@@ -167,6 +202,8 @@ def dllm_cache(
     >>> cached.tokens == llada(model, [1, 2], 8, **options).tokens
     True
     """
+    if guidance_interval < 1:
+        raise ValueError(f"pdkernels.dllm_cache: guidance_interval must be at least 1, got {guidance_interval}.")
     canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
     given, free = (
         FeatureCache(
@@ -176,6 +213,6 @@ def dllm_cache(
         for _ in range(2)
     )  # fmt: skip
     return unmask_by_quota(
-        canvas, guided(given, free, canvas, guidance), op="dllm_cache", block_size=block_size, steps=steps, remasking=remasking,
-        temperature=temperature, no_end=no_end, late_end=late_end, seed=seed,
+        canvas, guided_at_intervals(given, free, canvas, guidance, guidance_interval), op="dllm_cache", block_size=block_size,
+        steps=steps, remasking=remasking, temperature=temperature, no_end=no_end, late_end=late_end, seed=seed,
     )  # fmt: skip

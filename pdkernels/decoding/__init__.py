@@ -225,7 +225,7 @@ def generate(
               (0.85), `k_slow` (1), `k_fast` (1), `cycle` ("last"), `drop_suffix` (True); `prompt_interval`, with which
               `gen_interval` (1) and `transfer_ratio` (0) go.
             - ``dllm_cache``: the options of ``llada``, and `prompt_interval` (25), `gen_interval` (5), `transfer_ratio` (0.25),
-              `baseline` ("last"), `page_size`.
+              `baseline` ("last"), `guidance_interval` (1), `page_size`.
             - ``fast_dllm``: `block_size` (32), `cache` ("dual"), `threshold` (0.9) or None and `factor` or `steps` (one a token),
               `page_size`.
 

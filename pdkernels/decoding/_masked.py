@@ -44,6 +44,10 @@ def share(masks: Any, steps: Any, step: Any) -> Any:
     return masks // steps + (step < masks % steps)
 
 
+# Forwards that compute the texts with and without the prompt, whatever the interval of guidance.
+_ALWAYS_GUIDED = 5
+
+
 class Law(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
@@ -129,16 +133,17 @@ class Canvas:
         """A token for each of `places` ``(batch, R)`` and how sure the model is of it; "no row" where a place is -1.
 
         Row i of `hidden` ``(batch, W, hidden_size)`` stands at place ``first[b] + i`` (None: i). With guidance `hidden` has the
-        rows without the prompt behind those with it.
+        rows without the prompt behind those with it, and both maybe behind the rows of now: then they are of an earlier forward,
+        whose difference guides this one.
         """
         model, law = self._session.model, self.law
         rows = (places - self._shift if first is None else places - self._shift - first[:, None]).clamp_(min=0)
         if law.guidance:
-            rows = torch.cat([rows, rows])
+            rows = rows.repeat(len(hidden) // len(rows), 1)
         logits = model.logits(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
         if law.guidance:
-            given, free = logits.chunk(2)
-            logits = free + (1 + law.guidance) * (given - free)
+            parts = logits.split(len(places))
+            logits = parts[0] + law.guidance * (parts[-2] - parts[-1])
         guesses = self._statistics(logits, places, ())
         if law.late:
             sure = self._statistics(logits, places, law.late)
@@ -282,23 +287,38 @@ class WholeCanvas:
 class KeptCanvas(WholeCanvas):
     """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of rows that predict new places.
 
-    Its `options` are those of the cache.
+    With a `guidance_interval` above 1 the canvases whose prompts are masked have a cache of their own, and a forward only at
+    each interval and in the first five. In between, the hidden states of that forward stand behind those of now.
+
+    Its other `options` are those of the cache.
     """
 
-    def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None, **options: Any) -> None:
-        self._options = options
+    def __init__(
+        self, session: Session, canvas: Canvas, page_size: int | None = None, guidance_interval: int = 1, **options: Any
+    ) -> None:
+        self._options, self._guidance_interval = options, guidance_interval
         super().__init__(session, canvas, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
-        model, prompt_lengths, batch = session.model, self._canvas.prompt_lengths, self._copies * session.batch
-        self._cache = FeatureCache(model, batch, session.longest, session.max_new_tokens, page_size=page_size, **self._options)
-        self._prompt_lengths = prompt_lengths.repeat(self._copies)
+        model, prompt_lengths, parts = session.model, self._canvas.prompt_lengths, 1 if self._guidance_interval == 1 else self._copies
+        self._together = self._copies // parts
+        sizes = self._together * session.batch, session.longest, session.max_new_tokens
+        self._cache, *self._free = (FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts))
+        self._prompt_lengths = prompt_lengths.repeat(self._together)
         self.first_row = prompt_lengths - int(model.config.predicts == "next")
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, new places, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, behind their prompts."""
-        visible = None if ends is None else ends.repeat(self._copies)
-        return self._cache.forward(self._tokens(), self._prompt_lengths, visible)
+        visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
+        tokens = self._tokens()
+        hidden = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
+        if not self._free:
+            return hidden
+        if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
+            free = self._free[0].forward(tokens[len(hidden) :], self._prompt_lengths, visible)
+            self._compared = torch.cat([hidden, free])
+            return self._compared
+        return torch.cat([hidden, self._compared])
 
 
 def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:

@@ -7,6 +7,7 @@ forward computes says `pdkernels.models.feature_cache`.
 
 from __future__ import annotations
 
+from pdkernels._validation import check
 from pdkernels.decoding._masked import KeptCanvas
 from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
@@ -26,6 +27,7 @@ def decode(
     steps: int | None = None,
     remasking: str = "low_confidence",
     guidance: float = 0.0,
+    guidance_interval: int = 1,
     no_end: bool = False,
     late_end: bool = False,
     temperature: float = 0.0,
@@ -40,10 +42,13 @@ def decode(
         gen_interval: forwards from one refresh of the new places to the next (K_r).
         transfer_ratio: share of the new places that each layer computes in between, those whose values moved most (rho).
         baseline: "last": moved since the forward before, as published; "recomputed": since the place was computed last.
+        guidance_interval: forwards from one forward of the text without the prompt to the next (the code's cfg_interval); the
+            first five forwards have one each. In between, the last difference that the prompt made guides.
         page_size: rows per page of the KV cache; None keeps it contiguous.
 
     `block_size`, `steps`, `remasking`, `guidance`, `no_end`, `late_end`, `temperature`, `mask_token` and `seed` are those of
-    `llada`. The texts with and without the prompt that `guidance` compares have a cache each.
+    `llada`. The texts with and without the prompt that `guidance` compares have a cache each, which
+    counts its own forwards.
 
     The first layer is computed for all new places in each forward, as in the current revision of the code. That would have it
     computed for the prompt as well, which gives K and V that it has already.
@@ -51,7 +56,9 @@ def decode(
     Returns:
         Forwards that the sequences took part in, all together.
     """
-    for name, size in (("prompt_interval", prompt_interval), ("gen_interval", gen_interval)):
+    for name, size in (
+        ("prompt_interval", prompt_interval), ("gen_interval", gen_interval), ("guidance_interval", guidance_interval),
+    ):  # fmt: skip
         checked_size(_OP, name, size)
     checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
     checked_name(_OP, "baseline", baseline, ("last", "recomputed"))
@@ -59,10 +66,11 @@ def decode(
         _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end,
         late_end=late_end, temperature=temperature, mask_token=mask_token, seed=seed,
     )  # fmt: skip
+    check(guidance > 0 or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
     if not blocks:
         return canvas.finish()
     forward = KeptCanvas(
-        session, canvas, page_size, prompt_interval=prompt_interval, gen_interval=gen_interval,
+        session, canvas, page_size, guidance_interval, prompt_interval=prompt_interval, gen_interval=gen_interval,
         transfer_ratio=transfer_ratio, baseline=baseline,
     )  # fmt: skip
     return fill(canvas, forward, blocks, steps, remasking == "random")

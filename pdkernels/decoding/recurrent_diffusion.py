@@ -75,7 +75,7 @@ def decode(
         published: step by step as the released code, slips included, for one sequence: see `reference.recurrent_published`. Then
             `schedule` is "harmonic" by default (and that code's `noise` is 0.5), `exit` may be "latent-acceleration-1" or "-2", and
             `rule`, `guard`, `max_recurrences` and `stability` do not exist. The text is cut at `max_new_tokens` alone and comes
-            in one piece.
+            in one piece. Rows that never settle have no limit: it stops behind step 4096 with what froze until then.
         temperature: 0 is greedy.
         top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of states, noise, draws and guesses.
@@ -117,6 +117,9 @@ def decode(
     if published:
         check(session.batch == 1, _OP, "prompt", "be a single one with published=True", f"a batch of {session.batch}")
         check(max_wavefront > 1, _OP, "max_wavefront", "be at least 2 with published=True (a wave of 1 never moves)", max_wavefront)
+        if exit.startswith("latent"):
+            remedy = "No distance is less, so nothing would freeze, and the released code has no limit of recurrences."
+            check(threshold > 0, _OP, "threshold", f"be above 0 with published=True and exit={exit!r}", threshold, remedy)
         ours = {"rule": rule != "prefix", "guard": not guard, "max_recurrences": max_recurrences is not None}
         for name, given in (ours | {"stability": stability is not None}).items():
             check(not given, _OP, name, "not be given with published=True", "a value", "The released code has no such thing.")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdkernels._validation import fail, message
+from pdkernels._validation import check, check_type, fail, message
+
+LARGEST = torch.finfo(torch.float32).max
 
 
 def takes_head_dim(head_dim: int) -> bool:
@@ -15,6 +17,15 @@ def takes_head_dim(head_dim: int) -> bool:
     [16, 96, 256]
     """
     return head_dim % 8 == 0 and 16 <= head_dim <= 256
+
+
+def given_scale(op: str, scale: float | None, q: Tensor) -> float:
+    """`scale`, or what None stands for. Kernels multiply in float32, where a larger one is infinite and makes NaN of a zero."""
+    if scale is None:
+        return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
+    check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
+    check(-LARGEST <= scale <= LARGEST, op, "scale", "be finite in float32", scale)
+    return scale
 
 
 def check_plan(

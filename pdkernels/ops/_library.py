@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdkernels import _native, backends
 from pdkernels._validation import check_type
+from pdkernels.ops._floats import refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 SCHEMAS: dict[str, str] = {}
@@ -81,11 +82,15 @@ def key(op: str, seed: int) -> int:
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
-    """Runs an op on the device of `anchor`, or its reference. Whatever refuses the arguments, the fake explains why."""
+    """Runs an op on the device of `anchor`, or its reference. Whatever refuses the arguments, the fake explains why.
+
+    Tangents are refused here, for all ops: the reference alone has a derivative in forward mode.
+    """
     name = op._opname
     try:
         choice = backends.resolve(name, backend, anchor.device)
         if choice != "reference":
+            refuse_tangents(name, arguments)
             if DEBUG_CHECKS and anchor.is_cuda and choice == "native":
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)

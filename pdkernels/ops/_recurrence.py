@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail
+from pdkernels._validation import check_index, check_own_places, check_type, fail
 from pdkernels.ops._floats import check_floats, refuse_float64
 
 INJECT, EXIT, ADVANCE = "recurrence_inject", "recurrence_exit", "recurrence_advance_"
@@ -121,6 +121,7 @@ def fake_advance(
     vectors = (("width", width), ("cursor", cursor), ("advance", advance), ("steps", steps), ("remaining", remaining))
     for name, vector in vectors:
         check_index(ADVANCE, name, vector, (batch,), device)
+    check_own_places(ADVANCE, tokens=tokens, recurrences=recurrences, stable=stable, **dict(vectors))
     if settled is not None:
         check_type(isinstance(settled, Tensor), ADVANCE, "settled", "be a tensor", type(settled).__name__)
         check_type(settled.dtype == torch.bool, ADVANCE, "settled", "be a bool tensor", settled.dtype)

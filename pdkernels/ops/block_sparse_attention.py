@@ -7,18 +7,16 @@ the same bit for bit from run to run, whatever the number of threads and whateve
 
 from __future__ import annotations
 
-import math
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from pdkernels._validation import check, check_type, fail, message
+from pdkernels._validation import check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
+from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import LIBRARY, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
@@ -47,7 +45,7 @@ def block_sparse_attention(
             ``h // (q_heads // kv_heads)``. All three may have any strides with a contiguous last dimension.
         plan: of a mask of q_len rows and kv_len columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             samples and heads share it; a stacked plan (`TilePlan.stack`) has one for each sample.
-        scale: of the scores, finite; None means ``head_dim ** -0.5``.
+        scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -85,11 +83,7 @@ def block_sparse_attention(
     if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
         wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
         fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-    else:
-        check_type(isinstance(scale, (int, float)), OP, "scale", "be a number", type(scale).__name__)
-        check(-math.inf < scale < math.inf, OP, "scale", "be finite", scale)
+    scale = given_scale(OP, scale, q)
     lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_offsets, plan.q_tiles, plan.q_bitmaps)
     rest = (plan.q_order, plan.k_order, plan.bitmaps, plan.block_q, plan.block_k, scale)
     out, lse = call(attention_op, (q, k, v, *lists, *rest), q, backend)
@@ -221,6 +215,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
+        refuse_tangents(OP, (grad_out, grad_lse, *saved[:3]))
         if grad_out is None:
             grad_out = torch.zeros_like(saved[3])
         elif grad_out.stride(-1) != 1:
@@ -233,11 +228,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs[:3]):
-        _refuse("in forward mode")
+    refuse_tangents(OP, inputs[:3])
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
         if torch._C._are_functorch_transforms_active():
-            _refuse("by torch.func")
+            _refuse_transforms()
         return _Attention.apply(*inputs)
     with torch._C._AutoDispatchBelowAutograd():
         return attention_op(*inputs)
@@ -248,9 +242,9 @@ def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
     raise NotImplementedError(message(OP, "its gradient", "not be differentiated again", "a second derivative", remedy))
 
 
-def _refuse(way: str) -> NoReturn:
+def _refuse_transforms() -> NoReturn:
     remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
-    raise NotImplementedError(message(OP, "q, k and v", "be differentiated in reverse mode by torch.autograd", f"a derivative {way}", remedy))
+    raise NotImplementedError(message(OP, "q, k and v", "be differentiated by torch.autograd", "a derivative by torch.func", remedy))
 
 
 LIBRARY.impl(OP, _autograd, "Autograd")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail
+from pdkernels._validation import check_index, check_own_places, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
 from pdkernels.ops._library import call, define
@@ -157,6 +157,7 @@ def _check_select(
     for name, tensor in (("v", v), ("v_cache", v_cache)):
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
             fail(SELECT, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+    check_own_places(SELECT, v_cache=v_cache)
     batch = v.shape[0]
     if block_table is None and v_cache.shape[0] != batch:
         fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
@@ -206,6 +207,7 @@ def _check_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Ten
         fail(ADD, "cached", f"have shape {tuple(x.shape)} like x", tuple(cached.shape))
     if cached.shape[2] > 1 and cached.stride(2) != 1:
         fail(ADD, "cached", "have a contiguous last dimension", f"strides {cached.stride()}")
+    check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):
         fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
     if rows is not None:

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail, message
+from pdkernels._validation import check_index, check_own_places, check_type, fail, message
 from pdkernels.backends import Backend
+from pdkernels.ops._floats import refuse_gradients
 from pdkernels.ops._library import call, define
 from pdkernels.reference import kv_cache as reference
 
@@ -43,7 +44,7 @@ def kv_append_(
     Args:
         k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
             list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
-            K and V may differ in heads and head_dim.
+            K and V may differ in heads and head_dim. Written, so not expanded.
         k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
         lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
         counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Rows behind are not read.
@@ -53,6 +54,7 @@ def kv_append_(
     Raises:
         ValueError: shapes that do not fit; lengths, counts or pages out of range (nothing is written then).
         TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -61,6 +63,7 @@ def kv_append_(
         >>> k[0, :, 0, 0]
         tensor([0., 1., 1., 0.])
     """
+    refuse_gradients("kv_append_", backend, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     arguments = (*map(_as_list, (k_cache, v_cache, k_new, v_new)), lengths, counts, block_table)
     call(kv_append_op, arguments, lengths, backend)
 
@@ -88,7 +91,7 @@ def kv_commit_(
 
     Args:
         k_cache, v_cache: as in `kv_append_`.
-        lengths: ``(batch,)`` int32 or int64; updated in place.
+        lengths: ``(batch,)`` int32 or int64; updated in place, so not expanded.
         counts: ``(batch,)`` int32 or int64, accepted rows of each sequence, 0 upwards.
         source_index: ``(batch, rows)`` int32 or int64, counted from the sequence's length; entries from ``counts[b]`` on are
             not read. None: the accepted rows are a prefix, so only the lengths change.
@@ -97,7 +100,8 @@ def kv_commit_(
     Raises:
         ValueError: shapes that do not fit; lengths, counts, sources or pages out of range (nothing is written then).
         TypeError: index tensors that are not int32 or int64.
-        NotImplementedError: more than 49152 columns in `source_index` on CUDA.
+        NotImplementedError: more than 49152 columns in `source_index` on CUDA; a cache that requires a gradient while
+            gradients are recorded.
 
     Source: commit after verification in Nemotron-Labs-Diffusion (quadratic self-speculation, every (L+1)-th row) and
     Jacobi Forcing (rejection recycling, the winning branch).
@@ -109,6 +113,7 @@ def kv_commit_(
         >>> k.flatten(), lengths
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
+    refuse_gradients("kv_commit_", backend, k_cache=k_cache, v_cache=v_cache)
     arguments = (_as_list(k_cache), _as_list(v_cache), lengths, counts, source_index, block_table)
     call(kv_commit_op, arguments, lengths, backend)
 
@@ -119,7 +124,7 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
     Pages of a paged cache are given back by `pdkernels.cache.PagedKVCache.trim_`, which calls this.
 
     Args:
-        lengths: ``(batch,)`` int32 or int64; updated in place.
+        lengths: ``(batch,)`` int32 or int64; updated in place, so not expanded.
         new_lengths: ``(batch,)`` int32 or int64, each in ``[0, lengths[b]]``.
         backend: see `pdkernels.show_config`.
 
@@ -168,6 +173,7 @@ def _check_commit(
 ) -> None:
     op = "kv_commit_"
     _check_caches(op, k_cache, v_cache, lengths, block_table)
+    check_own_places(op, lengths=lengths)
     check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
     if source_index is not None:
         check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
@@ -179,6 +185,7 @@ def _check_commit(
 def _check_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
     check_index(op, "lengths", lengths, (None,), None)
+    check_own_places(op, lengths=lengths)
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
 
 
@@ -209,6 +216,9 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
     for t in k + v:
         if t.device != device:
             fail(op, "v_cache", f"be on {device} like k_cache", t.device)
+    for name, tensors in (("k_cache", k), ("v_cache", v)):
+        for t in tensors:
+            check_own_places(op, **{name: t})
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
         fail(op, "v_cache", f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads", actual)

@@ -75,7 +75,7 @@ def linear_token_statistics(
             steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
-    No gradient flows. Deterministic. On CUDA and without filters a row's result does not depend on other rows; elsewhere the
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic. On CUDA and without filters a row's result does not depend on other rows; elsewhere the
     product is PyTorch's, whose last bits may depend on how many rows there are.
 
     Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online normalizer

@@ -50,7 +50,7 @@ def logit_drift(logits: Tensor, previous: Tensor | None = None, *, min_p: float 
         ValueError: shapes that do not fit; a `min_p` out of range.
         TypeError: dtypes that do not fit.
 
-    No gradient flows. Deterministic; a row's result does not depend on other rows.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows.
 
     Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
 

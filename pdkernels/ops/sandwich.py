@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail, message
+from pdkernels._validation import check_index, check_own_places, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
 from pdkernels.ops._library import call, define
@@ -293,6 +293,7 @@ def _check_rotate_append(
     for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
         if tensor.shape[3] > 1 and tensor.stride(3) != 1:
             fail(op, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+    check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     kv_heads = k_cache.shape[2]
     heads = all_heads - 2 * kv_heads
     if kv_heads < 1 or heads < kv_heads or heads % kv_heads != 0:

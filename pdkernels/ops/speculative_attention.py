@@ -11,18 +11,17 @@ changes its cache.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type, fail, message
+from pdkernels._validation import check_index, check_own_places, check_type, fail, message
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
+from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
 from pdkernels.reference import speculative_attention as reference
 
@@ -65,7 +64,7 @@ def speculative_attention(
             sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
-        scale: of the scores, finite; None means ``head_dim ** -0.5``.
+        scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
         return_lse: also return the log-sum-exp of each row's scores.
         backend: see `pdkernels.show_config`.
 
@@ -79,7 +78,8 @@ def speculative_attention(
             the CPU also lengths out of ``[0, capacity]`` and pages inside a length that do not exist. On CUDA lengths are clamped
             and pages have to be right; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the price of a sync.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; an input that wants a gradient.
+        NotImplementedError: a backend that does not serve the device; an input that wants a gradient, or a tangent (the
+            reference has both).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
     batch; pages give the bits of a contiguous cache of their capacity. ``torch.compile`` sees one op, and neither it nor a CUDA
@@ -171,13 +171,8 @@ def _arguments(
     if q.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != q.shape[1]):
         remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
         fail(op, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
-    if scale is None:
-        scale = q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
-    else:
-        check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
-        check(-math.inf < scale < math.inf, op, "scale", "be finite", scale)
     tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
-    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, scale)
+    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, given_scale(op, scale, q))
 
 
 def _check(
@@ -218,6 +213,8 @@ def _check(
         fail(op, "k_cache", f"have {k_new.shape[2]} heads of {k_new.shape[3]} like k_new", tuple(k_cache.shape))
     if v_cache.shape != k_cache.shape:
         fail(op, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(v_cache.shape))
+    if op == APPEND:
+        check_own_places(op, k_cache=k_cache, v_cache=v_cache)
     check_index(op, "cache_lengths", cache_lengths, (q.shape[0],), q.device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (q.shape[0], None), q.device)
@@ -301,6 +298,7 @@ def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tensor, Tensor]:
     """Results without a history would look like constants to whoever trains through them."""
+    refuse_tangents(op._opname, arguments[:5])
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:5]):
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))

@@ -117,7 +117,7 @@ def token_statistics(
             steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
-    No gradient flows. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
     at temperature 0.
 
     Source: the samplers of Nie et al., "Large Language Diffusion Models", and Ye et al., "Dream 7B"; nucleus filter: Holtzman et

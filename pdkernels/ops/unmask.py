@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail
+from pdkernels._validation import check_index, check_own_places, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import call, define, key
 from pdkernels.reference import unmask as reference
@@ -65,7 +65,7 @@ def unmask_(
     ======================  ==========================================================================================
 
     Args:
-        tokens: ``(batch, length)`` int32 or int64, any strides; written.
+        tokens: ``(batch, length)`` int32 or int64, any strides but those of an expanded tensor; written.
         ids: ``(batch, candidates)``, dtype of tokens. A guess that is negative or the mask token is never committed.
         confidence: ``(batch, candidates)`` float32 (float64 with ``backend="reference"``), any number that grows with certainty;
             compared with the threshold exactly, in float64. None: a random order, see below.
@@ -127,6 +127,7 @@ def _check(
     seed: int, step: int, steps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     check_index(OP, "tokens", tokens, (None, None), None)
+    check_own_places(OP, tokens=tokens)
     device, (batch, length) = tokens.device, tokens.shape
     check_index(OP, "ids", ids, (batch, None), device)
     check_type(ids.dtype == tokens.dtype, OP, "ids", f"be {tokens.dtype} like tokens", ids.dtype)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.decoding import generate
+from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.reference.dllm_cache import FeatureCache as Reference
 from pdkernels.reference.dllm_cache import dllm_cache
 from pdkernels.reference.llada import unmask_by_quota
@@ -79,6 +80,29 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
     assert_same(result, expected)
 
 
+@pytest.mark.parametrize("interval", [2, 3, 7, 100])
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "page_size": 3}, {"remasking": "random", "temperature": 0.7}])
+@pytest.mark.parametrize("predicts", ["own", "next"])
+def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict[str, Any], interval: int) -> None:
+    """Forwards of the text without the prompt count for its own cache alone."""
+    model, batch, limit = deep_masked(0, predicts), [[3, 1, 4], [5]], 14
+    kinds = {"prompt_interval": 4, "gen_interval": 3, "transfer_ratio": 0.5, "guidance": 2.5, "guidance_interval": interval}
+    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, **kinds, **options)
+    assert_same(result, reference(model, batch, limit, **kinds, **{k: v for k, v in options.items() if k != "page_size"}))
+
+
+@pytest.mark.parametrize(("interval", "free"), [(1, 14), (4, 7), (100, 5)])
+def test_an_interval_saves_forwards_of_the_text_without_the_prompt(
+    monkeypatch: pytest.MonkeyPatch, interval: int, free: int
+) -> None:
+    """The first five forwards have one each; of one sequence at interval 1 both texts are rows of one forward."""
+    rows: list[int] = []
+    forward = FeatureCache.forward
+    monkeypatch.setattr(FeatureCache, "forward", lambda self, tokens, *rest: rows.append(len(tokens)) or forward(self, tokens, *rest))
+    result = generate(deep_masked(0), [[3, 1, 4]], METHOD, max_new_tokens=14, guidance=2.5, guidance_interval=interval)
+    assert result.stats.forwards == 14 and sum(rows) == 14 + free
+
+
 @pytest.mark.parametrize("options", [
     {}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"},
 ])  # fmt: skip
@@ -94,8 +118,9 @@ def test_the_interval_and_the_ratio_matter() -> None:
     """Random weights: what is stale changes tokens, so that the tests above look at something."""
     model, batch = deep_masked(0), [[3, 1, 4], [5]]
     kinds = [EXACT, {}, {"prompt_interval": 2}, {"gen_interval": 2}, {"transfer_ratio": 0.5}, {"baseline": "recomputed"}]
-    tokens = [generate(model, batch, METHOD, max_new_tokens=16, **kind).tokens for kind in kinds]
-    assert len({str(one) for one in tokens}) == len(kinds)
+    guided = [{"guidance": 2.5, "guidance_interval": interval} for interval in (1, 4, 100)]
+    tokens = [generate(model, batch, METHOD, max_new_tokens=16, **kind).tokens for kind in [*kinds, *guided]]
+    assert len({str(one) for one in tokens}) == len(kinds) + len(guided)
 
 
 def test_new_rows_may_be_so_few_that_none_is_chosen() -> None:
@@ -106,7 +131,7 @@ def test_new_rows_may_be_so_few_that_none_is_chosen() -> None:
     assert_same(result, reference(model, batch, 3, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "gen_interval": 2}, {"transfer_ratio": 0.0}, {"guidance": 1.5}])
+@pytest.mark.parametrize("options", [{}, {"block_size": 4, "gen_interval": 2}, {"transfer_ratio": 0.0}, {"guidance": 1.5}, {"guidance": 1.5, "guidance_interval": 3}])
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
@@ -150,6 +175,8 @@ def test_errors() -> None:
         ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
         ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
         ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+        ({"guidance_interval": 0, "guidance": 1.0}, ValueError, "guidance_interval must be at least 1, got 0."),
+        ({"guidance_interval": 2}, ValueError, "guidance_interval must be 1 without guidance, got 2."),
         ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
         ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
     ])  # fmt: skip

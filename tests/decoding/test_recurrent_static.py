@@ -181,6 +181,8 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_diffusion", {"published": True, "guard": False}, ValueError, DIFFUSION + "guard must not be given with published"),
     ("recurrent_diffusion", {"published": True, "schedule": "root"}, ValueError, DIFFUSION + "schedule must be one of 'harmonic', "),
     ("recurrent_diffusion", {"published": True, "max_wavefront": 1}, ValueError, DIFFUSION + "max_wavefront must be at least 2"),
+    ("recurrent_diffusion", {"published": True, "threshold": 0}, ValueError,
+     DIFFUSION + "threshold must be above 0 with published=True and exit='latent-diff', got 0. No distance is less, "),
     ("recurrent_diffusion", {"published": True, "prompt": [[1], [2]]}, ValueError, DIFFUSION + "prompt must be a single one with"),
 ]
 

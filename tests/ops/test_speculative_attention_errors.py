@@ -117,7 +117,8 @@ CASES = {
         "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
     "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
-    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite, got inf"),
+    "scale": ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, "scale must be finite in float32, got 1e+39"),
     "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     "backend": ({"backend": "fast"}, ValueError, "backend must be one of auto, native, triton, reference, got 'fast'"),
     "too long": (
@@ -143,7 +144,7 @@ CASES = {
     ),
 }  # fmt: skip
 # What values are is known when a kernel runs, and types are Python's business.
-NOT_TRACED = {"q no tensor", "no cache", "lengths no tensor", "scale", "scale no number", "backend", "no plan", "a mask"}
+NOT_TRACED = {"q no tensor", "no cache", "lengths no tensor", "scale", "scale beyond float32", "scale no number", "backend", "no plan", "a mask"}
 NOT_TRACED |= {"too long", "negative", "too long for the table", "no such page", "a page too far"}
 
 
