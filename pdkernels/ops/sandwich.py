@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a sandwich block: residual norms, the gate, and rotary K and V into the cache.
+"""What lies between the matrix products of a sandwich block: residual norms, the gate, and rotary embedding, into a cache or in place.
 
 A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
 """

@@ -198,10 +198,10 @@ def test_fullgraph_without_recompiles(shared: bool) -> None:
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     for seed, (batch, rows) in enumerate([(2, 3), (3, 5), (4, 7), (5, 4)]):
-        qkv, case = torch.randn(batch, rows, 5, 16), make_case(seed, batch=batch, rows=rows, head_dim=16, given="shared" if shared else "own")
-        expected = step(qkv.clone(), *case[1:4])
-        found = qkv.clone()
-        assert torch.equal(compiled(found, *case[1:4]), expected) and torch.equal(found + 1, expected)
+        case = make_case(seed, batch=batch, rows=rows, head_dim=16, given="shared" if shared else "own")
+        qkv, tables, positions = torch.randn(batch, rows, 5, 16), (case.cos, case.sin), case.positions.clone()
+        expected, found = step(qkv.clone(), *tables, positions), qkv.clone()
+        assert torch.equal(compiled(found, *tables, positions), expected) and torch.equal(found + 1, expected)
     assert counter.frame_count == 1
 
 
