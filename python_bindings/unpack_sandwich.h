@@ -168,6 +168,7 @@ void run_rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Ten
   args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
   args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
   STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1, "pdkernels: x must have even, contiguous heads");
+  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {args.heads, args.head_stride}});
   args.cos = rotary_table(place, cos, cos, args.head_dim), args.sin = rotary_table(place, sin, cos, args.head_dim);
   args.table_rows = cos.size(0);
   if (positions.dim() == 1) {  // the same for every sequence

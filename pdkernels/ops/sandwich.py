@@ -352,6 +352,7 @@ def _check_rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interl
         fail(op, "x", "have an even head_dim of at least 2", head_dim)
     if x.stride(3) != 1:
         fail(op, "x", "have a contiguous last dimension", f"strides {x.stride()}")
+    check_own_places(op, x=x)
     _check_tables(op, cos, sin, head_dim, x.device)
     shared = isinstance(positions, Tensor) and positions.dim() == 1
     check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)

@@ -189,7 +189,7 @@ def test_some_rows_take_the_adapter() -> None:
     rotation = model._uncached_rotation(tokens, places)
     visibility = transformer.uncached_visibility(mask.dense())
     for plain, other in zip(model.layers, merged.layers, strict=True):
-        outputs = [layer(x, rotation, visibility, 0, None, None, None) for layer in (plain, other)]
+        outputs = [sum(layer(x, layer.normed(x), rotation, visibility, 0, None, None, None)) for layer in (plain, other)]
         x = torch.where(adapted[:, None], outputs[1], outputs[0])
     options = {"positions": places, "mask": mask.dense()}
     close(model(tokens, adapted=adapted, **options), model.logits(x))

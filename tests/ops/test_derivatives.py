@@ -56,6 +56,7 @@ CALLS: dict[str, Call] = {
     "add_rms_norm": lambda x, **o: pd.add_rms_norm(torch.randn(1, 4, 16), x, torch.ones(16), **o),
     "silu_gate": pd.silu_gate,
     "rotate_append_": rotate,
+    "rotate_": lambda x, **o: pd.rotate_(x[:, :, None].clone(), *[torch.ones(8, 16)] * 2, torch.arange(4), **o),
     "recurrence_inject": inject,
     "recurrence_exit": exit_,
     "unmask_": lambda x, **o: pd.unmask_(torch.zeros(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.int64), x[0], mask_token=0, **o),
@@ -90,7 +91,7 @@ def test_a_tangent_is_refused(op: str, level: None) -> None:
         CALLS[op](dual)
 
 
-@pytest.mark.parametrize("op", sorted(set(CALLS) - {"unmask_", "value_drift_select_", "rotate_append_", "kv_append_", "kv_commit_"}))
+@pytest.mark.parametrize("op", sorted(set(CALLS) - {"unmask_", "value_drift_select_", "rotate_append_", "rotate_", "kv_append_", "kv_commit_"}))
 def test_the_reference_has_it(op: str, level: None) -> None:
     """All but ops that return no floats."""
     x = torch.randn(1, 4, 16)

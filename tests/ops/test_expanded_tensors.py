@@ -57,6 +57,7 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
     "kv_trim_": (lambda lengths, backend: pd.kv_trim_(lengths, ints(2), backend=backend), {"lengths": ints(2) + 1}),
     "speculative_attention_append_": (attention, {"k_cache": kv(), "v_cache": kv()}),
     "rotate_append_": (rotate, {"qkv": kv(4, 6), "k_cache": kv(), "v_cache": kv()}),
+    "rotate_": (lambda x, backend: pd.rotate_(x, TABLE, TABLE, ints(4), backend=backend), {"x": kv(4)}),
     "unmask_": (unmask, {"tokens": ints(2, 4)}),
     "value_drift_select_": (
         lambda v_cache, backend: pd.value_drift_select_(kv(4), v_cache, ints(2), count=2, backend=backend), {"v_cache": kv()},
