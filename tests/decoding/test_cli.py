@@ -69,6 +69,15 @@ def test_check_compares_with_greedy() -> None:
     assert re.search(r"jacobi .* yes", run(*GENERATE, "--check").stdout)
 
 
+def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
+    monkeypatch.setitem(decoding._METHODS, "fast_dllm_v2", lambda session: session.record_first(0, 65))
+    result = run(*GENERATE, "--method", "quadratic_self_speculation", "--method", "fast_dllm_v2", "--check", COLUMNS="80")
+    table = result.stdout[result.stdout.index("method ") :]
+    assert "forwards" in table and "…" not in table and re.search(r"^ +quadratic_self_speculation +\d.* yes *$", table, re.M), table
+    assert max(map(len, table.splitlines())) <= 80
+
+
 def test_a_difference_is_told_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(session: Session) -> None:
         session.forwards += 1
@@ -110,6 +119,8 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
         (["--prompt", ""], "prompt must hold at least one token"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1."),
         (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
+        (["--prompt", "caf\udce9"], "text must hold Unicode characters alone"),
+        (["--model", "tiny-masked", "--check"], "--check must be for a model that decodes token by token, got tiny-masked. Leave it out."),
     ],
 )
 def test_errors_are_one_sentence(arguments: list[str], text: str) -> None:
@@ -204,6 +215,7 @@ def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
         (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
+        (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that can be made, got "),
     ],
 )
 def test_errors_of_eval_are_one_sentence(arguments: list[str], text: str) -> None:
