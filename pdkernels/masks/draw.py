@@ -56,9 +56,10 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     shape = f"{mask.q_len} x {mask.kv_len}, {mask.density:.1%} visible"
     entries = _kind_legend(colours)
     if tile is not None:
-        plan = mask.plan(*((tile, tile) if isinstance(tile, int) else tile))
+        block_q, block_k = tile if isinstance(tile, tuple) else (tile, tile)
+        plan = mask.plan(block_q, block_k)
         _tiles(axes, plan)
-        entries += _tile_legend(plan)
+        entries += _tile_legend()
         visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
         of = (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1)
         shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial"
@@ -199,7 +200,7 @@ def _kind_legend(colours: dict[str, str]) -> list:
     return [Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys") for kind, colour in colours.items()]
 
 
-def _tile_legend(plan: TilePlan) -> list:
+def _tile_legend() -> list:
     from matplotlib.patches import Patch
 
     return [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from os import PathLike
@@ -12,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pdkernels import _host
-from pdkernels._validation import check, check_type, message
-from pdkernels.masks.tile_plan import TilePlan
+from pdkernels._validation import check, check_type, integer, message
+from pdkernels.masks.tile_plan import TilePlan, numbered
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -224,6 +223,7 @@ class SegmentMask:
 
         Raises:
             ValueError: other tile sizes.
+            TypeError: a tile size that is no int.
 
         Example:
             >>> import pdkernels as pd
@@ -233,7 +233,8 @@ class SegmentMask:
             >>> plan.kv_bitmaps.tolist()
             [0, -1, 0, -1, -1, 0]
         """
-        return _plan(self, operator.index(block_q), operator.index(block_k), torch.device(device))
+        sizes = (integer("masks.plan", name, size, 0) for name, size in (("block_q", block_q), ("block_k", block_k)))
+        return _plan(self, *sizes, numbered(device))
 
     def draw(self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None) -> None:
         """Writes a picture of the mask as PNG. Needs matplotlib.
@@ -255,6 +256,8 @@ def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
 
 @lru_cache(maxsize=128)
 def _plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
-    if device.type != "cpu":
-        return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
-    return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
+    # Whoever asked first, training may be next, and autograd saves no tensor that was made in inference mode.
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
+        return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)

@@ -185,6 +185,7 @@ Segment = masks.Segment
         (lambda: masks.causal(3)[:1, :1, :1], TypeError, r"slices must be of rows and columns, got 3 slices\."),
         (lambda: masks.causal(3)[1], TypeError, r"rows must be a slice, got 1\. Write mask\[a:b\]"),
         (lambda: masks.causal(3).plan(100, 128), ValueError, r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\."),
+        (lambda: masks.causal(3).plan("cuda"), TypeError, r"masks.plan: block_q must be an integer, got str\."),
         (lambda: masks.causal(3).plan(128, 2048), ValueError, r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
         (lambda: masks.SegmentMask([Segment(-1, "full")]), ValueError, r"segment 0 must have a length of 0 or more, got -1\."),
         (lambda: masks.SegmentMask([(1, "full")]), TypeError, r"segments must be Segments with int lengths, got \(1, 'full'\)\."),
