@@ -18,9 +18,11 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from pdkernels.backends import Backend
+from pdkernels.ops._floats import refuse_gradients
 from pdkernels.ops._library import call, define, key
 from pdkernels.ops._recurrence import (
     ADVANCE,
+    EXIT,
     INJECT,
     check_exit,
     check_inject,
@@ -109,6 +111,7 @@ def recurrence_inject(
             advance, an old row that `state` does not have. On CUDA such a width is taken as the nearest allowed one and such a
             row as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
 
     Arithmetic is float32, each operation rounded by itself in the order of the formulas, with one rounding to the dtype at the
     end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last dimension.
@@ -128,6 +131,7 @@ def recurrence_inject(
     named = (("schedule", schedule, reference.SCHEDULES), ("mixer", mixer, reference.MIXERS), ("new_state", new_state, reference.NEW_STATES))
     for name, value, names in named:
         check_name(INJECT, name, value, names)
+    refuse_gradients(INJECT, backend, state=state, embedding=embedding, previous_embedding=previous_embedding)
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
     options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     return call(inject_op, (*tensors, *options), embedding, backend)
@@ -181,6 +185,7 @@ def recurrence_exit(
         ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]`` or a negative advance. On
             CUDA such a width is taken as the nearest allowed one, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
 
     Deterministic and independent of the batch. A state of zeros that does not move has the distance 0; NaN never settles.
 
@@ -195,6 +200,7 @@ def recurrence_exit(
         (tensor([[[ 1.0000,  1.0000],
                  [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
     """
+    refuse_gradients(EXIT, backend, x=x, residual=residual, weight=weight, previous=previous, older=older)
     rest = (recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps)
     return RecurrenceExit(*call(exit_op, (x, residual, weight, previous, *rest), x, backend))
 
