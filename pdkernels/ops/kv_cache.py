@@ -11,7 +11,7 @@ bad values raise and nothing is written. On CUDA a sequence with bad values is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ CacheTensors = Tensor | Sequence[Tensor]
 
 # Rows one commit can carry on CUDA: a byte of each is staged in 48 KiB of shared memory.
 MAX_CUDA_COMMIT_ROWS = 48 * 1024
+
 
 def kv_append_(
     k_cache: CacheTensors,
@@ -61,7 +62,8 @@ def kv_append_(
         >>> k[0, :, 0, 0]
         tensor([0., 1., 1., 0.])
     """
-    arguments = (*map(_as_list, (k_cache, v_cache, k_new, v_new)), lengths, counts, block_table)
+    tensors = _as_lists("kv_append_", k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
+    arguments = (*tensors, lengths, counts, block_table)
     call(kv_append_op, arguments, lengths, backend)
 
 
@@ -109,7 +111,8 @@ def kv_commit_(
         >>> k.flatten(), lengths
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
-    arguments = (_as_list(k_cache), _as_list(v_cache), lengths, counts, source_index, block_table)
+    tensors = _as_lists("kv_commit_", k_cache=k_cache, v_cache=v_cache)
+    arguments = (*tensors, lengths, counts, source_index, block_table)
     call(kv_commit_op, arguments, lengths, backend)
 
 
@@ -135,8 +138,10 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
     call(kv_trim_op, (lengths, new_lengths), lengths, backend)
 
 
-def _as_list(tensors: CacheTensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _as_lists(op: str, **given: CacheTensors) -> list[list[Tensor]]:
+    for name, tensors in given.items():
+        check_type(isinstance(tensors, Iterable), op, name, "be a tensor or a list of them", type(tensors).__name__)
+    return [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in given.values()]
 
 
 def _check_append(
