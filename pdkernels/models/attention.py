@@ -143,6 +143,9 @@ def attend_stored(
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     if isinstance(visibility.mask, TilePlan):
+        if q.dtype not in KERNEL_DTYPES or not takes_head_dim(q.shape[3]):
+            expectation = f"be a bool tensor for a model in {q.dtype} with heads of {q.shape[3]}, which no kernel takes"
+            fail("Transformer", "mask", expectation, "a TilePlan", "Pass mask.dense().")
         return block_sparse_attention(q, k, v, visibility.mask)
     if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
         return _by_matmul(q, k, v, visibility.causal)

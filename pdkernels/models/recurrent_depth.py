@@ -212,6 +212,7 @@ class RecurrentDepth(nn.Module):
             TypeError: dtypes.
         """
         op = "RecurrentDepth"
+        check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
         check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
         check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
         check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
