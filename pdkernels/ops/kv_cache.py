@@ -197,7 +197,9 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         if t.dim() not in (4, 5):
             fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
         if t.shape[-1] > 1 and t.stride(-1) != 1:
-            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", "Call .contiguous() on it.")
+            # A copy of a cache would take the rows and be thrown away.
+            remedy = "Allocate it so." if argument.endswith("cache") else "Call .contiguous() on it."
+            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", remedy)
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)
