@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message
+from pdkernels.masks._arguments import arange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,7 +83,7 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
 def _sampled(window: tuple[int, int]) -> Tensor:
     start, stop = window
     count = min(stop - start, MOST)
-    return start + (torch.arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
+    return start + (arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
 
 
 def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
@@ -91,12 +92,12 @@ def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
 
     rows, columns = _sampled(mask._rows), _sampled(mask._columns)
     if rows.numel() == 0 or columns.numel() == 0:
-        return torch.tensor(HIDDEN).expand(1, 1, 3).numpy()
+        return torch.tensor(HIDDEN, device="cpu").expand(1, 1, 3).numpy()
     ids = mask.segment_ids.to(torch.int64)
-    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments])[ids[columns]]
+    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments], device="cpu")[ids[columns]]
     strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]
     shade = palette * strength + (1 - strength)
-    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN)).numpy()
+    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, device="cpu")).numpy()
 
 
 def _spans(mask: SegmentMask, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdkernels import _host
 from pdkernels._validation import check, check_type, integer, message
+from pdkernels.masks._arguments import arange
 from pdkernels.masks.tile_plan import TilePlan, numbered
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -115,7 +116,7 @@ class SegmentMask:
 
     @cached_property
     def _all_positions(self) -> Tensor:
-        return torch.arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
+        return arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
 
     @property
     def density(self) -> float:
@@ -167,14 +168,14 @@ class SegmentMask:
         """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
         size = len(self.segments)
         if size == 0:
-            return torch.zeros(0, 0, dtype=torch.uint8)
+            return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._table.relation(), dtype=torch.uint8).view(size, size)
 
     @cached_property
     def segment_ids(self) -> Tensor:
         """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
-        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(arange(len(lengths), dtype=torch.int32), lengths)
 
     def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Visibility of each of some rows and some columns, both counted over all tokens."""
@@ -190,7 +191,7 @@ class SegmentMask:
             >>> pd.masks.causal(3).dense().int().tolist()
             [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return self._visible(torch.arange(*self._rows), torch.arange(*self._columns))
+        return self._visible(arange(*self._rows), arange(*self._columns))
 
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.

@@ -187,7 +187,7 @@ class TilePlan:
     def _laid_out(tensors: dict[str, Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
         """A plan of these tensors in one fresh block of memory."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-        words = torch.zeros(sum(sizes), dtype=torch.int32)
+        words = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
         for begin, tensor in zip(begins, tensors.values()):
             words[begin : begin + tensor.numel()] = tensor.flatten()
