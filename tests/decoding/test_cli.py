@@ -49,6 +49,18 @@ def test_one_method_and_its_table(noise: Transformer) -> None:
     assert "def f(" in result.stdout and "identical" not in result.stdout
 
 
+def test_a_long_prompt_is_read_once(noise: Transformer) -> None:
+    read = 0
+
+    def listen(module: Transformer, arguments: tuple[torch.Tensor], options: object, output: object) -> None:
+        nonlocal read
+        read += arguments[0].numel()
+
+    with noise.register_forward_hook(listen, with_kwargs=True):
+        assert run("generate", "--prompt", "x" * 1000, "--max-new-tokens", "1").exit_code == 0
+    assert 1000 <= read < 1200
+
+
 def test_the_text_is_streamed_unbroken_and_harmless(noise: Transformer) -> None:
     result = run(*GENERATE, "--method", "autoregressive", "--max-new-tokens", "200", COLUMNS="40")
     text = decoding.generate(noise, "def f(", max_new_tokens=200).text
