@@ -131,7 +131,7 @@ def _errors_told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        if not str(error).startswith("pdkernels."):  # a fault of ours, not of the input: keep the traceback
+        if not str(error).startswith(("pdkernels.", "pdkernels: ")):  # a fault of ours, not of the input: keep the traceback
             raise
         Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
@@ -334,7 +334,8 @@ def list_models() -> None:
 @app.command()
 def doctor() -> None:
     """Show versions, what was compiled and what each op uses on each device."""
-    typer.echo(show_config())
+    with _errors_told():
+        typer.echo(show_config())
 
 
 def main() -> None:

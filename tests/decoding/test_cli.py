@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -247,6 +248,13 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
 def test_models_and_doctor() -> None:
     assert run("models").stdout.split() == list(models.available())
     assert run("doctor").stdout.startswith("pdkernels ")
+
+
+def test_a_wrong_variable_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "pdkernels", "doctor"]
+    result = subprocess.run(command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got 'mmx'.\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

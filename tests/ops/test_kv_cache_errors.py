@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdkernels as pd
+from pdkernels import backends
 from pdkernels.ops import _library
 from pdkernels.reference import kv_cache as reference
 from tests.ops.kv_cases import Case, make_case, whole
@@ -119,6 +120,16 @@ def test_bad_trim(wanted: list[int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pd.kv_trim_(lengths, torch.tensor(wanted))
     assert lengths.tolist() == [3, 6]
+
+
+def test_a_default_backend_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = good_case().lengths
+    monkeypatch.setattr(backends, "DEFAULT", "fast")
+    with pytest.raises(ValueError, match="kv_trim_: PDKERNELS_BACKEND must be one of auto, native, triton, reference, got 'fast'"):
+        pd.kv_trim_(lengths, lengths.clone())
+    monkeypatch.setattr(backends, "DEFAULT", "triton")
+    with pytest.raises(NotImplementedError, match="kv_trim_: PDKERNELS_BACKEND must be one of auto, native, reference on cpu, got 'triton'"):
+        pd.kv_trim_(lengths, lengths.clone())
 
 
 def test_unknown_and_missing_backends() -> None:
