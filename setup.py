@@ -5,7 +5,8 @@
 ``pdkernels._host``     the pybind11 module.
 
 Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX, and
-PDKERNELS_SANITIZE=1, which only builds ``build/native-sanitize/_ops.so`` (CPU ops with ASan and UBSan) and installs nothing.
+two for tests, which build CPU ops under ``build/`` and install nothing: PDKERNELS_SANITIZE=1, with ASan and UBSan, and
+PDKERNELS_EMULATE_ISA=1, with all vector units on any processor.
 """
 
 from __future__ import annotations

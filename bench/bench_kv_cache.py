@@ -29,7 +29,7 @@ MOST_COPIED = 8
 
 
 @lru_cache(maxsize=2)
-def make_caches(batch: int, device: str, capacity: int, length: int) -> tuple[Tensor, Tensor]:
+def make_caches(batch: int, device: str, capacity: int) -> tuple[Tensor, Tensor]:
     """K and V of all layers, shared by the contenders: 604 MB at batch 1."""
     shape = (LAYERS, batch, capacity, HEADS, DIM)
     rows = torch.randn(shape[1:], generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
@@ -43,7 +43,7 @@ class Setup:
     """The arguments of one case, the cache as one stacked tensor per side and as its layers."""
 
     def __init__(self, batch: int, accepted: int, drafted: int, device: str, capacity: int = CAPACITY, length: int = LENGTH) -> None:
-        self.k, self.v = make_caches(batch, device, capacity, length)
+        self.k, self.v = make_caches(batch, device, capacity)
         self.accepted, self.length = accepted, length
         self.source = torch.arange(accepted, device=device) * (drafted // accepted)
         self.sources = self.source.expand(batch, accepted).contiguous()

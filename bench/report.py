@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import gpu_report
+from bench.gpu_report import table
 from pdkernels.evaluation import plot, plot_masked, plot_recurrent
 from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
 
@@ -30,11 +31,6 @@ def load(folder: Path) -> list[Row]:
             stats = benchmark["stats"]
             rows.append({**benchmark["extra_info"], "group": benchmark["group"], "iqr_us": stats["iqr"] * 1e6, "max_us": stats["max"] * 1e6})
     return rows
-
-
-def table(header: list[str], lines: list[list[str]]) -> str:
-    align = ["---"] + ["---:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [header, align, *lines])
 
 
 def microseconds(value: float) -> str:

@@ -45,13 +45,13 @@ def resolve(op: str, backend: str, device: torch.device) -> str:
     wanted = DEFAULT if backend == "auto" else backend
     choice = CHOICES[op].get((wanted, device.type))
     if choice is None:
-        _explain(op, wanted, device.type)
+        _explain(op, "backend" if wanted == backend else "PDKERNELS_BACKEND", wanted, device.type)
     return choice
 
 
-def _explain(op: str, backend: str, device: str) -> NoReturn:
+def _explain(op: str, source: str, backend: str, device: str) -> NoReturn:
     if backend not in BACKENDS:
-        raise ValueError(message(op, "backend", f"be one of {', '.join(BACKENDS)}", repr(backend)))
+        raise ValueError(message(op, source, f"be one of {', '.join(BACKENDS)}", repr(backend)))
     if device not in ("cpu", "cuda"):
         raise NotImplementedError(message(op, "device", "be cpu or cuda", device, "Move the tensors to one of them."))
     here = [name for name in BACKENDS if (name, device) in CHOICES[op]]
@@ -64,7 +64,7 @@ def _explain(op: str, backend: str, device: str) -> NoReturn:
         remedy = "Install triton, or pass backend='reference'."
     else:
         remedy = "Rebuild with nvcc on the PATH (PDKERNELS_BUILD_CUDA=1), or pass backend='reference'."
-    raise NotImplementedError(message(op, "backend", f"be one of {', '.join(here)} on {device}", repr(backend), remedy))
+    raise NotImplementedError(message(op, source, f"be one of {', '.join(here)} on {device}", repr(backend), remedy))
 
 
 def backend_of(dtype: torch.dtype) -> Backend:

@@ -87,9 +87,9 @@ def generate(
         typer.Option(help="Decoding method, or 'all' that the model can run; by default 'jacobi' or 'llada'. May be given several times."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
-    block_size: Annotated[int | None, typer.Option(help="Jacobi: tokens per block.")] = None,
-    window: Annotated[int | None, typer.Option(help="Jacobi: length of a running draft, instead of blocks.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Jacobi: seed of the tokens a draft starts from.")] = None,
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a block or draft.")] = None,
+    window: Annotated[int | None, typer.Option(help="jacobi: length of a running draft, instead of blocks.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers, such as the tokens a draft starts from.")] = None,
     page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else what torch takes.")
@@ -106,6 +106,9 @@ def generate(
         language_model = models.load(model)
         usual = "jacobi" if decoding.suits("jacobi", language_model) else "llada"
         methods = _methods(method or [usual], options, language_model)
+        if check:
+            greedy_exists = decoding.suits("autoregressive", language_model)
+            demand(greedy_exists, "generate", "--check", "be for a model that decodes token by token", model, "Leave it out.")
         _use_threads(threads, [language_model])
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
@@ -128,7 +131,7 @@ def _errors_told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        if not str(error).startswith("pdkernels."):  # a fault of ours, not of the input: keep the traceback
+        if not str(error).startswith(("pdkernels.", "pdkernels: ")):  # a fault of ours, not of the input: keep the traceback
             raise
         Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
@@ -161,8 +164,8 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
 def _run(
     console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
 ) -> DecodeResult:
-    # A few tokens unseen first, so that no method pays for the start of the process.
-    decoding.generate(model, prompt, method, max_new_tokens=min(4, max_new_tokens), **options)
+    # A few tokens behind a short prompt unseen first, so that no method pays for the start of the process.
+    decoding.generate(model, prompt[:100], method, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
     stream = _Stream(console, model.tokenizer)
@@ -179,7 +182,7 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
     for heading in ("forwards", "tokens", "tokens/\nforward", "seconds", "tokens/s"):
         table.add_column(heading, justify="right", no_wrap=True)
     if same is not None:
-        table.add_column("identical\nto greedy", no_wrap=True)
+        table.add_column("identical\nto greedy")
     for name, result in results.items():
         stats = result.stats
         row = [
@@ -230,7 +233,11 @@ def evaluate(
     """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding."""
     console = Console(highlight=False)
     with _errors_told():
-        if plot is not None:  # what would only fail after minutes fails now
+        # What would only fail after minutes fails now.
+        for option, path in (("--plot", plot), ("--json", json_path)):
+            if path is not None:
+                _make_folder(option, path)
+        if plot is not None:
             demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
             if importlib.util.find_spec("matplotlib") is None:
                 raise ImportError(
@@ -262,15 +269,20 @@ def evaluate(
             console.print(_evaluation_table([row for row in rows if row.task == chosen.name]))
         written = evaluation.as_json(rows, skipped)
         if json_path is not None:
-            json_path.parent.mkdir(parents=True, exist_ok=True)
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
-            plot.parent.mkdir(parents=True, exist_ok=True)
             draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(family, evaluation.plot)
             draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
         console.print(Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red"))
         raise typer.Exit(1)
+
+
+def _make_folder(option: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        demand(False, "eval", option, "lie in a folder that can be made", f"{path} ({error.strerror})")
 
 
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -322,7 +334,8 @@ def list_models() -> None:
 @app.command()
 def doctor() -> None:
     """Show versions, what was compiled and what each op uses on each device."""
-    typer.echo(show_config())
+    with _errors_told():
+        typer.echo(show_config())
 
 
 def main() -> None:

@@ -125,7 +125,7 @@ inline ExitArgs exit_args(const Tensor& x, const Tensor& residual, const Tensor&
   args.width = index_view(place, width, 1, args.batch);
   args.advance = index_view(place, advance, 1, args.batch);
   args.older_advance = index_view(place, older_advance, 1, args.batch);
-  STD_TORCH_CHECK(min_recurrences >= 1, "pdkernels: min_recurrences must be at least 1");
+  STD_TORCH_CHECK(min_recurrences >= 1 && eps >= 0 && threshold == threshold, "pdkernels: an option is out of range");
   args.min_recurrences = min_recurrences;
   args.threshold = threshold;
   args.eps = static_cast<float>(eps);

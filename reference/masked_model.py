@@ -200,7 +200,6 @@ def random_weights(
     intermediate_size: int = 24,
     layers: int = 2,
     bias: bool | None = None,
-    head_scale: float = 1.5,
     seed: int = 0,
 ) -> dict[str, Tensor]:
     """An fp64 state dict with the published names: a model whose every part matters, of no meaning.
@@ -208,7 +207,6 @@ def random_weights(
     Args:
         names: "llada" or "qwen2".
         bias: of q, k and v; None: as the published models have it, Qwen2's only.
-        head_scale: how sure the model is of its guesses.
     """
     generator = torch.Generator().manual_seed(seed)
     part, width = NAMES[names], hidden_size
@@ -220,7 +218,7 @@ def random_weights(
     weights = {
         part["embedding"]: normal(vocab_size, width),
         part["norm"]: 1 + normal(width, std=0.2),
-        part["head"]: normal(vocab_size, width, std=head_scale * width**-0.5),
+        part["head"]: normal(vocab_size, width, std=1.5 * width**-0.5),
     }
     biases = {}
     for layer in range(layers):

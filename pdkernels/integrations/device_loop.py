@@ -57,7 +57,7 @@ class DeviceLoop:
     A cache and a log of all steps are made here, once. One generation at a time.
 
     Example:
-        >>> import pdkernels as pd
+        >>> import torch, pdkernels as pd
         >>> from pdkernels.integrations.device_loop import DeviceLoop, available
         >>> if available():
         ...     model = pd.models.load("tiny-code").cuda()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from pdkernels import _validation
 from pdkernels._validation import check_type, fail
 
+# Masks lie in the computer's memory, whatever torch's default device is.
+arange = partial(torch.arange, device="cpu")
 
 # Longer masks do not fit the 32-bit numbers of a plan.
 MOST_TOKENS = 2**31 - 1
@@ -40,5 +43,5 @@ def blocks(length: int, block_size: int) -> list[int]:
 
 def inverse(permutation: Tensor) -> Tensor:
     result = torch.empty_like(permutation)
-    result[permutation] = torch.arange(len(permutation))
+    result[permutation] = arange(len(permutation))
     return result

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.masks._arguments import blocks, integer
+from pdkernels.masks._arguments import arange, blocks, integer
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 
@@ -32,7 +32,7 @@ def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
     q_len = integer("causal", "q_len", q_len, 0)
     kv_len = q_len if kv_len is None else integer("causal", "kv_len", kv_len, 0)
     tokens = max(q_len, kv_len)
-    mask = SegmentMask([Segment(tokens, "causal")], torch.arange(kv_len - tokens, kv_len))
+    mask = SegmentMask([Segment(tokens, "causal")], arange(kv_len - tokens, kv_len))
     return mask if q_len == kv_len else mask[tokens - q_len :, tokens - kv_len :]
 
 
@@ -54,7 +54,7 @@ def full(q_len: int, kv_len: int | None = None) -> SegmentMask:
     q_len = integer("full", "q_len", q_len, 0)
     kv_len = q_len if kv_len is None else integer("full", "kv_len", kv_len, 0)
     tokens = max(q_len, kv_len)
-    mask = SegmentMask([Segment(tokens, "full")], torch.arange(kv_len - tokens, kv_len))
+    mask = SegmentMask([Segment(tokens, "full")], arange(kv_len - tokens, kv_len))
     return mask if q_len == kv_len else mask[tokens - q_len :, tokens - kv_len :]
 
 
@@ -138,5 +138,5 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
         length = integer("pack", "length", length, 0)
         check(used <= length, op, "length", f"be at least the {used} tokens of the masks", length)
         segments.append(Segment(length - used, "none", (), "padding", samples))
-        positions.append(torch.zeros(length - used, dtype=torch.int64))
+        positions.append(torch.zeros(length - used, dtype=torch.int64, device="cpu"))
     return SegmentMask(segments, torch.cat(positions) if positions else None)

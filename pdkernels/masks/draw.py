@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import message
+from pdkernels.masks._arguments import arange
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,9 +57,10 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     shape = f"{mask.q_len} x {mask.kv_len}, {mask.density:.1%} visible"
     entries = _kind_legend(colours)
     if tile is not None:
-        plan = mask.plan(*((tile, tile) if isinstance(tile, int) else tile))
+        block_q, block_k = tile if isinstance(tile, tuple) else (tile, tile)
+        plan = mask.plan(block_q, block_k)
         _tiles(axes, plan)
-        entries += _tile_legend(plan)
+        entries += _tile_legend()
         visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
         of = (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1)
         shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial"
@@ -81,7 +83,7 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
 def _sampled(window: tuple[int, int]) -> Tensor:
     start, stop = window
     count = min(stop - start, MOST)
-    return start + (torch.arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
+    return start + (arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
 
 
 def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
@@ -90,12 +92,12 @@ def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
 
     rows, columns = _sampled(mask._rows), _sampled(mask._columns)
     if rows.numel() == 0 or columns.numel() == 0:
-        return torch.tensor(HIDDEN).expand(1, 1, 3).numpy()
+        return torch.tensor(HIDDEN, device="cpu").expand(1, 1, 3).numpy()
     ids = mask.segment_ids.to(torch.int64)
-    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments])[ids[columns]]
+    palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments], device="cpu")[ids[columns]]
     strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]
     shade = palette * strength + (1 - strength)
-    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN)).numpy()
+    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, device="cpu")).numpy()
 
 
 def _spans(mask: SegmentMask, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
@@ -199,7 +201,7 @@ def _kind_legend(colours: dict[str, str]) -> list:
     return [Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys") for kind, colour in colours.items()]
 
 
-def _tile_legend(plan: TilePlan) -> list:
+def _tile_legend() -> list:
     from matplotlib.patches import Patch
 
     return [

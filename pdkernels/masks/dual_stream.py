@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, check, check_type
-from pdkernels.masks._arguments import blocks, choice, integer
+from pdkernels.masks._arguments import arange, blocks, choice, integer
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 
@@ -75,7 +75,7 @@ def dual_stream(
     check(prefix_len <= length, f"masks.{op}", "prefix_len", f"be at most length ({length})", prefix_len)
     sizes = blocks(length - prefix_len, block_size)
     if noisy_positions is None:
-        kept, noisy_sizes = torch.arange(prefix_len, length), sizes
+        kept, noisy_sizes = arange(prefix_len, length), sizes
     else:
         kept = torch.as_tensor(noisy_positions).cpu()
         integers = kept.numel() == 0 or kept.dtype in INDEX_DTYPES
@@ -92,5 +92,5 @@ def dual_stream(
     clean_segments += [Segment(size, inside, (range(prefix, prefix + 1 + j),), "clean") for j, size in enumerate(sizes)]
     noisy_segments = [Segment(size, "full", (range(prefix, prefix + 1 + j),), "noisy") for j, size in enumerate(noisy_sizes)]
     both = noisy_segments + clean_segments if noisy_first else clean_segments + noisy_segments
-    streams = [kept, torch.arange(length)]
+    streams = [kept, arange(length)]
     return SegmentMask(both, torch.cat(streams if noisy_first else streams[::-1]))

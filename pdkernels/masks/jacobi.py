@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.masks._arguments import choice, integer, inverse
+from pdkernels.masks._arguments import arange, choice, integer, inverse
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 Conditioning = Literal["noisy", "clean", "window"]
@@ -33,7 +33,7 @@ class NoiseAwareMask(SegmentMask):
     @property
     def prompt_rows(self) -> Tensor:
         """``(prompt_len,)`` rows of the prompt."""
-        return torch.arange(self.prompt_len)
+        return arange(self.prompt_len)
 
     @cached_property
     def noisy_rows(self) -> Tensor:
@@ -46,7 +46,7 @@ class NoiseAwareMask(SegmentMask):
         return self._block_rows(0, 1)
 
     def _block_rows(self, place_in_streams: int, place_in_pair: int) -> Tensor:
-        rows = torch.arange(self.prompt_len, self.q_len)
+        rows = arange(self.prompt_len, self.q_len)
         if self.layout == "streams":
             return rows.view(2, self.num_blocks, self.block_size)[place_in_streams]
         return rows.view(self.num_blocks, 2, self.block_size)[:, place_in_pair]
@@ -170,9 +170,9 @@ def noise_aware_causal(
         noisy.append(Segment(block_size, "causal", (range(1), cleans, noisies), "noisy"))
     answer = [block for pair in zip(noisy, clean) for block in pair] if interleaved else clean + noisy
 
-    stream = torch.arange(prompt_len, prompt_len + num_blocks * block_size)
+    stream = arange(prompt_len, prompt_len + num_blocks * block_size)
     both = torch.stack([stream.view(num_blocks, block_size)] * 2, dim=1) if interleaved else torch.stack([stream, stream])
-    mask = NoiseAwareMask([prompt, *answer], torch.cat([torch.arange(prompt_len), both.flatten()]))
+    mask = NoiseAwareMask([prompt, *answer], torch.cat([arange(prompt_len), both.flatten()]))
     mask.prompt_len, mask.block_size, mask.num_blocks = prompt_len, block_size, num_blocks
     mask.conditioning, mask.window, mask.layout = conditioning, window, layout
     return mask
@@ -202,4 +202,4 @@ def candidates(count: int, length: int) -> SegmentMask:
         [0, 1, 2, 0, 1, 2]
     """
     count, length = integer("candidates", "count", count, 0), integer("candidates", "length", length, 0)
-    return SegmentMask([Segment(length, "causal", (), "candidate")] * count, torch.arange(length).repeat(count))
+    return SegmentMask([Segment(length, "causal", (), "candidate")] * count, arange(length).repeat(count))

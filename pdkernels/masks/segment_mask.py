@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from os import PathLike
@@ -12,8 +11,9 @@ import torch
 from torch import Tensor
 
 from pdkernels import _host
-from pdkernels._validation import check, check_type, message
-from pdkernels.masks.tile_plan import TilePlan
+from pdkernels._validation import check, check_type, integer, message
+from pdkernels.masks._arguments import arange
+from pdkernels.masks.tile_plan import TilePlan, numbered
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -116,7 +116,7 @@ class SegmentMask:
 
     @cached_property
     def _all_positions(self) -> Tensor:
-        return torch.arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
+        return arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
 
     @property
     def density(self) -> float:
@@ -168,14 +168,14 @@ class SegmentMask:
         """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
         size = len(self.segments)
         if size == 0:
-            return torch.zeros(0, 0, dtype=torch.uint8)
+            return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._table.relation(), dtype=torch.uint8).view(size, size)
 
     @cached_property
     def segment_ids(self) -> Tensor:
         """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
-        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64)
-        return torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64, device="cpu")
+        return torch.repeat_interleave(arange(len(lengths), dtype=torch.int32), lengths)
 
     def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Visibility of each of some rows and some columns, both counted over all tokens."""
@@ -191,7 +191,7 @@ class SegmentMask:
             >>> pd.masks.causal(3).dense().int().tolist()
             [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
         """
-        return self._visible(torch.arange(*self._rows), torch.arange(*self._columns))
+        return self._visible(arange(*self._rows), arange(*self._columns))
 
     def mask_mod(self, device: torch.device | str = "cpu") -> MaskMod:
         """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.
@@ -224,6 +224,7 @@ class SegmentMask:
 
         Raises:
             ValueError: other tile sizes.
+            TypeError: a tile size that is no int.
 
         Example:
             >>> import pdkernels as pd
@@ -233,7 +234,8 @@ class SegmentMask:
             >>> plan.kv_bitmaps.tolist()
             [0, -1, 0, -1, -1, 0]
         """
-        return _plan(self, operator.index(block_q), operator.index(block_k), torch.device(device))
+        sizes = (integer("masks.plan", name, size, 0) for name, size in (("block_q", block_q), ("block_k", block_k)))
+        return _plan(self, *sizes, numbered(device))
 
     def draw(self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None) -> None:
         """Writes a picture of the mask as PNG. Needs matplotlib.
@@ -255,6 +257,8 @@ def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
 
 @lru_cache(maxsize=128)
 def _plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
-    if device.type != "cpu":
-        return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
-    return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
+    # Whoever asked first, training may be next, and autograd saves no tensor that was made in inference mode.
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
+        return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)

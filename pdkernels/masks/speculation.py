@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import fail
-from pdkernels.masks._arguments import choice, flag, integer, inverse
+from pdkernels.masks._arguments import arange, choice, flag, integer, inverse
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 
 
@@ -35,7 +35,7 @@ class QuadraticMask(SegmentMask):
     @cached_property
     def draft_rows(self) -> Tensor:
         """``(draft_len,)`` rows of the draft tokens."""
-        draft = torch.arange(self.draft_len)
+        draft = arange(self.draft_len)
         if self.layout == "spec_first":
             return draft
         return draft + self.masks_per_group * (draft - self.groups.start).clamp(min=0)
@@ -43,9 +43,9 @@ class QuadraticMask(SegmentMask):
     @cached_property
     def mask_rows(self) -> Tensor:
         """``(groups, masks_per_group)`` rows of the mask tokens; with an anchor group entry g continues draft token g."""
-        masks = torch.arange(self.masks_per_group)
+        masks = arange(self.masks_per_group)
         if self.layout == "spec_first":
-            return self.draft_len + torch.arange(len(self.groups))[:, None] * self.masks_per_group + masks
+            return self.draft_len + arange(len(self.groups))[:, None] * self.masks_per_group + masks
         return self.draft_rows[self.groups.start :, None] + 1 + masks
 
     @cached_property
@@ -127,12 +127,12 @@ def quadratic(
     else:
         segments = draft + groups
 
-    ranks = torch.arange(1 + masks_per_group)
-    positions = torch.arange(first, draft_len)[:, None] + ranks
+    ranks = arange(1 + masks_per_group)
+    positions = arange(first, draft_len)[:, None] + ranks
     if layout == "interleaved":
-        positions = torch.cat([torch.arange(first), positions.flatten()])
+        positions = torch.cat([arange(first), positions.flatten()])
     else:
-        positions = torch.cat([torch.arange(draft_len), positions[:, 1:].flatten()])
+        positions = torch.cat([arange(draft_len), positions[:, 1:].flatten()])
     mask = QuadraticMask(segments, positions)
     mask.draft_len, mask.masks_per_group, mask.in_group = draft_len, masks_per_group, in_group
     mask.layout, mask.anchor_group = layout, anchor_group
@@ -188,7 +188,7 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
             sees.append(_and_segment(sees[above], above) if parent >= 0 else ())
         segment_of.append(len(lengths) - 1)
     segments = [Segment(length, "causal", seen, "branch") for length, seen in zip(lengths, sees)]
-    return SegmentMask(segments, torch.tensor(depth, dtype=torch.int64))
+    return SegmentMask(segments, torch.tensor(depth, dtype=torch.int64, device="cpu"))
 
 
 def _and_segment(sees: tuple[range, ...], segment: int) -> tuple[range, ...]:

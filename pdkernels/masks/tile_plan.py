@@ -17,6 +17,12 @@ from pdkernels._validation import check
 ALIGNMENT = 32
 
 
+def numbered(device: torch.device | str) -> torch.device:
+    """With its number, since ``"cuda"`` is another GPU after ``torch.cuda.set_device``."""
+    device = torch.device(device)
+    return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
+
+
 def _words(visible: Tensor) -> Tensor:
     """``(n, rows, columns)`` bool as int32 words of 32 columns."""
     padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % 32)).unflatten(-1, (-1, 8))
@@ -106,7 +112,8 @@ class TilePlan:
 
     def to(self, device: torch.device | str) -> TilePlan:
         """The plan on another device, moved in one copy. Itself if it is there already."""
-        if self.device == torch.device(device):
+        device = numbered(device)
+        if self.device == device:
             return self
         return TilePlan._laid_out(self._tensors(), self._facts(), device)
 
@@ -180,7 +187,7 @@ class TilePlan:
     def _laid_out(tensors: dict[str, Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
         """A plan of these tensors in one fresh block of memory."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
-        words = torch.zeros(sum(sizes), dtype=torch.int32)
+        words = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
         for begin, tensor in zip(begins, tensors.values()):
             words[begin : begin + tensor.numel()] = tensor.flatten()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pdkernels._validation import check_type, fail
+from pdkernels._validation import INDEX_DTYPES, check, check_type, fail
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.ops._attention import takes_head_dim
@@ -40,6 +40,14 @@ class Visibility(NamedTuple):
     mask: torch.Tensor | TilePlan | None
     causal: bool = False
     prefix: int = 0
+
+
+def check_tokens(op: str, tokens: torch.Tensor, device: torch.device) -> None:
+    """What a model on that `device` takes; ids out of range are found by the embedding."""
+    check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
+    check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
+    check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
+    check(tokens.device == device, op, "tokens", f"be on the model's device ({device})", tokens.device)
 
 
 def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length: int, device: torch.device) -> None:
@@ -143,6 +151,9 @@ def attend_stored(
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility) -> torch.Tensor:
     """Grouped-query attention of q `(batch, rows, heads, head_dim)` over k, v `(batch, keys, kv_heads, head_dim)`."""
     if isinstance(visibility.mask, TilePlan):
+        if q.dtype not in KERNEL_DTYPES or not takes_head_dim(q.shape[3]):
+            expectation = f"be a bool tensor for a model in {q.dtype} with heads of {q.shape[3]}, which no kernel takes"
+            fail("Transformer", "mask", expectation, "a TilePlan", "Pass mask.dense().")
         return block_sparse_attention(q, k, v, visibility.mask)
     if visibility.mask is None and q.requires_grad and q.device.type == "cpu":
         return _by_matmul(q, k, v, visibility.causal)

@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, message
+from pdkernels._validation import check, check_index, check_type, message
 from pdkernels.backends import backend_of
-from pdkernels.models.attention import Visibility, cached_visibility, uncached_visibility
+from pdkernels.models.attention import Visibility, cached_visibility, check_tokens, uncached_visibility
 from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.rope import RopeTables, Rotation
@@ -213,9 +213,7 @@ class RecurrentDepth(nn.Module):
             TypeError: dtypes.
         """
         op = "RecurrentDepth"
-        check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
-        check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
-        check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
+        check_tokens(op, tokens, self.device)
         if cache is not None:
             check(cache.batch == len(tokens), op, "tokens", f"have the batch size of the cache ({cache.batch})", len(tokens))
         steps = self.config.mean_recurrence if recurrences is None else recurrences

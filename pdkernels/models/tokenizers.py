@@ -34,6 +34,13 @@ class Tokenizer(Protocol):
     def incremental(self) -> IncrementalDecoder: ...
 
 
+def _check_text(op: str, text: object) -> None:
+    check_type(isinstance(text, str), op, "text", "be a str", type(text).__name__)
+    stray = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
+    remedy = "Bytes of another encoding become text with .decode(encoding)."
+    check(stray is None, op, "text", "hold Unicode characters alone", f"the surrogate {stray!r}", remedy)
+
+
 class ByteTokenizer:
     """UTF-8 bytes are ids 0 to 255; id 256 ends a text.
 
@@ -54,7 +61,7 @@ class ByteTokenizer:
     end_tokens = (256,)
 
     def encode(self, text: str) -> list[int]:
-        check_type(isinstance(text, str), "ByteTokenizer.encode", "text", "be a str", type(text).__name__)
+        _check_text("ByteTokenizer.encode", text)
         return list(text.encode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -99,7 +106,7 @@ class JsonTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def encode(self, text: str) -> list[int]:
-        check_type(isinstance(text, str), "JsonTokenizer.encode", "text", "be a str", type(text).__name__)
+        _check_text("JsonTokenizer.encode", text)
         return list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import Visibility, cached_visibility, check_mask, uncached_visibility
+from pdkernels.models.attention import Visibility, cached_visibility, check_mask, check_tokens, uncached_visibility
 from pdkernels.models.between import add_norm, fused, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
@@ -237,7 +237,7 @@ class Transformer(nn.Module):
             >>> model.rewrite(torch.tensor([[7]]), cache, torch.tensor([2]), visible=four).shape
             torch.Size([1, 1, 16])
         """
-        self._check_tokens("Transformer.rewrite", tokens)
+        check_tokens("Transformer.rewrite", tokens, self.device)
         with torch.no_grad():
             table = self._rope(cache.capacity)
             places = places_of(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
@@ -311,12 +311,6 @@ class Transformer(nn.Module):
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
 
-    def _check_tokens(self, op: str, tokens: torch.Tensor) -> None:
-        check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
-        check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
-        check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
-        check(tokens.device == self.device, op, "tokens", f"be on the model's device ({self.device})", tokens.device)
-
     def _validate(
         self,
         tokens: torch.Tensor,
@@ -326,7 +320,7 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None,
     ) -> None:
         op = "Transformer"
-        self._check_tokens(op, tokens)
+        check_tokens(op, tokens, self.device)
         batch, length = tokens.shape
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")

@@ -94,6 +94,10 @@ def check_exit(
         check_index(EXIT, "older_advance", older_advance, (batch,), x.device)
     for name, number in (("threshold", threshold), ("eps", eps)):
         check_type(isinstance(number, (int, float)), EXIT, name, "be a number", type(number).__name__)
+    if threshold != threshold:
+        fail(EXIT, "threshold", "be a number", threshold)
+    if not eps >= 0:
+        fail(EXIT, "eps", "be at least 0", eps)
     check_int(EXIT, "min_recurrences", min_recurrences, 1, "A row that is new has nothing to be compared with.")
 
 

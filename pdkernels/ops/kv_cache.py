@@ -11,7 +11,7 @@ bad values raise and nothing is written. On CUDA a sequence with bad values is l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ CacheTensors = Tensor | Sequence[Tensor]
 
 # Rows one commit can carry on CUDA: a byte of each is staged in 48 KiB of shared memory.
 MAX_CUDA_COMMIT_ROWS = 48 * 1024
+
 
 def kv_append_(
     k_cache: CacheTensors,
@@ -64,7 +65,8 @@ def kv_append_(
         tensor([0., 1., 1., 0.])
     """
     refuse_gradients("kv_append_", backend, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
-    arguments = (*map(_as_list, (k_cache, v_cache, k_new, v_new)), lengths, counts, block_table)
+    tensors = _as_lists("kv_append_", k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
+    arguments = (*tensors, lengths, counts, block_table)
     call(kv_append_op, arguments, lengths, backend)
 
 
@@ -114,7 +116,8 @@ def kv_commit_(
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
     refuse_gradients("kv_commit_", backend, k_cache=k_cache, v_cache=v_cache)
-    arguments = (_as_list(k_cache), _as_list(v_cache), lengths, counts, source_index, block_table)
+    tensors = _as_lists("kv_commit_", k_cache=k_cache, v_cache=v_cache)
+    arguments = (*tensors, lengths, counts, source_index, block_table)
     call(kv_commit_op, arguments, lengths, backend)
 
 
@@ -140,8 +143,10 @@ def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto")
     call(kv_trim_op, (lengths, new_lengths), lengths, backend)
 
 
-def _as_list(tensors: CacheTensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _as_lists(op: str, **given: CacheTensors) -> list[list[Tensor]]:
+    for name, tensors in given.items():
+        check_type(isinstance(tensors, Iterable), op, name, "be a tensor or a list of them", type(tensors).__name__)
+    return [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in given.values()]
 
 
 def _check_append(
@@ -199,7 +204,9 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         if t.dim() not in (4, 5):
             fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
         if t.shape[-1] > 1 and t.stride(-1) != 1:
-            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", "Call .contiguous() on it.")
+            # A copy of a cache would take the rows and be thrown away.
+            remedy = "Allocate it so." if argument.endswith("cache") else "Call .contiguous() on it."
+            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", remedy)
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)

@@ -52,6 +52,7 @@ def record_step_(
 
 def signed(handle: int | None) -> int | None:
     """The same 64 bits as a schema's int. Handles may be above its range."""
+    check_type(handle is None or isinstance(handle, int), "record_step_", "handle", "be an int", type(handle).__name__)
     return handle if handle is None or handle < 2**63 else handle - 2**64
 
 

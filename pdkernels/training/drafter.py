@@ -156,7 +156,8 @@ def attach_drafter_(
     if not model.has_adapter:
         width, hidden = model.config.heads * model.config.head_dim, model.config.hidden_size
         std = scale / math.sqrt(width)
-        pairs = [(std * torch.randn(rank, width, generator=generator), torch.zeros(hidden, rank)) for _ in model.layers]
+        first = [std * torch.randn(rank, width, generator=generator, device="cpu") for _ in model.layers]
+        pairs = [(a, torch.zeros(hidden, rank, device="cpu")) for a in first]
         model.attach_adapter_(pairs)
     parameters = [parameter for layer in model.layers for parameter in (layer.adapter_in, layer.adapter_out)]
     have = len(parameters[0])

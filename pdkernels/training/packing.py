@@ -129,15 +129,16 @@ def pack_noise_aware(
         check_index(op, "prompt", sample.prompt, (None,), None)
         check_index(op, "clean", sample.clean, (None, None), None)
         check_index(op, "noisy", sample.noisy, tuple(sample.clean.shape), None)
+        sample = NoiseAwareSample(*(ids.long().cpu() for ids in sample))
         num_blocks, block_size = sample.clean.shape
         mask = noise_aware_causal(len(sample.prompt), block_size, num_blocks, conditioning, window, layout)
-        part = torch.empty(mask.q_len, dtype=torch.int64)
+        part = torch.empty(mask.q_len, dtype=torch.int64, device="cpu")
         for place, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
-            part[place] = values.long()
+            part[place] = values
         answer = sample.clean.flatten()
         # From the first end token on: what these rows would predict stands behind it.
         over = (answer == (-1 if end_token is None else end_token)).cumsum(0) > 0
-        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool), ~over])[:-1]
+        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over])[:-1]
         students = ((sample.noisy != sample.clean).cumsum(1) > 0) & ~over.view(num_blocks, block_size)
         students = students[:, : mask.student_rows.shape[1]]
         masks.append(mask)
@@ -200,15 +201,16 @@ def pack_dual_stream(
         check_type(dtype == torch.bool, op, "masked", "be a bool tensor", dtype)
         check(sample.masked.shape == (count,), op, "masked", f"have shape ({count},)", tuple(sample.masked.shape))
         check(0 < sample.p_mask <= 1, op, "p_mask", "lie in (0, 1]", sample.p_mask)
+        ids, masked = sample.clean.long().cpu(), sample.masked.cpu()
         masks.append(dual_stream(count, block_size, clean=clean))
-        tokens.append(torch.cat([sample.clean.long().masked_fill(sample.masked, mask_token), sample.clean.long()]))
-        stream = torch.arange(count, 2 * count)
-        hidden = sample.masked.nonzero()[:, 0]
+        tokens.append(torch.cat([ids.masked_fill(masked, mask_token), ids]))
+        stream = torch.arange(count, 2 * count, device="cpu")
+        hidden = masked.nonzero()[:, 0]
         rows.append((stream[:-1], stream[1:], hidden, hidden + count))
-        weights.append(torch.full((len(hidden),), 1 / sample.p_mask))
+        weights.append(torch.full((len(hidden),), 1 / sample.p_mask, dtype=torch.float32, device="cpu"))
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, masked_rows, sources = _shifted(rows, masks)
-    weight = torch.cat(weights) if weights else torch.empty(0)
+    weight = torch.cat([torch.empty(0, dtype=torch.float32, device="cpu"), *weights])
     return DualStreamBatch(packed, mask.positions, mask, ar_rows, packed[targets], masked_rows, packed[sources], weight)
 
 
@@ -219,7 +221,7 @@ def _side_by_side(
     used = sum(len(part) for part in tokens)
     check(length is None or used <= length, op, "length", f"be at least the {used} tokens of the samples", length)
     mask = pack(masks, length)
-    return torch.cat([*tokens, torch.full((mask.q_len - used,), pad_token)]), mask
+    return torch.cat([*tokens, torch.full((mask.q_len - used,), pad_token, device="cpu")]), mask
 
 
 def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Sequence[SegmentMask]) -> list[Tensor]:
@@ -228,5 +230,5 @@ def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Seque
     for mask in masks:
         starts.append(start)
         start += mask.q_len
-    none = torch.empty(0, dtype=torch.int64)
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
     return [torch.cat([none, *(parts[kind] + first for parts, first in zip(rows, starts, strict=True))]) for kind in range(4)]

@@ -179,7 +179,7 @@ def noise_aware_sample(
         ratios.reverse()
     turns = range(len(trajectory.blocks))
     if order == "random":
-        turns = torch.randint(window, (len(trajectory.blocks),), generator=generator).tolist()
+        turns = torch.randint(window, (len(trajectory.blocks),), generator=generator, device="cpu").tolist()
     clean = trajectory.fixed_points
     noisy = torch.empty_like(clean)
     for row, records, turn in zip(noisy, trajectory.blocks, turns, strict=True):
@@ -202,5 +202,5 @@ def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_to
         distinct = dict.fromkeys((*state[: len(fixed)], *padding) for state in [*states, fixed])
         # A state may equal the fixed point before it is known to.
         distinct.pop((*fixed, *padding))
-        blocks.append(torch.tensor([*distinct, (*fixed, *padding)]))
+        blocks.append(torch.tensor([*distinct, (*fixed, *padding)], device="cpu"))
     return blocks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def test_one_method_and_its_table(noise: Transformer) -> None:
     assert "def f(" in result.stdout and "identical" not in result.stdout
 
 
+def test_a_long_prompt_is_read_once(noise: Transformer) -> None:
+    read = 0
+
+    def listen(module: Transformer, arguments: tuple[torch.Tensor], options: object, output: object) -> None:
+        nonlocal read
+        read += arguments[0].numel()
+
+    with noise.register_forward_hook(listen, with_kwargs=True):
+        assert run("generate", "--prompt", "x" * 1000, "--max-new-tokens", "1").exit_code == 0
+    assert 1000 <= read < 1200
+
+
 def test_the_text_is_streamed_unbroken_and_harmless(noise: Transformer) -> None:
     result = run(*GENERATE, "--method", "autoregressive", "--max-new-tokens", "200", COLUMNS="40")
     text = decoding.generate(noise, "def f(", max_new_tokens=200).text
@@ -67,6 +80,15 @@ def test_check_compares_with_greedy() -> None:
     assert re.search(r"autoregressive .* is greedy", result.stdout)
     assert re.search(r"jacobi .* yes", result.stdout)
     assert re.search(r"jacobi .* yes", run(*GENERATE, "--check").stdout)
+
+
+def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
+    monkeypatch.setitem(decoding._METHODS, "fast_dllm_v2", lambda session: session.record_first(0, 65))
+    result = run(*GENERATE, "--method", "quadratic_self_speculation", "--method", "fast_dllm_v2", "--check", COLUMNS="80")
+    table = result.stdout[result.stdout.index("method ") :]
+    assert "forwards" in table and "…" not in table and re.search(r"^ +quadratic_self_speculation +\d.* yes *$", table, re.M), table
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_a_difference_is_told_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +132,8 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
         (["--prompt", ""], "prompt must hold at least one token"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1."),
         (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
+        (["--prompt", "caf\udce9"], "text must hold Unicode characters alone"),
+        (["--model", "tiny-masked", "--check"], "--check must be for a model that decodes token by token, got tiny-masked. Leave it out."),
     ],
 )
 def test_errors_are_one_sentence(arguments: list[str], text: str) -> None:
@@ -204,6 +228,7 @@ def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
         (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
+        (["--json", f"{__file__}/figures.json"], "pdkernels.eval: --json must lie in a folder that can be made, got "),
     ],
 )
 def test_errors_of_eval_are_one_sentence(arguments: list[str], text: str) -> None:
@@ -223,6 +248,13 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatc
 def test_models_and_doctor() -> None:
     assert run("models").stdout.split() == list(models.available())
     assert run("doctor").stdout.startswith("pdkernels ")
+
+
+def test_a_wrong_variable_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "pdkernels", "doctor"]
+    result = subprocess.run(command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got 'mmx'.\n"
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

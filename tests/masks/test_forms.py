@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 
 import pdkernels.masks as masks
 from pdkernels.integrations.flex_attention import from_block_mask, to_block_mask
+from tests.harness.pretended_gpu import pretended_gpu, without_gpu
 from tests.masks.brute_force import brute_force, listed
 from tests.masks.strategies import Call, build, calls, random_masks
 
@@ -185,6 +187,7 @@ Segment = masks.Segment
         (lambda: masks.causal(3)[:1, :1, :1], TypeError, r"slices must be of rows and columns, got 3 slices\."),
         (lambda: masks.causal(3)[1], TypeError, r"rows must be a slice, got 1\. Write mask\[a:b\]"),
         (lambda: masks.causal(3).plan(100, 128), ValueError, r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\."),
+        (lambda: masks.causal(3).plan("cuda"), TypeError, r"masks.plan: block_q must be an integer, got str\."),
         (lambda: masks.causal(3).plan(128, 2048), ValueError, r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
         (lambda: masks.SegmentMask([Segment(-1, "full")]), ValueError, r"segment 0 must have a length of 0 or more, got -1\."),
         (lambda: masks.SegmentMask([(1, "full")]), TypeError, r"segments must be Segments with int lengths, got \(1, 'full'\)\."),
@@ -213,3 +216,26 @@ def test_pack_takes_any_iterable() -> None:
 def test_masks_too_long_for_tiles() -> None:
     with pytest.raises(ValueError, match=r"segment 1 must end within 2\*\*31 - 1 tokens"):
         masks.SegmentMask([Segment(2**31 - 1, "causal"), Segment(1, "causal")])
+
+
+@without_gpu
+@pytest.mark.parametrize(
+    "builder",
+    [
+        lambda: masks.causal(2, 9),
+        lambda: masks.noise_aware_causal(3, 4, 3, layout="interleaved"),
+        lambda: masks.dual_stream(20, 4, noisy_positions=[1, 5]),
+        lambda: masks.quadratic(4),
+        lambda: masks.tree([-1, 0, 0]),
+        lambda: masks.planned([(2, (3,), True)]),
+        lambda: masks.pack([masks.candidates(2, 3)], 9),
+    ],
+)
+def test_masks_lie_on_the_cpu_whatever_the_default_device(builder: Callable[[], masks.SegmentMask]) -> None:
+    expected = builder()
+    with pretended_gpu(), torch.device("cuda"):
+        mask = builder()
+        assert mask == expected and torch.equal(mask.dense(), expected.dense())
+        assert torch.equal(mask.positions, expected.positions) and mask.density == expected.density
+        if hasattr(mask, "from_interleaved"):
+            assert torch.equal(mask.from_interleaved, expected.from_interleaved)

@@ -7,7 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import pdkernels as pd
 import pdkernels.masks as masks
+from tests.harness.pretended_gpu import pretended_gpu, without_gpu
 from tests.masks.brute_force import brute_force, listed
 from tests.masks.strategies import build, calls, random_masks
 
@@ -151,6 +153,23 @@ def test_rows_that_see_nothing() -> None:
     assert plan.kv_offsets.tolist() == [0, 1, 1] and plan.q_offsets.tolist() == [0, 1, 1]
     empty = masks.causal(0).plan(16, 16)
     assert listed(empty) == brute_force(masks.causal(0).dense(), 16, 16) and empty.tile_efficiency == 1.0
+
+
+def test_a_plan_made_in_inference_mode_serves_training() -> None:
+    with torch.inference_mode():
+        plan = masks.causal(41).plan(16, 48)
+    assert masks.causal(41).plan(16, 48) is plan
+    q = torch.randn(1, 41, 1, 16, requires_grad=True)
+    pd.block_sparse_attention(q, q, q, plan).sum().backward()
+    assert q.grad is not None
+
+
+@without_gpu
+def test_a_device_without_a_number_is_the_current_one() -> None:
+    with pretended_gpu():
+        plan = masks.causal(43).plan(16, 16, "cuda")
+        assert plan.device == torch.device("cuda:0") and plan.to("cuda") is plan
+        assert masks.causal(43).plan(16, 16, "cuda:0") is plan
 
 
 def test_long_rows_start_first() -> None:

@@ -244,6 +244,7 @@ def test_bad_calls() -> None:
     cache = model.new_cache(3, 8)
     cases = [
         (lambda: model(tokens[0]), ValueError, r"RecurrentDepth: tokens must have shape \(batch, length\), got \(4,\)\."),
+        (lambda: model([[1, 2]]), TypeError, r"tokens must be a tensor, got list\."),
         (lambda: model(tokens.float()), TypeError, r"tokens must be int64 or int32, got torch.float32\."),
         (lambda: model(tokens + 99), ValueError, r"tokens must hold ids in \[0, 19\), got "),
         (lambda: model(tokens, recurrences=0), ValueError, r"recurrences must be at least 1, got 0\."),

@@ -48,6 +48,8 @@ def test_byte_errors() -> None:
         TOKENIZER.decode([-1])
     with pytest.raises(TypeError, match=r"pdkernels\.ByteTokenizer\.encode: text must be a str, got bytes\."):
         TOKENIZER.encode(b"x")
+    with pytest.raises(ValueError, match=r"pdkernels\.ByteTokenizer\.encode: text must hold Unicode characters alone, got the surrogate"):
+        TOKENIZER.encode("caf\udce9")  # how a shell hands over a byte that is not UTF-8
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,3 +85,5 @@ def test_json_tokenizer(tmp_path: Path) -> None:
     assert not any("\ufffd" in piece for piece in pieces)
     with pytest.raises(TypeError, match="text must be a str, got int"):
         tokenizer.encode(3)
+    with pytest.raises(ValueError, match=r"pdkernels\.JsonTokenizer\.encode: text must hold Unicode characters alone"):
+        tokenizer.encode("\ud83d")

@@ -89,3 +89,7 @@ def test_errors() -> None:
         with pytest.raises(error) as caught:
             model(some, mask=mask)
         assert str(caught.value) == f"pdkernels.Transformer: {message}"
+    for other in (build(CONFIG, torch.float32), build(replace(CONFIG, head_dim=16), torch.float64)):
+        with pytest.raises(ValueError, match=r"Transformer: mask must be a bool tensor for a model in .* with heads of .* Pass mask\.dense\(\)\."):
+            other(tokens, mask=plan)
+        assert other(tokens, mask=plan.dense()).shape[:2] == tokens.shape

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import pdkernels as pd
+from pdkernels import backends
 from pdkernels.ops import _library
 from pdkernels.reference import kv_cache as reference
 from tests.ops.kv_cases import Case, make_case, whole
@@ -62,8 +63,11 @@ TABLE = [
     ("source batch", commit, lambda c: put(c, source_index=c.source_index[:1]), ValueError, r"source_index must have shape \(2, any\), got \(1, 4\)"),
     ("cache rank", append, lambda c: put(c, k=c.k[0, 0]), ValueError, r"k_cache must have 4 dimensions, or 5 with the layers first, got \(12, 2, 4\)"),
     ("cache no tensor", commit, lambda c: put(c, k=[1]), TypeError, r"k_cache must be a tensor, got int"),
+    ("cache object", append, lambda c: put(c, k=object()), TypeError, r"kv_append_: k_cache must be a tensor or a list of them, got object"),
+    ("no cache", commit, lambda c: put(c, v=None), TypeError, r"kv_commit_: v_cache must be a tensor or a list of them, got NoneType"),
     ("cache empty list", commit, lambda c: put(c, v=[]), ValueError, r"v_cache must hold at least one layer, got an empty list"),
-    ("cache last stride", commit, lambda c: put(c, k=c.k.transpose(-1, -2)), ValueError, r"k_cache must have a contiguous last dimension, got strides .*\. Call \.contiguous\(\) on it"),
+    ("cache last stride", commit, lambda c: put(c, k=c.k.transpose(-1, -2)), ValueError, r"k_cache must have a contiguous last dimension, got strides .*\. Allocate it so\."),
+    ("new last stride", append, lambda c: put(c, k_new=c.k_new.transpose(-1, -2)), ValueError, r"k_new must have a contiguous last dimension, got strides .*\. Call \.contiguous\(\) on it"),
     ("layers differ", commit, lambda c: put(c, k=[c.k[0], c.k[1, :, :8]]), ValueError, r"k_cache\[1\] must have the shape, strides and dtype of the first layer"),
     ("v layers", commit, lambda c: put(c, v=c.v[:1]), ValueError, r"v_cache must match k_cache, 2 layers of \(2, 12, 2, 4\), up to the heads, got 1 layers"),
     ("v slots", append, lambda c: put(c, v=c.v[:, :, :5]), ValueError, r"v_cache must match k_cache"),
@@ -116,6 +120,16 @@ def test_bad_trim(wanted: list[int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         pd.kv_trim_(lengths, torch.tensor(wanted))
     assert lengths.tolist() == [3, 6]
+
+
+def test_a_default_backend_is_named_by_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = good_case().lengths
+    monkeypatch.setattr(backends, "DEFAULT", "fast")
+    with pytest.raises(ValueError, match="kv_trim_: PDKERNELS_BACKEND must be one of auto, native, triton, reference, got 'fast'"):
+        pd.kv_trim_(lengths, lengths.clone())
+    monkeypatch.setattr(backends, "DEFAULT", "triton")
+    with pytest.raises(NotImplementedError, match="kv_trim_: PDKERNELS_BACKEND must be one of auto, native, reference on cpu, got 'triton'"):
+        pd.kv_trim_(lengths, lengths.clone())
 
 
 def test_unknown_and_missing_backends() -> None:

@@ -154,6 +154,7 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
         ({"count": torch.zeros(2, dtype=torch.int64)}, ValueError, r"count must have shape \(1\), got \(2,\)"),
         ({"more": torch.tensor(True)}, ValueError, r"more must have shape \(1\), got \(\)"),
         ({"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")}, ValueError, "log must be on cpu like entry, got meta"),
+        ({"handle": "3"}, TypeError, "handle must be an int, got str"),
         ({"handle": 3}, ValueError, "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs."),
         ({"backend": "triton"}, NotImplementedError, "backend must be one of native, reference on cpu|one of auto, native, reference on cpu"),
     ],

@@ -68,7 +68,10 @@ BAD = [
     (pd.recurrence_exit, EXIT, {"min_recurrences": 0}, ValueError, "min_recurrences must be at least 1, got 0. A row that is new"),
     (pd.recurrence_exit, EXIT, {"min_recurrences": "x"}, TypeError, "min_recurrences must be an int, got str"),
     (pd.recurrence_exit, EXIT, {"eps": None}, TypeError, "eps must be a number, got NoneType"),
+    (pd.recurrence_exit, EXIT, {"eps": -1e-6}, ValueError, "eps must be at least 0, got -1e-06"),
+    (pd.recurrence_exit, EXIT, {"eps": float("nan")}, ValueError, "eps must be at least 0, got nan"),
     (pd.recurrence_exit, EXIT, {"threshold": None}, TypeError, "threshold must be a number, got NoneType"),
+    (pd.recurrence_exit, EXIT, {"threshold": float("nan")}, ValueError, "threshold must be a number, got nan"),
     (pd.recurrence_advance_, ADVANCE, {"tokens": LONG}, ValueError, r"advance_: recurrences must have shape \(2, 8\), got \(2, 4\)"),
     (pd.recurrence_advance_, ADVANCE, {"tokens": E}, TypeError, "tokens must be an int32 or int64 tensor"),
     (pd.recurrence_advance_, ADVANCE, {"predictions": LONG}, ValueError, r"predictions must have at most 4 columns, got \(2, 9\)"),
@@ -105,6 +108,16 @@ def test_bad_call(op: Callable, good: dict, change: dict[str, object], kind: typ
 def test_the_reference_refuses_the_same_values(op: Callable, good: dict, change: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text.split(r"\. It counts")[0]):
         op(**{**good, **change}, backend="reference")
+
+
+@pytest.mark.parametrize("op, good", [(pd.recurrence_inject, INJECT), (pd.recurrence_exit, EXIT)])
+def test_a_gradient_is_refused_where_one_is_recorded(op: Callable, good: dict) -> None:
+    for name in [name for name, x in good.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]:
+        call = {**good, name: good[name].clone().requires_grad_()}
+        with pytest.raises(NotImplementedError, match=rf"{name} must not require a gradient, got a tensor that does\. Call it under torch\.no_grad"):
+            op(**call)
+        with torch.no_grad():
+            op(**call)
 
 
 @pytest.mark.parametrize("op, good", [(pd.recurrence_inject, INJECT), (pd.recurrence_exit, EXIT)])

@@ -17,6 +17,7 @@ from pdkernels.training import (
     pack_dual_stream,
     pack_noise_aware,
 )
+from tests.harness.pretended_gpu import pretended_gpu, without_gpu
 
 PAD, END, MASK = 50, 3, 99
 
@@ -205,3 +206,15 @@ def test_errors(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         call()
     assert str(caught.value) == f"pdkernels.training.{message}"
+
+
+@without_gpu
+def test_batches_lie_on_the_cpu_wherever_their_samples_do() -> None:
+    noisy = NoiseAwareSample(torch.tensor([7]), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 9], [3, 4]]))
+    masked = DualStreamSample(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), 0.5)
+    expected = pack_noise_aware([noisy], 10), pack_dual_stream([masked], 2, 9, 8)
+    with pretended_gpu(), torch.device("cuda"):
+        there = NoiseAwareSample(*(ids.to("cuda") for ids in noisy))
+        hidden = masked._replace(clean=masked.clean.to("cuda"), masked=masked.masked.to("cuda"))
+        for batch, same in zip((pack_noise_aware([there], 10), pack_dual_stream([hidden], 2, 9, 8)), expected, strict=True):
+            assert all(a == b if name == "mask" else torch.equal(a, b) for name, a, b in zip(batch._fields, batch, same, strict=True))

@@ -14,7 +14,6 @@ constexpr int kLanes = PDK_LANES;
 typedef float Vec __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef float LooseVec __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
-typedef int32_t LooseInts __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
 
 #define PDK_INLINE inline __attribute__((always_inline))
 
