@@ -44,7 +44,8 @@ def open_session(
 def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult:
     """What `generate` returns of a session that `decode` fills."""
     started = time.perf_counter()
-    with torch.inference_mode():
+    # Caches have the model's dtype, whatever autocast around the call would make of K and V.
+    with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         forwards = decode()
     seconds = time.perf_counter() - started - session.callback_seconds
 

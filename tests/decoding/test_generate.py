@@ -196,3 +196,10 @@ def test_lossless_methods() -> None:
 def test_method_options() -> None:
     assert method_options("autoregressive") == ("temperature", "seed", "page_size")
     assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")
+
+
+def test_autocast_around_the_call_changes_nothing() -> None:
+    transformer, prompt = small_transformer(0, head_dim=16).float(), [1, 2, 3]
+    expected = generate(transformer, prompt, max_new_tokens=6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(generate(transformer, prompt, max_new_tokens=6).ids, expected.ids)
