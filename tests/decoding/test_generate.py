@@ -202,4 +202,4 @@ def test_autocast_around_the_call_changes_nothing() -> None:
     transformer, prompt = small_transformer(0, head_dim=16).float(), [1, 2, 3]
     expected = generate(transformer, prompt, max_new_tokens=6)
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(generate(transformer, prompt, max_new_tokens=6).ids, expected.ids)
+        assert torch.equal(generate(transformer, prompt, max_new_tokens=6).tokens, expected.tokens)
