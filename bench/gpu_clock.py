@@ -99,7 +99,7 @@ def floors() -> dict[str, object]:
         "copy_gb_per_s": digits(2 * size / best(lambda: target.copy_(source)) / 1e9),
         "read_gb_per_s": digits(size / best(lambda: torch.amax(source, dim=0, out=total)) / 1e9),
     }
-    del source, target
+    source = target = None
     drawn = [torch.randn(side, side).to("cuda") for _ in range(2)]
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         a, b = (x.to(dtype) for x in drawn)

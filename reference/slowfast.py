@@ -160,7 +160,7 @@ def slowfast(
     for start, stop in blocks(canvas, block_size):
         while canvas.masks((start, stop)) and not canvas.done:
             end = horizon(
-                canvas, lambda: look((start, stop), canvas.end), (start, stop), max_exploration=max_exploration, window=window,
+                canvas, lambda span=(start, stop): look(span, canvas.end), (start, stop), max_exploration=max_exploration, window=window,
                 variance=variance, tau_min=tau_min, tau_high=tau_high, k_slow=k_slow, cycle=cycle,
             )  # fmt: skip
             rows = canvas.end

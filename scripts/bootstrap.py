@@ -10,7 +10,7 @@ importable from everywhere. With everything there it touches no network and take
 
 import sys
 
-if sys.version_info < (3, 10):  # before anything an older Python would stumble over
+if sys.version_info < (3, 10):  # noqa: UP036  before anything an older Python would stumble over
     found = ".".join(str(part) for part in sys.version_info[:3])
     sys.exit(f"pdkernels: Python 3.10 or newer is needed, but this is {found}. Run: make PYTHON=python3.12 (or another one)")
 

@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -152,3 +153,9 @@ def test_every_environment_variable_is_in_show_config() -> None:
     folders = ("pdkernels", "csrc", "python_bindings")
     read = {name for path in SOURCES if path.relative_to(ROOT).parts[0] in folders for name in reads.findall(path.read_text())}
     assert read == set(config.ENVIRONMENT)
+
+
+def test_linter_finds_nothing() -> None:
+    ruff = pytest.importorskip("ruff")
+    found = subprocess.run([ruff.find_ruff_bin(), "check", "--no-cache", "--output-format=concise"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr

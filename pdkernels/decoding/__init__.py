@@ -6,8 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from pdkernels._validation import check, check_type, message
 from pdkernels.decoding import (
     autoregressive,
@@ -251,6 +249,7 @@ def generate(
     how many rows a forward has. Above it they draw from the model's own law.
 
     Example:
+        >>> import torch
         >>> from pdkernels.models.transformer import Transformer, TransformerConfig
         >>> model = Transformer(TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2,
         ...                                       head_dim=8, intermediate_size=24))

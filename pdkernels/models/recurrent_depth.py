@@ -312,11 +312,10 @@ class RecurrentDepth(nn.Module):
     def _run_parts(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
         eps = self.config.norm_eps
-        normed = rms_norm(x, layers[0].norm_1, eps)
-        for index, layer in enumerate(layers):
-            if index:
-                x, normed = add_norm(y, residual, layers[index - 1].norm_4, layer.norm_1, eps)
-            y, residual = layer(x, normed, place, slot + index)
+        y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), place, slot)
+        for index in range(1, len(layers)):
+            x, normed = add_norm(y, residual, layers[index - 1].norm_4, layers[index].norm_1, eps)
+            y, residual = layers[index](x, normed, place, slot + index)
         return y, residual
 
     def _rope(self, limit: int) -> Rotation:

@@ -160,7 +160,7 @@ def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step,
 def _parts_kernel(
     hidden, weight, row_index, positions, steps, step, sums, drawn, orders, ids,
     hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
-    scale, temperature, seed: "i64", suppressed,
+    scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip

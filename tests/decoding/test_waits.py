@@ -103,12 +103,12 @@ def test_caches_wait_for_nothing_but_pages_that_come_back() -> None:
     rows, counts, lengths = torch.ones(2, 3, 1, 4, device="cuda"), torch.tensor([3, 1], device="cuda"), torch.tensor([1, 1], device="cuda")
     paged = PagedKVCache(num_pages=4, page_size=2, **sizes)
     paged.reserve_([3, 3])
-    for cache in (ContiguousKVCache(capacity=4, **sizes), paged):
+    for kept in (ContiguousKVCache(capacity=4, **sizes), paged):
         with waits() as log:
-            cache.append_(0, rows, rows, counts)
-            cache.commit_(counts, torch.zeros(2, 3, dtype=torch.int64, device="cuda"))
-            cache.trim_(lengths)
-            cache.layer(0, 3)
+            kept.append_(0, rows, rows, counts)
+            kept.commit_(counts, torch.zeros(2, 3, dtype=torch.int64, device="cuda"))
+            kept.trim_(lengths)
+            kept.layer(0, 3)
         assert log == []
     with waits() as log:
         paged.reclaim_()

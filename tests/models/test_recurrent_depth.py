@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, from_huginn_state_dict, to_huginn_state_dict
-from pdkernels.models import recurrent_depth
+from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, from_huginn_state_dict, recurrent_depth, to_huginn_state_dict
 from pdkernels.models.between import rms_norm
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights

@@ -15,7 +15,6 @@ from pdkernels.models import RecurrentDepth, sandwich
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_recurrent_depth import CONFIG, PUBLISHED, WIDE, build, close, plain_logits, random_tokens, reference_of
 
-
 # ---- dtypes
 
 

@@ -11,8 +11,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from pdkernels import models
-from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer
-from pdkernels.models import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict, zoo
+from pdkernels.models import (
+    RecurrentDepth,
+    RecurrentDepthConfig,
+    Transformer,
+    from_huginn_config,
+    from_huginn_state_dict,
+    to_huginn_config,
+    to_huginn_state_dict,
+    zoo,
+)
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
 

@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, from_hf_config, from_hf_state_dict
-from pdkernels.models import transformer
+from pdkernels.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, from_hf_config, from_hf_state_dict, transformer
 from pdkernels.models.attention import cached_visibility
-from pdkernels.models.rope import rope_tables, rotate
 from pdkernels.models.between import rms_norm
+from pdkernels.models.rope import rope_tables, rotate
 from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 
 CONFIG = TransformerConfig(

@@ -13,8 +13,17 @@ from safetensors.torch import load_file, save_file
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models import ByteTokenizer, LinearScaling, Llama3Scaling, Transformer, TransformerConfig, YarnScaling
-from pdkernels.models import from_hf_config, from_hf_state_dict, to_hf_state_dict
+from pdkernels.models import (
+    ByteTokenizer,
+    LinearScaling,
+    Llama3Scaling,
+    Transformer,
+    TransformerConfig,
+    YarnScaling,
+    from_hf_config,
+    from_hf_state_dict,
+    to_hf_state_dict,
+)
 from pdkernels.models.zoo import WEIGHTS
 from tests.models.plain import CHECKPOINTS, LINEAR, LLAMA, LLAMA31, MINISTRAL3, QWEN2, QWEN3, plain_logits, random_checkpoint
 

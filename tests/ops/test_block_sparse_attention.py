@@ -20,7 +20,20 @@ from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import interpreted, requires_triton
 from tests.masks.strategies import random_masks
 from tests.ops.attention_cases import (
-    BACKWARD, DTYPES, MASKS, OP, Inputs, Results, backend, check, kernels, make_inputs, on_device, raw, run, run_dense,
+    BACKWARD,
+    DTYPES,
+    MASKS,
+    OP,
+    Inputs,
+    Results,
+    backend,
+    check,
+    kernels,
+    make_inputs,
+    on_device,
+    raw,
+    run,
+    run_dense,
 )  # fmt: skip
 
 __all__ = ["backend", "kernels"]  # fixtures
@@ -255,7 +268,7 @@ def test_a_sample_does_not_depend_on_its_batch(kernels: str, dtype: torch.dtype)
     together = run(kernels, inputs, TilePlan.stack(plans))
     for b, plan in enumerate(plans):
         for alone in (plan, TilePlan.stack([plan])):
-            result = run(kernels, inputs.map(lambda x: x[b : b + 1]), alone)
+            result = run(kernels, inputs.map(lambda x, b=b: x[b : b + 1]), alone)
             assert all(torch.equal(a[b : b + 1], r) for a, r in zip(together, result))
 
 

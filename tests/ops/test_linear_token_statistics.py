@@ -238,7 +238,7 @@ def test_reference_backend() -> None:
     torch.testing.assert_close(found.probs.float(), pd.linear_token_statistics(hidden, weight).probs)
 
 
-H, W, I = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
+H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
 
 
 @pytest.mark.parametrize(
@@ -261,14 +261,14 @@ H, W, I = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"law": "any"}, ValueError, r"law must be 'model' or 'sampling', got 'any'"),
         ({"suppress": 9}, ValueError, r"suppress must be ids in 0 \.\. 8, got 9"),
         ({"step": torch.zeros(3, dtype=torch.int64)}, ValueError, r"step must broadcast to the shape \(2,\) of the rows, got \(3,\)"),
-        ({"step": I, "hidden": 1.0}, TypeError, r"hidden must be a tensor, got float"),
-        ({"positions": I[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
-        ({"row_index": I.float()}, TypeError, r"row_index must be an int32 or int64 tensor, got torch\.float32"),
-        ({"row_index": I + 1}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
-        ({"row_index": I - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2\."),
-        ({"row_index": I + 1, "backend": "reference"}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
-        ({"positions": I - 1, "temperature": 1.0}, ValueError, r"positions must be in \[0, 2\*\*32\), got -1"),
-        ({"step": I + 2**32, "temperature": 1.0}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
+        ({"step": IDS, "hidden": 1.0}, TypeError, r"hidden must be a tensor, got float"),
+        ({"positions": IDS[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
+        ({"row_index": IDS.float()}, TypeError, r"row_index must be an int32 or int64 tensor, got torch\.float32"),
+        ({"row_index": IDS + 1}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
+        ({"row_index": IDS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2\."),
+        ({"row_index": IDS + 1, "backend": "reference"}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
+        ({"positions": IDS - 1, "temperature": 1.0}, ValueError, r"positions must be in \[0, 2\*\*32\), got -1"),
+        ({"step": IDS + 2**32, "temperature": 1.0}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
         ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
     ],
 )  # fmt: skip

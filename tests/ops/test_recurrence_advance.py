@@ -145,7 +145,7 @@ def settle(impl, pattern: str, **options: object) -> tuple[Wave, Wave]:
 )
 def test_prefix_and_last(impl, pattern: str, prefix: int, last: int) -> None:
     for rule, frozen in (("prefix", prefix), ("last", last)):
-        before, after = settle(impl, pattern, rule=rule)
+        _, after = settle(impl, pattern, rule=rule)
         w = len(pattern)
         assert (after.advance.item(), after.cursor.item(), after.width.item()) == (frozen, 50 + frozen, w - frozen + 1)
         assert after.tokens[0, : w - frozen + 1].tolist() == list(range(100 + frozen, 101 + w))
@@ -182,7 +182,7 @@ def test_headway_is_capped_by_the_wavefront_and_what_remains(impl) -> None:
 
 
 def test_a_wave_that_cannot_grow_stands(impl) -> None:
-    before, after = settle(impl, "...", max_wavefront=3)
+    _, after = settle(impl, "...", max_wavefront=3)
     assert after.width.item() == 3 and after.advance.item() == 0 and after.tokens[0, :4].tolist() == [100, 101, 102, 103]
 
 

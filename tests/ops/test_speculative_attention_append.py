@@ -19,7 +19,18 @@ from pdkernels.masks import TilePlan
 from tests.ops.attention_cases import DTYPES, backend, kernels, on_device
 from tests.ops.kv_cases import storage, whole
 from tests.ops.speculative_cases import (
-    APPEND, OP, TAILS, Inputs, Rows, check_append, in_pages, make_inputs, make_rows, raw, run_append, with_room,
+    APPEND,
+    OP,
+    TAILS,
+    Inputs,
+    Rows,
+    check_append,
+    in_pages,
+    make_inputs,
+    make_rows,
+    raw,
+    run_append,
+    with_room,
 )  # fmt: skip
 
 __all__ = ["backend", "kernels"]  # fixtures

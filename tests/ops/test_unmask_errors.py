@@ -9,7 +9,7 @@ import pdkernels as pd
 from pdkernels.ops import _library
 from tests.ops.unmask_cases import MASK, Case, expected, run
 
-T, I, C = torch.full((2, 4), MASK), torch.full((2, 4), 3), torch.rand(2, 4)
+T, IDS, C = torch.full((2, 4), MASK), torch.full((2, 4), 3), torch.rand(2, 4)
 P = torch.tensor([[0, 1, 2, 3], [3, 2, -1, 0]])
 SEGMENTS = torch.tensor([[[0, 1], [2, 4]]] * 2)
 
@@ -17,10 +17,10 @@ BAD = [
     ({"tokens": [1]}, TypeError, "unmask_: tokens must be an int32 or int64 tensor, got list"),
     ({"tokens": T[0]}, ValueError, r"tokens must have shape \(any, any\), got \(4,\)"),
     ({"tokens": T.float()}, TypeError, "tokens must be an int32 or int64 tensor, got torch.float32"),
-    ({"ids": I[:1]}, ValueError, r"ids must have shape \(2, any\), got \(1, 4\)"),
-    ({"ids": I.int()}, TypeError, "ids must be torch.int64 like tokens, got torch.int32"),
-    ({"ids": I.to("meta")}, ValueError, "ids must be on cpu, got meta"),
-    ({"ids": I[:, :3], "confidence": C[:, :3]}, ValueError, "positions must be given for 3 candidates of 4 tokens, got None. Without them"),
+    ({"ids": IDS[:1]}, ValueError, r"ids must have shape \(2, any\), got \(1, 4\)"),
+    ({"ids": IDS.int()}, TypeError, "ids must be torch.int64 like tokens, got torch.int32"),
+    ({"ids": IDS.to("meta")}, ValueError, "ids must be on cpu, got meta"),
+    ({"ids": IDS[:, :3], "confidence": C[:, :3]}, ValueError, "positions must be given for 3 candidates of 4 tokens, got None. Without them"),
     ({"positions": P[:, :3]}, ValueError, r"positions must have shape \(2, 4\), got \(2, 3\)"),
     ({"positions": P.float()}, TypeError, "positions must be an int32 or int64 tensor, got torch.float32"),
     ({"positions": P - 1}, ValueError, r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate"),
@@ -69,7 +69,7 @@ BAD = [
 def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
     tokens = T.clone()
     with pytest.raises(kind, match=text):
-        pd.unmask_(**{"tokens": tokens, "ids": I, "confidence": C, "mask_token": MASK, **call})
+        pd.unmask_(**{"tokens": tokens, "ids": IDS, "confidence": C, "mask_token": MASK, **call})
     assert torch.equal(tokens, T)
 
 
@@ -91,13 +91,13 @@ def test_the_reference_refuses_the_same_values(options: dict[str, object]) -> No
     for backend in ("native", "reference"):
         tokens = T.clone()
         with pytest.raises(ValueError, match="for sequence 1"):
-            pd.unmask_(tokens, I, C, mask_token=MASK, backend=backend, **options)
+            pd.unmask_(tokens, IDS, C, mask_token=MASK, backend=backend, **options)
         assert torch.equal(tokens, T)
 
 
 @pytest.mark.parametrize("options", VALUES)
 def test_cuda_leaves_a_bad_sequence_alone(device_impl, options: dict[str, object]) -> None:
-    case = Case(T, I, C, {"mask_token": MASK, "quota": 2, **options})
+    case = Case(T, IDS, C, {"mask_token": MASK, "quota": 2, **options})
     after = run(device_impl, case)
     good = expected(case.sequence(0))
     assert all(torch.equal(x[:1], y) for x, y in zip(after, good))
@@ -117,4 +117,4 @@ def test_float64_confidence_is_for_the_reference() -> None:
 def test_debug_checks_raise_on_cuda(monkeypatch) -> None:
     monkeypatch.setattr(_library, "DEBUG_CHECKS", True)
     with pytest.raises(ValueError, match="positions must be distinct"):
-        pd.unmask_(T.cuda(), I.cuda(), C.cuda(), mask_token=MASK, positions=P.clamp(min=0).cuda())
+        pd.unmask_(T.cuda(), IDS.cuda(), C.cuda(), mask_token=MASK, positions=P.clamp(min=0).cuda())

@@ -12,6 +12,7 @@ from pdkernels.reference.recurrent_depth import RecurrentDepthReference, Recurre
 from pdkernels.reference.recurrent_sampling import forward, refine, rows
 from tests.reference.recurrent_models import HIDDEN, init, tiny
 
+
 def close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-11, atol=1e-11)
 

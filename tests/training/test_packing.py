@@ -116,7 +116,7 @@ def test_noise_aware_batches(
         answer, start = sample.clean.flatten().tolist(), len(sample.prompt)
         stream = [*(("prompt", p) for p in range(start)), *(("clean", start + i) for i in range(len(answer)))]
         last = start + answer.index(END) if ends and END in answer else len(stream)
-        ar += [(at[number, *stream[p]], tokens[at[number, *stream[p + 1]]].id) for p in range(len(stream) - 1) if p + 1 <= last]
+        ar += [(at[(number, *stream[p])], tokens[at[(number, *stream[p + 1])]].id) for p in range(len(stream) - 1) if p + 1 <= last]
         for j, (clean, noisy) in enumerate(zip(sample.clean.tolist(), sample.noisy.tolist())):
             size = len(clean)
             for t in range(size - 1 if conditioning == "clean" else size):

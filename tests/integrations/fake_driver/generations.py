@@ -47,7 +47,7 @@ def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, ob
         # One round for every draft of the slowest sequence, and none behind the end.
         assert rounds[0] == max(len(accepted) for accepted in expected.stats.accepted)
         heard: list[tuple[int, list[int], int]] = []
-        streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news: heard.append(news))
+        streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news, heard=heard: heard.append(news))
         assert streamed.text == result.text and streamed.stats.trace == result.stats.trace
         for sequence, ids in enumerate(result.tokens):
             assert [token for who, news, _ in heard if who == sequence for token in news] == ids.tolist()
