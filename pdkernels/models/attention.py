@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from pdkernels._validation import INDEX_DTYPES, check, check_type, fail
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
+from pdkernels.models.rope import RopeStyle, Rotation, rotate
 from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.sandwich import rotate_
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 
 if TYPE_CHECKING:
@@ -100,6 +102,31 @@ def cached_visibility(
     prefix = torch.arange(keys, device=cache.device) < cache.lengths[:, None, None]
     whole = torch.cat([prefix.expand(-1, rows, -1), mask.expand(cache.batch, rows, rows)], -1)
     return Visibility(whole[:, None], prefix=keys)
+
+
+class NewRows(NamedTuple):
+    """The rows of a forward: how they are rotated, what they see, and where their K and V are kept."""
+
+    rotation: Rotation
+    style: RopeStyle
+    kv_heads: int
+    visibility: Visibility
+    cache: Cache | None = None
+    counts: torch.Tensor | None = None
+
+    def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
+        qk, v = qkv.split((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
+        if self.rotation.positions is None:
+            qk = rotate(qk, self.rotation, self.style)
+        else:
+            rotate_(qk, self.rotation.cos, self.rotation.sin, self.rotation.positions, style=self.style)
+        q, k = qk.split((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
+        if self.rotation.query_scale is not None:
+            q = q * self.rotation.query_scale.to(q.dtype)
+        if self.cache is None:
+            return attend(q, k, v, self.visibility)
+        return attend_cached(q, k, v, self.visibility, self.cache, layer, self.counts)
 
 
 def _causal_plan(rows: int, device: torch.device) -> TilePlan:

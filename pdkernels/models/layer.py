@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -9,14 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import check
-from pdkernels.models.attention import Visibility, attend, attend_cached
 from pdkernels.models.between import add_norm, gated, rms_norm
-from pdkernels.models.rope import Rotation, rotate
-from pdkernels.ops.sandwich import rotate_
 
 if TYPE_CHECKING:
     from pdkernels.models.config import TransformerConfig
-    from pdkernels.models.transformer import Cache
 
 
 class Layer(nn.Module):
@@ -48,19 +45,14 @@ class Layer(nn.Module):
         self,
         x: torch.Tensor,
         normed: torch.Tensor,
-        rotation: Rotation,
-        visibility: Visibility,
-        index: int,
-        cache: Cache | None,
-        counts: torch.Tensor | None,
+        attend: Callable[[torch.Tensor], torch.Tensor],
         adapted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual and what the second half adds to it, for the layer behind to add up. `normed` is `self.normed(x)`."""
-        q, k, v = self._rotated(self.project(normed), rotation)
-        if cache is None:
-            mixed = attend(q, k, v, visibility)
-        else:
-            mixed = attend_cached(q, k, v, visibility, cache, index, counts)
+        """The residual and what the second half adds to it, for the layer behind to add up.
+
+        `normed` is `self.normed(x)`, `attend` makes of what `project` gives what `project_out` takes.
+        """
+        mixed = attend(self.project(normed))
         x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
         return x, self._mlp(normed)
 
@@ -98,18 +90,6 @@ class Layer(nn.Module):
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
         return F.linear(gated(F.linear(normed, self.gate_up)), self.down)
-
-    def _rotated(self, qkv: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads, kv_heads = self.config.heads, self.config.kv_heads
-        qk, v = qkv.split((heads + kv_heads, kv_heads), -2)
-        if rotation.positions is None:
-            qk = rotate(qk, rotation, self.config.rope_style)
-        else:
-            rotate_(qk, rotation.cos, rotation.sin, rotation.positions, style=self.config.rope_style)
-        q, k = qk.split((heads, kv_heads), -2)
-        if rotation.query_scale is not None:
-            q = q * rotation.query_scale.to(q.dtype)
-        return q, k, v
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -16,12 +17,12 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models.attention import Visibility, cached_visibility, check_mask, check_tokens, uncached_visibility
+from pdkernels.models.attention import NewRows, Visibility, cached_visibility, check_mask, check_tokens, uncached_visibility
 from pdkernels.models.between import add_norm, fused, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.layer import Layer
-from pdkernels.models.rewriting import places_of
+from pdkernels.models.rewriting import Places, places_of
 from pdkernels.models.rope import RopeTables, Rotation
 
 if TYPE_CHECKING:
@@ -185,11 +186,11 @@ class Transformer(nn.Module):
         gate = self._gate(adapted, tokens.shape)
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
-            return self._run(tokens, visibility, self._uncached_rotation(tokens, positions), None, None, gate)
+            return self._run(tokens, self._new_rows(self._uncached_rotation(tokens, positions), visibility), gate)
         # The cache keeps no graph, so neither does a forward on it.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
-            return self._run(tokens, visibility, rotation, cache, counts, gate)
+            return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate)
 
     def rewrite(
         self,
@@ -241,11 +242,7 @@ class Transformer(nn.Module):
         with torch.no_grad():
             table = self._rope(cache.capacity)
             places = places_of(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
-            x = self._embed(tokens)
-            for index, layer in enumerate(self.layers):
-                x = x + layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
-                x = x + layer.feed_forward(x)
-            return x
+            return self._run(tokens, places, None)
 
     def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
         """Give every layer's output projection W a low-rank rival ``W + scale * b @ a``, for the rows that a forward adapts.
@@ -285,22 +282,19 @@ class Transformer(nn.Module):
               tuple(adapted.shape))
         return adapted.to(self.dtype)[..., None]
 
-    def _run(
-        self,
-        tokens: torch.Tensor,
-        visibility: Visibility,
-        rotation: Rotation,
-        cache: Cache | None,
-        counts: torch.Tensor | None,
-        gate: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _new_rows(
+        self, rotation: Rotation, visibility: Visibility, cache: Cache | None = None, counts: torch.Tensor | None = None
+    ) -> NewRows:
+        return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
+
+    def _run(self, tokens: torch.Tensor, rows: NewRows | Places, gate: torch.Tensor | None) -> torch.Tensor:
         x, added = self._embed(tokens), None
         for index, layer in enumerate(self.layers):
             if added is None:
                 normed = layer.normed(x)
             else:
                 x, normed = add_norm(added, x, None, layer.attention_norm, self.config.norm_eps)
-            x, added = layer(x, normed, rotation, visibility, index, cache, counts, gate)
+            x, added = layer(x, normed, partial(rows.attend_, layer=index), gate)
         return x + added
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:

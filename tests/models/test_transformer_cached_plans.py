@@ -187,9 +187,9 @@ def test_some_rows_take_the_adapter() -> None:
     x = torch.nn.functional.embedding(tokens, model.embedding)
     mask, places = pd.masks.quadratic(2, 2), torch.tensor([0, 1, 1, 2, 2, 3])
     rotation = model._uncached_rotation(tokens, places)
-    visibility = transformer.uncached_visibility(mask.dense())
+    rows = model._new_rows(rotation, transformer.uncached_visibility(mask.dense()))
     for plain, other in zip(model.layers, merged.layers, strict=True):
-        outputs = [sum(layer(x, layer.normed(x), rotation, visibility, 0, None, None, None)) for layer in (plain, other)]
+        outputs = [sum(layer(x, layer.normed(x), lambda qkv: rows.attend_(qkv, 0), None)) for layer in (plain, other)]
         x = torch.where(adapted[:, None], outputs[1], outputs[0])
     options = {"positions": places, "mask": mask.dense()}
     close(model(tokens, adapted=adapted, **options), model.logits(x))
