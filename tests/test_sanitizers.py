@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # a build of its own, and minutes more
+
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "build/native-sanitize/_ops.so"
 
@@ -62,7 +64,6 @@ def test_a_write_behind_a_tensor_is_noticed(environment: dict[str, str]) -> None
     assert answer.returncode != 0 and "heap-buffer-overflow" in answer.stderr, answer.stdout + answer.stderr
 
 
-@pytest.mark.slow
 def test_ops(environment: dict[str, str]) -> None:
     # Simulated and Triton kernels have checks of their own, and compiling graphs has nothing to do with our memory.
     others = ("cudasim", "inductor", "fullgraph", "triton", "compiled", "levels", "reference", "memory")
