@@ -9,37 +9,40 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A block a row.
-template <class T, int kSize>
+// A block a row. kAdds: there is a residual; kNorms: there is a first weight.
+template <class T, int kSize, bool kAdds, bool kNorms>
 __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs args) {
   using Elements = Pack<T, kSize>;
   __shared__ float room[kThreads / 32];
   const int64_t row = blockIdx.x, packs = args.width / kSize;
-  const T* x = args.x.row<const T>(row);
+  const T *x = args.x.row<const T>(row), *residual = args.residual.row<const T>(row);
   const auto sum = [&](int64_t pack, float* sums) {
     const Elements a = Elements::load(x, pack);
-    for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]);
-    if (!args.residual.given()) return;
-    const Elements b = Elements::load(args.residual.row<const T>(row), pack);
-    for (int j = 0; j < kSize; ++j) sums[j] += to_float(b.at[j]);
+    if constexpr (kAdds) {
+      const Elements b = Elements::load(residual, pack);
+      for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]) + to_float(b.at[j]);
+    } else {
+      for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]);
+    }
   };
   const auto scale_of = [&](float squares) {
     return 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.width) + args.eps);
   };
-  const bool norms_sum = args.weight != nullptr;
-  float squares = 0;
-  for (int64_t pack = threadIdx.x; norms_sum && pack < packs; pack += kThreads) {
-    float sums[kSize];
-    sum(pack, sums);
-    for (int j = 0; j < kSize; ++j) squares += sums[j] * sums[j];
+  float squares = 0, scale = 1;
+  if constexpr (kNorms) {
+    for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+      float sums[kSize];
+      sum(pack, sums);
+      for (int j = 0; j < kSize; ++j) squares += sums[j] * sums[j];
+    }
+    scale = scale_of(squares);
   }
-  const float scale = norms_sum ? scale_of(squares) : 1;
   // The pack of y, computed where it is needed: cheaper than reading back what has just been written.
   const auto normed = [&](int64_t pack) {
     float sums[kSize];
     sum(pack, sums);
     Elements y;
-    if (norms_sum) {
+    if constexpr (kNorms) {
       const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
       for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(rounded<T>(sums[j] * scale) * to_float(weights.at[j]));
     } else {
@@ -172,14 +175,23 @@ cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
-    const dim3 grid(static_cast<unsigned>(args.rows));
     const RowsView weights[2] = {{args.weight, 0}, {args.next_weight, 0}};
     const bool packs = args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.residual) && in_packs<T>(args.y) &&
                        in_packs<T>(args.next) && in_packs<T>(weights[0]) && in_packs<T>(weights[1]);
-    if (packs) {
-      PDK_LAUNCH((add_rms_norm_kernel<T, kSize>), grid, dim3(kThreads), 0, stream, args);
+    const auto launch = [&](auto adds, auto norms) {
+      const dim3 grid(static_cast<unsigned>(args.rows));
+      if (packs) {
+        PDK_LAUNCH((add_rms_norm_kernel<T, kSize, adds.value, norms.value>), grid, dim3(kThreads), 0, stream, args);
+      } else {
+        PDK_LAUNCH((add_rms_norm_kernel<T, 1, adds.value, norms.value>), grid, dim3(kThreads), 0, stream, args);
+      }
+    };
+    if (!args.residual.given()) {
+      launch(std::false_type{}, std::true_type{});
+    } else if (args.weight != nullptr) {
+      launch(std::true_type{}, std::true_type{});
     } else {
-      PDK_LAUNCH((add_rms_norm_kernel<T, 1>), grid, dim3(kThreads), 0, stream, args);
+      launch(std::true_type{}, std::false_type{});
     }
   });
   return cudaGetLastError();

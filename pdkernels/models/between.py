@@ -14,7 +14,8 @@ from pdkernels.ops.sandwich import add_rms_norm, silu_gate
 
 def fused(x: torch.Tensor) -> bool:
     """Whether the ops take the place of plain PyTorch. Under autocast dtypes mix, which they do not."""
-    return not torch.is_grad_enabled() and x.dtype in KERNEL_DTYPES and not torch.is_autocast_enabled(x.device.type)
+    mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
