@@ -24,7 +24,7 @@ from pdkernels.decoding import _recurrent_wave
 from pdkernels.decoding._recurrent import Sampling, prefill
 from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
 from pdkernels.decoding._session import Session
-from pdkernels.models import sandwich
+from pdkernels.models import between
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 
 PREFIX = 512
@@ -53,7 +53,7 @@ def model(device: str) -> RecurrentDepth:
 @contextmanager
 def plain() -> Iterator[None]:
     """Everything between the products in torch ops."""
-    with patch.object(sandwich, "fused", lambda x: False), patch.object(_recurrent_wave, "backend_of", lambda dtype: "reference"):
+    with patch.object(between, "fused", lambda x: False), patch.object(_recurrent_wave, "backend_of", lambda dtype: "reference"):
         yield
 
 

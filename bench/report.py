@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -193,12 +194,7 @@ def speculative_attention(rows: list[Row]) -> str:
         return "not measured"
     cases = [(f"{d}, prefix {p:,}", {"dtype": d, "prefix": p}) for d in ("fp32", "bf16") for p in (2048, 8192)]
     found = dict(by_contender(rows, cases))
-    lines = []
-    for name, times in found.items():
-        cells = [
-            f"{row['median_us'] / 1e3:.2f} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])
-        ]
-        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
+    lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
     lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])])
     times = table(["ms, median (times pdkernels)", *(title for title, _ in cases)], lines)
     steps = [[row["contender"], f"{row['median_us'] / 1e3:,.1f}", f"{row['max_us'] / 1e3:,.0f}"] for row in growing]
@@ -261,13 +257,19 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
         for case in sorted({tuple(row[size] for size in sizes) for row in rows})
     ]
     found = dict(by_contender(rows, cases))
-    lines = []
-    for name, times in found.items():
-        cells = [
-            f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])
-        ]
-        lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
+    lines = beside_ours(found, microseconds)
     return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
+
+
+def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
+    """A line for each contender: times as `shown` writes microseconds, and how many times as long as ours they are."""
+    return [
+        [
+            f"**{name}**" if name == "pdkernels" else name,
+            *(f"{shown(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])),
+        ]
+        for name, times in found.items()
+    ]
 
 
 def machine(rows: list[Row]) -> str:

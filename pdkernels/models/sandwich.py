@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdkernels.models import between
 from pdkernels.models.attention import attend, attend_cached, attend_stored
-from pdkernels.models.between import add_norm, fused, gated
+from pdkernels.models.between import add_norm, gated
 from pdkernels.models.rope import rotate
 from pdkernels.ops.sandwich import rotate_append_
 
@@ -47,7 +48,7 @@ class SandwichLayer(nn.Module):
     def _attention(self, qkv: torch.Tensor, place: Place, slot: int) -> torch.Tensor:
         """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""
         heads, cache = self.config.heads, place.cache
-        if cache is None or not fused(qkv):
+        if cache is None or not between.fused(qkv):
             qk, v = qkv.split((2 * heads, heads), -2)
             q, k = rotate(qk + self.qk_bias, place.rotation, "interleaved").split((heads, heads), -2)
             if cache is None:

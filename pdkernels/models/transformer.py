@@ -17,8 +17,9 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
+from pdkernels.models import between
 from pdkernels.models.attention import NewRows, Visibility, cached_visibility, check_mask, check_tokens, uncached_visibility
-from pdkernels.models.between import add_norm, fused, rms_norm
+from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.layer import Layer
@@ -345,7 +346,7 @@ class Transformer(nn.Module):
         return self._rotation(self._rope(limit), positions)
 
     def _rotation(self, table: Rotation, positions: torch.Tensor) -> Rotation:
-        return table.kept_for(positions) if fused(self.embedding) else table.at(positions)
+        return table.kept_for(positions) if between.fused(self.embedding) else table.at(positions)
 
     def _on_cache(
         self,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.models import RecurrentDepth, sandwich
+from pdkernels.models import RecurrentDepth, between
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_recurrent_depth import CONFIG, PUBLISHED, WIDE, build, close, plain_logits, random_tokens, reference_of
 
@@ -159,7 +159,7 @@ def test_fused_layers_are_as_exact_as_plain_ones(dtype: torch.dtype, kind: str, 
 
     def run(model: RecurrentDepth, fused: bool) -> list[Tensor]:
         """The prelude of pieces of the text: all rows, some of them, a lone one; and what it leaves in its slot."""
-        monkeypatch.setattr(sandwich, "fused", lambda x: fused)
+        monkeypatch.setattr(between, "fused", lambda x: fused)
         if kind == "uncached":
             return [model.prelude(tokens, model.place(8))]
         cache = model.new_cache(2, 12, kind=kind, page_size=4)
@@ -183,9 +183,9 @@ def test_fused_layers_are_as_exact_as_plain_ones(dtype: torch.dtype, kind: str, 
 
 def test_ops_are_for_inference_in_kernel_dtypes() -> None:
     x = torch.ones(1)
-    assert not sandwich.fused(x)
+    assert not between.fused(x)
     with torch.no_grad():
-        assert sandwich.fused(x) and sandwich.fused(x.bfloat16()) and not sandwich.fused(x.double())
+        assert between.fused(x) and between.fused(x.bfloat16()) and not between.fused(x.double())
 
 
 def test_a_full_cache_takes_no_more() -> None:
