@@ -107,18 +107,28 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const T* x = args.x.template row<const T>(b, i);
   const T* residual = args.residual.template row<const T>(b, i);
   float* row = reinterpret_cast<float*>(thread_scratch(size * static_cast<int64_t>(sizeof(float))));
-  const Vec squares = add_rows(x, residual, row, size);
-  const Vec of_state = scale_row(row, scale_of(squares, size, args.eps), static_cast<const T*>(args.weight), state, size);
-  if (!args.known(b, i)) return args.write(b, i, kInfinity);
+  const float scale = scale_of(add_rows(x, residual, row, size), size, args.eps);
+  // What is written goes on to `visit`.
+  const auto finish = [&](const auto& visit) { return scale_row(row, scale, static_cast<const T*>(args.weight), state, size, visit); };
+  if (!args.known(b, i)) {
+    finish([](int64_t, auto, Vec) {});
+    return args.write(b, i, kInfinity);
+  }
 
   const T* before = args.previous.template row<const T>(b, args.before(b, i));
-  const T* first = args.older.given() ? args.older.template row<const T>(b, args.long_before(b, i)) : nullptr;
-  Vec of_change{};
-  for_vectors(0, size, [&](int64_t at, auto lanes) {
-    const Vec now = load(row + at, lanes), then = load(before + at, lanes);
-    const Vec change = first == nullptr ? now - then : now - 2.0f * then + load(first + at, lanes);
-    of_change += change * change;
-  });
+  Vec of_state, of_change{};
+  if (args.older.given()) {
+    const T* first = args.older.template row<const T>(b, args.long_before(b, i));
+    of_state = finish([&](int64_t at, auto lanes, Vec now) {
+      const Vec change = now - 2.0f * load(before + at, lanes) + load(first + at, lanes);
+      of_change += change * change;
+    });
+  } else {
+    of_state = finish([&](int64_t at, auto lanes, Vec now) {
+      const Vec change = now - load(before + at, lanes);
+      of_change += change * change;
+    });
+  }
   const float moved = __builtin_sqrtf(sum_of(of_change)), length = __builtin_sqrtf(sum_of(of_state));
   args.write(b, i, moved == 0 && length == 0 ? 0.0f : moved / length);
 }

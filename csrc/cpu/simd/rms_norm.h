@@ -39,22 +39,21 @@ template <class T>
 PDK_INLINE Vec round_row(float* row, T* to, int64_t width) {
   Vec squares{};
   for_vectors(0, width, [&](int64_t at, auto lanes) {
-    const Vec y = as<T>(load(row + at, lanes));
-    store(to + at, y, lanes);
+    const Vec y = store(to + at, load(row + at, lanes), lanes);
     store(row + at, y, lanes);
     squares += y * y;
   });
   return squares;
 }
 
-// row * scale, rounded to T, times the weight in T: written to `to`, and as floats back to `row`. Returns the sum of its squares.
-template <class T>
-PDK_INLINE Vec scale_row(float* row, float scale, const T* weight, T* to, int64_t width) {
+// row * scale, rounded to T, times the weight in T: written to `to`, and handed as floats to visit(at, lanes, y). Returns the sum of its
+// squares.
+template <class T, class Visit>
+PDK_INLINE Vec scale_row(const float* row, float scale, const T* weight, T* to, int64_t width, const Visit& visit) {
   Vec squares{};
   for_vectors(0, width, [&](int64_t at, auto lanes) {
-    const Vec y = as<T>(as<T>(load(row + at, lanes) * scale) * load(weight + at, lanes));
-    store(to + at, y, lanes);
-    store(row + at, y, lanes);
+    const Vec y = store(to + at, as<T>(load(row + at, lanes) * scale) * load(weight + at, lanes), lanes);
+    visit(at, lanes, y);
     squares += y * y;
   });
   return squares;

@@ -11,7 +11,8 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
   for_rows(args.rows, args.width, [&](int64_t i) {
     float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
     const auto norm = [&](Vec squares, const void* weight, T* to) {
-      return scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(weight), to, args.width);
+      return scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(weight), to, args.width,
+                       [&](int64_t at, auto lanes, Vec scaled) { store(row + at, scaled, lanes); });
     };
     const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight);
     T* y = args.y.row<T>(i);

@@ -88,19 +88,6 @@ PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill,
   for_vectors(at, end, [&](int64_t place, auto lanes) { body(load(from + place, lanes, fill), splat(fill)); });
 }
 
-template <class T>
-PDK_INLINE void store(T* to, Vec x, Whole) {
-  if constexpr (sizeof(T) == sizeof(float)) {
-    *reinterpret_cast<LooseVec*>(to) = x;
-  } else {
-    *reinterpret_cast<LooseShorts*>(to) = __builtin_convertvector(narrowed(x, T{}), LooseShorts);
-  }
-}
-template <class T>
-PDK_INLINE void store(T* to, Vec x, Part part) {
-  from_floats(reinterpret_cast<const float*>(&x), to, part.count);
-}
-
 // x as T has it.
 template <class T>
 PDK_INLINE Vec as(Vec x) {
@@ -109,6 +96,24 @@ PDK_INLINE Vec as(Vec x) {
   } else {
     return widened(narrowed(x, T{}), T{});
   }
+}
+
+// Stores x as T, and returns what T has of it.
+template <class T>
+PDK_INLINE Vec store(T* to, Vec x, Whole) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    *reinterpret_cast<LooseVec*>(to) = x;
+    return x;
+  } else {
+    const Words bits = narrowed(x, T{});
+    *reinterpret_cast<LooseShorts*>(to) = __builtin_convertvector(bits, LooseShorts);
+    return widened(bits, T{});
+  }
+}
+template <class T>
+PDK_INLINE Vec store(T* to, Vec x, Part part) {
+  from_floats(reinterpret_cast<const float*>(&x), to, part.count);
+  return as<T>(x);
 }
 
 // Calls body(begin, end) for each strip of [begin, end).

@@ -78,14 +78,11 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
       x = larger(splat(2 * kLeastExponent), x);
       x += x * rest;
     }
-    x = larger(splat(kLeastExponent), x);
-    Vec e = exponential_term(x);
     if constexpr (kHoldsFirst) {
       first += x == 0;
-      e = choose(x == 0, splat(0.0f), e);
+      x = choose(x == 0, splat(-kInfinity), x);
     }
-    total += e;
-    weighted += x * e;
+    add_terms(x, total, weighted);
   };
   // While the processor computes, the next part of the row comes out of the memory.
   for_pairs<kVocabularyPart>(logits, begin, end, -kInfinity, [&](Vec x, Vec y) {

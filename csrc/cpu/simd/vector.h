@@ -6,6 +6,9 @@
 #pragma once
 
 #include <cstdint>
+#ifdef __AVX512DQ__
+#include <immintrin.h>
+#endif
 
 namespace pdkernels::cpu::PDK_ISA {
 
@@ -83,6 +86,30 @@ PDK_INLINE Vec exponential_term(Vec x) {
   p = p * f + 0.24022242426872253f;
   p = p * f + 0.6931470036506653f;
   return (p * f + 1.0f) * reinterpret_cast<Vec>(reinterpret_cast<Ints>(shifted) << 23);
+}
+
+// Adds e^x to `total` and x e^x to `weighted`, for x <= 0: nothing where x <= kLeastExponent, -inf included, and NaN for NaN.
+PDK_INLINE void add_terms(Vec x, Vec& total, Vec& weighted) {
+#ifdef __AVX512DQ__
+  // 2^n times 2^f, where f in [0, 1) is what reduce leaves and n = floor(z) what scalef reads: 12 instructions instead of 15. The
+  // polynomial's relative error is at most 9e-8. Lanes below 2^-126 are masked, since such results take a hundred times as long.
+  const __m512 z = reinterpret_cast<__m512>(x * 1.44269504f), f = _mm512_reduce_ps(z, _MM_FROUND_TO_NEG_INF);
+  const __mmask16 counted = _mm512_cmp_ps_mask(z, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+  const Vec r = reinterpret_cast<Vec>(f);
+  Vec p = r * 0.0018671284938131627f + 0.009017034679440056f;
+  p = p * r + 0.05579990891059365f;
+  p = p * r + 0.2401644517193385f;
+  p = p * r + 0.6931513116711748f;
+  p = p * r + 1.0f;
+  const __m512 e = _mm512_maskz_scalef_ps(counted, reinterpret_cast<__m512>(p), z);
+  total += reinterpret_cast<Vec>(e);
+  weighted = reinterpret_cast<Vec>(_mm512_mask3_fmadd_ps(reinterpret_cast<__m512>(x), e, reinterpret_cast<__m512>(weighted), counted));
+#else
+  x = larger(splat(kLeastExponent), x);
+  const Vec e = exponential_term(x);
+  total += e;
+  weighted += x * e;
+#endif
 }
 
 // A bit for each lane of a mask.
