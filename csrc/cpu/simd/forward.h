@@ -45,9 +45,12 @@ struct Memory {
 };
 
 // scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied with.
+//
+// Exact scores are rounded before the largest is subtracted, and masked ones become -inf: these are stored. The others are read again.
 template <class Tiles, bool kExact>
 void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
   constexpr int kVectors = Tiles::kVectors;
+  const auto stored = [](const Block& block) { return kExact || block.visible != nullptr; };
   Vec largest[kVectors], sum[kVectors] = {};
   for (int v = 0; v < kVectors; ++v) largest[v] = panel.largest[v];
   for (int b = 0; b < num_blocks; ++b) {
@@ -57,7 +60,7 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
       for (int v = 0; v < kVectors; ++v, ++row) {
         Vec score = rounded(*row * scale);
         if (visible != nullptr) score = choose(visible[j * kVectors + v], score, splat(-kInfinity));
-        *row = score;
+        if (stored(blocks[b])) *row = score;
         largest[v] = larger(score, largest[v]);
       }
     }
@@ -73,10 +76,11 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
     float* block = scores + b * kBlock * Tiles::kPanel;
     const Vec* row = reinterpret_cast<const Vec*>(block);
     const int count = blocks[b].count;
+    const float unit = stored(blocks[b]) ? 1 : scale;
     for (int j = 0; j < count; j += 2) {
       for (int v = 0; v < kVectors; ++v) {
-        const Vec even = exponential<kExact>(row[j * kVectors + v] - base[v]);
-        const Vec odd = j + 1 < count ? exponential<kExact>(row[(j + 1) * kVectors + v] - base[v]) : Vec{};
+        const Vec even = exponential<kExact>(row[j * kVectors + v] * unit - base[v]);
+        const Vec odd = j + 1 < count ? exponential<kExact>(row[(j + 1) * kVectors + v] * unit - base[v]) : Vec{};
         sum[v] += even + odd;
         Tiles::put_weights(block, j, v, even, odd);
       }
@@ -102,11 +106,10 @@ void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token
 template <class T, class Tiles>
 void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head, int64_t token,
             Panel<Tiles>& panel) {
+  Vec share[Tiles::kVectors];
+  for (int v = 0; v < Tiles::kVectors; ++v) share[v] = panel.total[v] == 0.0f ? Vec{} : 1.0f / panel.total[v];
   for (int64_t d = 0; d < args.head_dim; ++d) {
-    for (int v = 0; v < Tiles::kVectors; ++v) {
-      Vec& sum = reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v];
-      sum = panel.total[v] == 0.0f ? Vec{} : sum / panel.total[v];
-    }
+    for (int v = 0; v < Tiles::kVectors; ++v) reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v] *= share[v];
   }
   const LanePointers<T, Tiles::kPanel> rows(out, batch, token, head, panel.lanes);
   store_lanes<T, Tiles::kPanel>(panel.sums, args.head_dim, rows.at);

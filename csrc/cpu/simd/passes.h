@@ -1,9 +1,9 @@
 // What the passes of block-sparse attention have in common: panels of tokens, the loop over a tile's list, the threads.
 #pragma once
 
-#include "../parallel.h"
 #include "blocks.h"
 #include "kernels.h"
+#include "strips.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 
@@ -49,7 +49,7 @@ void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
       for (int64_t i = 0; i < count; ++i) rows[i] = *reinterpret_cast<const Ints*>(sums + (d + i) * kPanel + first);
       transpose(rows);
       for (int lane = 0; lane < kLanes && lanes[first + lane] != nullptr; ++lane) {
-        from_floats(reinterpret_cast<const float*>(&rows[lane]), lanes[first + lane] + d, count);
+        for_vectors(0, count, [&](int64_t, auto part) { store(lanes[first + lane] + d, reinterpret_cast<const Vec&>(rows[lane]), part); });
       }
     }
   }

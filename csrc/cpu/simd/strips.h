@@ -27,7 +27,6 @@ PDK_INLINE void for_vectors(int64_t begin, int64_t end, const Body& body) {
   if (at < end) body(at, Part{end - at});
 }
 
-typedef uint32_t Words __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef uint32_t LooseWords __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(2)));
 typedef uint16_t LooseShorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
 

@@ -114,8 +114,8 @@ struct AmxTiles {
 
   // Word [token / 2][lane]. It never lies behind the scores of the two tokens it comes from, so it may take their memory.
   static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
-    const Ints low = rounded_up_to_bfloat16(even) >> 16 & 0xffff;
-    reinterpret_cast<Ints*>(block + token / 2 * kPanel)[v] = low | (rounded_up_to_bfloat16(odd) & splat(static_cast<int32_t>(0xffff0000)));
+    const Words low = rounded_to_bfloat16(even) >> 16, high = rounded_to_bfloat16(odd) & 0xffff0000u;
+    reinterpret_cast<Words*>(block + token / 2 * kPanel)[v] = low | high;
   }
   static void pad_weights(float* block, int count) {
     for (int pair = (count + 1) / 2; pair < kBlock / 2; ++pair) {
@@ -181,11 +181,8 @@ struct AmxTiles {
     return __builtin_convertvector(shorts, Ints);
   }
 
-  // In the upper half of each word. Weights are finite or NaN with the highest bits of the fraction set, so nothing overflows.
-  static PDK_INLINE Ints rounded_up_to_bfloat16(Vec x) {
-    const Ints bits = reinterpret_cast<Ints>(x);
-    return bits + 0x7fff + (bits >> 16 & 1);
-  }
+  // In the upper half of each word; halves go up. Weights are finite or NaN with the highest bits of the fraction set, so nothing overflows.
+  static PDK_INLINE Words rounded_to_bfloat16(Vec x) { return reinterpret_cast<Words>(x) + 0x8000u; }
 
   static void rescale(const Vec* factor, int64_t depth, float* sums) {
     bool changed = false;

@@ -16,6 +16,7 @@ constexpr int kLanes = PDK_LANES;
 
 typedef float Vec __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * PDK_LANES), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * PDK_LANES), may_alias));
 typedef float LooseVec __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(4)));
 
 #define PDK_INLINE inline __attribute__((always_inline))
@@ -47,31 +48,50 @@ PDK_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-// e^x for x <= 0 or a little above: 2^n e^r with n whole and |r| <= log(2) / 2; n log(2) is taken off in two parts, the first of
-// which is exact (Cody and Waite), so that r is as good as x whatever n is. Exactly 1 at 0, exactly 0 below about -87.7, NaN for NaN.
-// The polynomials are minimax in the relative error: 2e-9 (before rounding) for kExact, 3e-6 for results that are rounded to 16
-// bits anyway.
+// 2^z for z <= 0 or a little above, where the result is rounded to 16 bits anyway: 2^n 2^f with n whole and |f| <= 1/2. Exactly 1 at 0,
+// exactly 0 below about -126, NaN for NaN. The polynomial is minimax in the relative error: 3e-6.
+PDK_INLINE Vec power_of_two(Vec z) {
+#ifdef __AVX512DQ__
+  // The processor has the split and the scaling. Lanes below are masked, because results below 2^-126 take it a hundred times as long.
+  const __m512 exponent = reinterpret_cast<__m512>(z);
+  const __mmask16 counted = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+  const Vec f = reinterpret_cast<Vec>(_mm512_reduce_ps(exponent, _MM_FROUND_TO_NEAREST_INT));
+#else
+  constexpr float kRounder = 12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
+  z = z < -127.0f ? splat(-127.0f) : z;
+  const Vec shifted = z + kRounder, f = z - (shifted - kRounder);
+#endif
+  Vec p = f * 0.009582853231353456f + 0.055906424499157205f;
+  p = p * f + 0.24024098606095334f;
+  p = p * f + 0.6931241934293345f;
+  p = p * f + 1.0f;
+#ifdef __AVX512DQ__
+  return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(counted, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(z - f)));
+#else
+  return p * reinterpret_cast<Vec>(reinterpret_cast<Ints>(shifted) << 23);
+#endif
+}
+
+// e^x for x <= 0 or a little above, the same for results of 16 bits. For exact ones 2^n e^r with n whole and |r| <= log(2) / 2; n log(2) is
+// taken off in two parts, the first of which is exact (Cody and Waite), so that r is as good as x whatever n is: 2e-9 before rounding.
 template <bool kExact>
 PDK_INLINE Vec exponential(Vec x) {
-  constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves a whole number in the low bits
-  x = x < -88.0f ? splat(-88.0f) : x;
-  const Vec shifted = x * 1.44269504f + kRounder;
-  const Vec n = shifted - kRounder;
-  const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-  const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
-  Vec p;
-  if constexpr (kExact) {
-    p = r * 0.0013843657f + 0.008374157f;
+  if constexpr (!kExact) {
+    return power_of_two(x * 1.44269504f);
+  } else {
+    constexpr float kRounder = 12582912.0f;
+    x = x < -88.0f ? splat(-88.0f) : x;
+    const Vec shifted = x * 1.44269504f + kRounder;
+    const Vec n = shifted - kRounder;
+    const Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    const Ints exponent = (reinterpret_cast<Ints>(shifted) - 0x4b400000 + 127) << 23;
+    Vec p = r * 0.0013843657f + 0.008374157f;
     p = p * r + 0.041668f;
     p = p * r + 0.16666431f;
     p = p * r + 0.49999994f;
     p = p * r + 1.0f;
-  } else {
-    p = r * 0.041513815f + 0.1678748f;
-    p = p * r + 0.50003015f;
-    p = p * r + 0.99996685f;
+    return (p * r + 1.0f) * reinterpret_cast<Vec>(exponent);
   }
-  return (p * r + 1.0f) * reinterpret_cast<Vec>(exponent);
 }
 
 // e^x for x <= 0 and above kLeastExponent, as the terms of long sums need it: exactly 1 at 0, exactly 0 at kLeastExponent, NaN for NaN.
