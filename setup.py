@@ -127,8 +127,8 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]}
-    # No vector crosses a call in these units, so how one would be passed does not matter.
-    common = ["-Wno-psabi"]
+    # No vector crosses a call in these units, so how one would be passed does not matter; and nothing in them throws.
+    common = ["-Wno-psabi", "-fno-exceptions"]
     return {
         level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))] for level, sizes in levels.items()
     }
