@@ -3,7 +3,8 @@
 Contenders: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
 one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch draws no numbers by counter.
 So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-one that *draws* as many of the same law by itself, by torch.rand and erfinv, whose results are of course not ours.
+those that *draw* as many of the same law by themselves, whose results are of course not ours: eager torch by trunc_normal_, as the
+published code does, the compiled form by torch.rand and erfinv, which take it less time.
 
 All rows are where they were (nothing froze): peers would need a gather to find them on the device.
 """
@@ -11,7 +12,7 @@ All rows are where they were (nothing froze): peers would need a gather to find 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -72,6 +73,12 @@ def mix(state: Tensor, embedding: Tensor, previous: Tensor, recurrences: Tensor,
     return torch.cat([state, e.to(state.dtype)], dim=-1)
 
 
+def inject_torch_drawing(s: Setup) -> Tensor:
+    std = 0.4**0.5
+    drawn = torch.nn.init.trunc_normal_(torch.empty(s.state.shape, device=s.state.device), std=std, a=-3 * std, b=3 * std)
+    return mix(s.state, s.embedding, s.previous, s.recurrences, drawn, s.noise)
+
+
 def exit_ours(s: Setup) -> tuple[Tensor, ...]:
     vectors = (s.x, s.residual, s.weight, s.state)
     return pd.recurrence_exit(*vectors, s.recurrences, s.width, s.advance, threshold=THRESHOLD)
@@ -114,7 +121,10 @@ OPS: dict[str, dict[str, Callable[[Setup], object]]] = {
 }
 OPS["inject"]["torch.compile per width"] = lambda s: inject_compiled(s, False)
 OPS["exit"]["torch.compile per width"] = lambda s: exit_compiled(s, False)
-OPS["inject with noise"] = OPS["inject"] | {"torch.compile per width, drawing": inject_drawing}
+OPS["inject with noise"] = OPS["inject"] | {
+    "torch, drawing": inject_torch_drawing,
+    "torch.compile per width, drawing": inject_drawing,
+}
 NOISE = {"inject": 0.0, "inject with noise": 0.5, "exit": 0.0}
 
 
@@ -138,6 +148,23 @@ def bytes_of(s: Setup, op: str) -> int:
     return rows * 2 if op == "exit" else rows * 5 // 2
 
 
+def measure(benchmark, call: Callable[[], object], setup: Setup, op: str, name: str, dtype: str, width: int, device: str) -> None:
+    compare(
+        benchmark,
+        call,
+        baseline=partial(OPS[op]["torch"], setup),
+        baseline_name="torch",
+        device=device,
+        rounds=50 if width >= 128 else 300,
+        bytes_moved=bytes_of(setup, op),
+        op="recurrence",
+        case=op,
+        contender=name,
+        dtype=dtype,
+        width=width,
+    )
+
+
 @by_device("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op, name", [(op, name) for op, contenders in OPS.items() for name in contenders])
@@ -149,20 +176,19 @@ def test_recurrence(benchmark, op: str, name: str, dtype: str, width: int, devic
         check_law(setup, contender(setup))
     else:
         check(setup, op, contender(setup))
-    compare(
-        benchmark,
-        lambda: contender(setup),
-        baseline=lambda: OPS[op]["torch"](setup),
-        baseline_name="torch",
-        device=device,
-        rounds=50 if width >= 128 else 300,
-        bytes_moved=bytes_of(setup, op),
-        op="recurrence",
-        case=op,
-        contender=name,
-        dtype=dtype,
-        width=width,
-    )
+    measure(benchmark, partial(contender, setup), setup, op, name, dtype, width, device)
+
+
+@by_device("width", WIDTHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", NOISE)
+def test_copy(benchmark, op: str, dtype: str, width: int, device: str) -> None:
+    """What memory gives: as many bytes read and written as the op has to, by ``copy_``."""
+    benchmark.group = f"recurrence {op} {dtype}, width {width}, {device}"
+    setup = Setup(width, DTYPES[dtype], NOISE[op], device)
+    source, target = (torch.full((bytes_of(setup, op),), i, dtype=torch.uint8, device=device) for i in (1, 2))
+    assert torch.equal(target.copy_(source), source)
+    measure(benchmark, partial(target.copy_, source), setup, op, "a copy of as many bytes", dtype, width, device)
 
 
 class Steps:

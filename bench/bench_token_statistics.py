@@ -53,7 +53,7 @@ def ours(logits: Tensor, temperature: float = 0.0) -> tuple[Tensor, ...]:
     return found.ids, found.probs, found.entropy, found.margin
 
 
-CONTENDERS = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch eager", "float64")
+CONTENDERS = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch eager", "float64", "float64, all statistics")
 SAMPLERS = ("pdkernels", "float64 Gumbel")
 
 
@@ -75,6 +75,7 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
         "torch.compile": partial(torch.compile(eager, dynamic=False), logits),
         "torch eager": partial(eager, logits),
         "float64": partial(float64, logits),
+        "float64, all statistics": partial(eager, logits, torch.float64),
     }[name]
     with torch.inference_mode():
         exact = [torch.cat(parts) for parts in zip(*(eager(part, torch.float64) for part in logits.split(32)))]

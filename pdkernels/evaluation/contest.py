@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels import decoding
+from pdkernels._host import cpu_isa
 from pdkernels._validation import check
 from pdkernels._version import __version__
 from pdkernels.decoding.result import DecodeResult
@@ -370,9 +371,10 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def processor() -> str:
-    """Name of this machine's CPU."""
+    """Name of this machine's CPU, and the instructions that kernels use on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name} ({cpu_isa()})"

@@ -2,6 +2,8 @@
 //
 // A tiles come from packed rows or columns, B tiles from panels and weights, in which two neighbours along the summed dimension
 // share a 32-bit word. What is missing to whole tiles is zero.
+//
+// Two accumulators at a time: the processor renames tiles, so it goes on with the next two while these are stored.
 #pragma once
 
 #include "tiles.h"
@@ -16,7 +18,7 @@
 
 namespace pdkernels::cpu::PDK_ISA {
 
-typedef uint16_t Shorts __attribute__((vector_size(2 * PDK_LANES), may_alias, aligned(2)));
+typedef int32_t LooseInts __attribute__((vector_size(4 * PDK_LANES), may_alias, aligned(2)));
 
 struct AmxTiles {
   static_assert(kLanes == 16, "a tile is 16 lanes wide");
@@ -46,9 +48,8 @@ struct AmxTiles {
       for (int half = 0; half < kPanel; half += kLanes) {
         Ints words[kLanes];
         for (int lane = 0; lane < kLanes; ++lane) {
-          words[lane] = Ints{};
           const Bfloat16* token = lanes[half + lane];
-          if (token != nullptr) __builtin_memcpy(&words[lane], token + d, 2 * smaller(kDepth, head_dim - d));
+          words[lane] = token == nullptr ? Ints{} : elements(token, d, head_dim);
         }
         transpose(words);
         for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(panel + (d / 2 + i) * 2 * kPanel + 2 * half) = words[i];
@@ -59,28 +60,22 @@ struct AmxTiles {
   static void scores(const Packed* rows, const Packed* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
     const int64_t depth = padded(head_dim), row_bytes = 2 * depth, lane_bytes = 4 * kPanel;
     settle_memory();
-    for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
-      const Packed* upper = rows + blocks[b].begin * depth;
-      const Packed* lower = upper + 16 * depth;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t d = 0; d < depth; d += kDepth) {
-        const Packed* words = panel + d * kPanel;
-        _tile_loadd(4, upper + d, row_bytes);
-        _tile_loadd(6, words, lane_bytes);
-        _tile_loadd(7, words + kPanel, lane_bytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, lower + d, row_bytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+    for (int b = 0; b < num_blocks; ++b) {
+      const Packed* half = rows + blocks[b].begin * depth;
+      for (int i = 0; i < kBlock; i += 16, half += 16 * depth, scores += 16 * kPanel) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t d = 0; d < depth; d += kDepth) {
+          const Packed* words = panel + d * kPanel;
+          _tile_loadd(2, half + d, row_bytes);
+          _tile_loadd(3, words, lane_bytes);
+          _tile_loadd(4, words + kPanel, lane_bytes);
+          _tile_dpbf16ps(0, 2, 3);
+          _tile_dpbf16ps(1, 2, 4);
+        }
+        _tile_stored(0, scores, lane_bytes);
+        _tile_stored(1, scores + 16, lane_bytes);
       }
-      _tile_stored(0, scores, lane_bytes);
-      _tile_stored(1, scores + 16, lane_bytes);
-      _tile_stored(2, scores + 16 * kPanel, lane_bytes);
-      _tile_stored(3, scores + 16 * kPanel + 16, lane_bytes);
     }
   }
 
@@ -89,26 +84,19 @@ struct AmxTiles {
     constexpr int64_t kColumnBytes = 2 * kChunk, kLaneBytes = 4 * kPanel;
     rescale(factor, padded(head_dim), sums);
     settle_memory();
-    for (int64_t d = 0; d < head_dim; d += 32, sums += 32 * kPanel, columns += 32 * kChunk) {
+    for (int64_t d = 0; d < head_dim; d += 16, sums += 16 * kPanel, columns += 16 * kChunk) {
       _tile_loadd(0, sums, kLaneBytes);
       _tile_loadd(1, sums + 16, kLaneBytes);
-      _tile_loadd(2, sums + 16 * kPanel, kLaneBytes);
-      _tile_loadd(3, sums + 16 * kPanel + 16, kLaneBytes);
       for (int b = 0; b < num_blocks; ++b) {
         const float* words = weights + b * kBlock * kPanel;
-        _tile_loadd(4, columns + blocks[b].begin, kColumnBytes);
-        _tile_loadd(6, words, kLaneBytes);
-        _tile_loadd(7, words + 16, kLaneBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_loadd(5, columns + 16 * kChunk + blocks[b].begin, kColumnBytes);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        _tile_loadd(2, columns + blocks[b].begin, kColumnBytes);
+        _tile_loadd(3, words, kLaneBytes);
+        _tile_loadd(4, words + 16, kLaneBytes);
+        _tile_dpbf16ps(0, 2, 3);
+        _tile_dpbf16ps(1, 2, 4);
       }
       _tile_stored(0, sums, kLaneBytes);
       _tile_stored(1, sums + 16, kLaneBytes);
-      _tile_stored(2, sums + 16 * kPanel, kLaneBytes);
-      _tile_stored(3, sums + 16 * kPanel + 16, kLaneBytes);
     }
   }
 
@@ -123,14 +111,14 @@ struct AmxTiles {
     }
   }
 
-  // The shapes of the eight tiles, for as long as it lives: 16 rows of 64 bytes each.
+  // The shapes of the tiles, for as long as it lives: 16 rows of 64 bytes each.
   struct Session {
     Session() {
       // Static: compilers do not know that the instruction reads all of it.
       struct alignas(64) Shapes {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16};
       };
       static constexpr Shapes kShapes{};
       static_assert(sizeof(Shapes) == 64);
@@ -156,29 +144,34 @@ struct AmxTiles {
 
   static void pack_columns(const Bfloat16* const* tokens, int64_t count, int64_t head_dim, Packed* columns) {
     for (int64_t token = 0; token < count; token += kBlock) {
-      for (int64_t d = 0; d < padded(head_dim); d += kLanes) {
-        Ints words[kLanes];  // [pair of tokens][d]
+      for (int64_t d = 0; d < padded(head_dim); d += kDepth) {
+        Ints low[kLanes], high[kLanes];  // [pair of tokens][d], of each word's low half and of its high half
         for (int i = 0; i < kLanes; ++i) {
-          const int64_t even = token + 2 * i, odd = even + 1;
-          words[i] = Ints{};
-          if (even < count) words[i] |= elements(tokens[even], d, head_dim);
-          if (odd < count) words[i] |= elements(tokens[odd], d, head_dim) << 16;
+          const int64_t at = token + 2 * i;
+          const Words even = at < count ? reinterpret_cast<Words>(elements(tokens[at], d, head_dim)) : Words{};
+          const Words odd = at + 1 < count ? reinterpret_cast<Words>(elements(tokens[at + 1], d, head_dim)) : Words{};
+          low[i] = reinterpret_cast<Ints>((even & 0xffffu) | odd << 16);
+          high[i] = reinterpret_cast<Ints>(even >> 16 | (odd & 0xffff0000u));
         }
-        transpose(words);
-        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(columns + (d + i) * kChunk + token) = words[i];
+        transpose(low);
+        transpose(high);
+        for (int i = 0; i < kLanes; ++i) {
+          *reinterpret_cast<Ints*>(columns + (d + 2 * i) * kChunk + token) = low[i];
+          *reinterpret_cast<Ints*>(columns + (d + 2 * i + 1) * kChunk + token) = high[i];
+        }
       }
     }
   }
 
-  // 16 elements of a token from d on, a word each.
+  // 32 elements of a token from d on.
   static PDK_INLINE Ints elements(const Bfloat16* token, int64_t d, int64_t head_dim) {
-    Shorts shorts{};
-    if (head_dim - d >= kLanes) {
-      shorts = *reinterpret_cast<const Shorts*>(token + d);
-    } else if (head_dim > d) {
-      __builtin_memcpy(&shorts, token + d, 2 * (head_dim - d));
+    Ints words{};
+    if (head_dim - d >= kDepth) {
+      words = *reinterpret_cast<const LooseInts*>(token + d);
+    } else {
+      __builtin_memcpy(&words, token + d, 2 * (head_dim - d));
     }
-    return __builtin_convertvector(shorts, Ints);
+    return words;
   }
 
   // In the upper half of each word; halves go up. Weights are finite or NaN with the highest bits of the fraction set, so nothing overflows.
