@@ -51,6 +51,17 @@ def test_what_is_not_a_number_stays_where_it_is_seen(level_ops: object) -> None:
         assert results.lse[:, 1, 20].isnan().all() and results.lse.isnan().sum() == 2
 
 
+def test_rows_that_see_nothing_are_zero_whatever_the_values(level_ops: object) -> None:
+    """Weights of 0 times infinity would be no number."""
+    mask = masks.pack([masks.pack([masks.causal(9)], length=20), masks.dual_stream(30, 8)], length=160)
+    blind = ~mask.dense().any(1)
+    for dtype in DTYPES:
+        inputs = make_inputs(*mask.shape, dtype=dtype)
+        inputs.v.fill_(torch.inf)
+        results = run(level_ops, inputs, mask.plan(64, 32))
+        assert (results.out[:, blind] == 0).all() and results.lse[..., blind].isneginf().all()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_neither_batch_nor_threads_change_a_bit(level_ops: object, dtype: torch.dtype) -> None:
     inputs = make_inputs(150, 150, batch=3, head_dim=64, dtype=dtype)

@@ -107,9 +107,12 @@ template <class T, class Tiles>
 void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head, int64_t token,
             Panel<Tiles>& panel) {
   Vec share[Tiles::kVectors];
-  for (int v = 0; v < Tiles::kVectors; ++v) share[v] = panel.total[v] == 0.0f ? Vec{} : 1.0f / panel.total[v];
+  for (int v = 0; v < Tiles::kVectors; ++v) share[v] = 1.0f / panel.total[v];
   for (int64_t d = 0; d < args.head_dim; ++d) {
-    for (int v = 0; v < Tiles::kVectors; ++v) reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v] *= share[v];
+    for (int v = 0; v < Tiles::kVectors; ++v) {
+      Vec& sum = reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v];
+      sum = panel.total[v] == 0.0f ? Vec{} : sum * share[v];  // not times 0: masked values may be no numbers
+    }
   }
   const LanePointers<T, Tiles::kPanel> rows(out, batch, token, head, panel.lanes);
   store_lanes<T, Tiles::kPanel>(panel.sums, args.head_dim, rows.at);
