@@ -3,8 +3,7 @@
 Contenders: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
 one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch draws no numbers by counter.
 So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-those that *draw* as many of the same law by themselves, whose results are of course not ours: eager torch by trunc_normal_, as the
-published code does, the compiled form by torch.rand and erfinv, which take it less time.
+those that *draw* as many of the same law by themselves, by torch.rand and erfinv, whose results are of course not ours.
 
 All rows are where they were (nothing froze): peers would need a gather to find them on the device.
 """
@@ -73,12 +72,6 @@ def mix(state: Tensor, embedding: Tensor, previous: Tensor, recurrences: Tensor,
     return torch.cat([state, e.to(state.dtype)], dim=-1)
 
 
-def inject_torch_drawing(s: Setup) -> Tensor:
-    std = 0.4**0.5
-    drawn = torch.nn.init.trunc_normal_(torch.empty(s.state.shape, device=s.state.device), std=std, a=-3 * std, b=3 * std)
-    return mix(s.state, s.embedding, s.previous, s.recurrences, drawn, s.noise)
-
-
 def exit_ours(s: Setup) -> tuple[Tensor, ...]:
     vectors = (s.x, s.residual, s.weight, s.state)
     return pd.recurrence_exit(*vectors, s.recurrences, s.width, s.advance, threshold=THRESHOLD)
@@ -104,6 +97,10 @@ def compiled(function: Callable, dynamic: bool) -> Callable:
 
 def inject_compiled(s: Setup, dynamic: bool = True) -> Tensor:
     return compiled(mix, dynamic)(s.state, s.embedding, s.previous, s.recurrences, s.drawn, s.noise)
+
+
+def inject_torch_drawing(s: Setup) -> Tensor:
+    return mix(s.state, s.embedding, s.previous, s.recurrences, draw(s.state), s.noise)
 
 
 def inject_drawing(s: Setup) -> Tensor:
