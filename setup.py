@@ -62,7 +62,9 @@ def package_folders() -> Iterator[str]:
 
 
 def locate_torch() -> Path | None:
-    return next((Path(folder) / "torch" for folder in package_folders() if (Path(folder) / "torch/version.py").is_file()), None)
+    return next(
+        (Path(folder) / "torch" for folder in package_folders() if (Path(folder) / "torch/version.py").is_file()), None
+    )
 
 
 def find_torch() -> tuple[Path, str]:
@@ -102,7 +104,9 @@ def find_nvcc() -> str | None:
     nvcc = next((str(Path(home) / "bin/nvcc") for home in homes if home and (Path(home) / "bin/nvcc").exists()), None)
     nvcc = nvcc or shutil.which("nvcc")
     if nvcc is None and mode == "1":
-        fail("PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit or unset it.")
+        fail(
+            "PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit or unset it."
+        )
     return nvcc
 
 
@@ -113,7 +117,9 @@ def cuda_archs(nvcc: str) -> list[str]:
     known = set(re.findall(r"compute_(\w+)", listing))
     archs = [arch for arch in wanted if arch in known or arch.rstrip("af") in known]
     if not archs:
-        fail(f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0.")
+        fail(
+            f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0."
+        )
     return archs
 
 
@@ -126,11 +132,16 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     if platform.machine() in ("x86_64", "AMD64"):
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
-    instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]}
+    instructions = {
+        "avx2": ["-mavx2", "-mfma"],
+        "avx512": avx512,
+        "amx": [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    }
     # No vector crosses a call in these units, so how one would be passed does not matter; and nothing in them throws.
     common = ["-Wno-psabi", "-fno-exceptions"]
     return {
-        level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))] for level, sizes in levels.items()
+        level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))]
+        for level, sizes in levels.items()
     }
 
 
@@ -185,7 +196,11 @@ class BuildNative(build_ext):
         out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
         out.mkdir(parents=True, exist_ok=True)
 
-        optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"] if sanitize else ["-O2" if emulate else "-O3"]
+        optimise = (
+            ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+            if sanitize
+            else ["-O2" if emulate else "-O3"]
+        )
         host = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *optimise, "-Wall", "-Wextra"]
         if os.environ.get("CI"):
             host.append("-Werror")
@@ -201,19 +216,51 @@ class BuildNative(build_ext):
             f'-DPDKERNELS_CUDA_ARCHS="{";".join(archs)}"',
         ]
         ninja = NinjaFile()
-        ninja.rule("cxx", [*quote(*cxx, *host, *includes, *stable, *facts), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-        host_includes = ["-I", ROOT / "csrc/include", "-isystem", pybind11.get_include(), "-isystem", find_python_headers()]
+        ninja.rule(
+            "cxx", [*quote(*cxx, *host, *includes, *stable, *facts), "-MMD -MF $out.d -c $in -o $out"], depfile=True
+        )
+        host_includes = [
+            "-I",
+            ROOT / "csrc/include",
+            "-isystem",
+            pybind11.get_include(),
+            "-isystem",
+            find_python_headers(),
+        ]
         ninja.rule("cxx_host", [*quote(*cxx, *host, *host_includes), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
         libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
         if nvcc:
             codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs[:-1]]
             codes.append(f"arch=compute_{archs[-1]},code=[sm_{archs[-1]},compute_{archs[-1]}]")
-            cuda = [nvcc, "-std=c++20", "-O3", "-lineinfo", "-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden",
-                    *(flag for code in codes for flag in ("-gencode", code)),
-                    "-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda", "-isystem", torch / "include", *stable]
+            cuda = [
+                nvcc,
+                "-std=c++20",
+                "-O3",
+                "-lineinfo",
+                "-ccbin",
+                cxx[0],
+                "--threads",
+                "3",
+                "-Xcompiler",
+                "-fPIC,-fvisibility=hidden",
+                *(flag for code in codes for flag in ("-gencode", code)),
+                "-I",
+                ROOT / "csrc/include",
+                "-I",
+                ROOT / "csrc/cuda",
+                "-isystem",
+                torch / "include",
+                *stable,
+            ]
             ninja.rule("nvcc", [*quote(*cuda), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-            ninja.rule("link_ops", [*quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"),
-                                    "-o $out $in", *quote(*(f.replace("-Wl,", "-Xlinker=") if isinstance(f, str) else f for f in libraries))])
+            ninja.rule(
+                "link_ops",
+                [
+                    *quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"),
+                    "-o $out $in",
+                    *quote(*(f.replace("-Wl,", "-Xlinker=") if isinstance(f, str) else f for f in libraries)),
+                ],
+            )
         else:
             ninja.rule("link_ops", [*quote(*cxx, "-shared", *optimise), "-o $out $in", *quote(*libraries)])
         ninja.rule("link_host", [*quote(*cxx, "-shared", *optimise), "-o $out $in"])
@@ -222,13 +269,17 @@ class BuildNative(build_ext):
         built = {}
         if not for_tests:
             # First, because it takes longest to compile.
-            host_objects = [ninja.build(out / f"{unit.stem}.o", "cxx_host", [unit]) for unit in sorted(bindings.glob("host*.cpp"))]
+            host_objects = [
+                ninja.build(out / f"{unit.stem}.o", "cxx_host", [unit]) for unit in sorted(bindings.glob("host*.cpp"))
+            ]
             host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
             built["pdkernels._host"] = ninja.build(host_module, "link_host", host_objects)
         units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
         objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
         for level, flags in cpu_levels(emulate=for_tests).items():
-            ninja.rule(f"cxx_{level}", [*quote(*cxx, *host, *includes, *flags), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
+            ninja.rule(
+                f"cxx_{level}", [*quote(*cxx, *host, *includes, *flags), "-MMD -MF $out.d -c $in -o $out"], depfile=True
+            )
             units = sorted((ROOT / "csrc/cpu/simd").glob("*.cpp"))
             objects += [ninja.build(out / f"simd_{level}_{unit.stem}.o", f"cxx_{level}", [unit]) for unit in units]
         if nvcc:

@@ -74,12 +74,19 @@ def make_mask(layout: str, size: tuple[int, int], order: str) -> SegmentMask:
 
 DTYPES = (torch.float32, torch.bfloat16)
 PASSES = (False, True)
-ON_CPU = [Case("noise-aware", (128, 16), d, dtype, backward) for backward in PASSES for dtype in DTYPES for d in (64, 128)]
+ON_CPU = [
+    Case("noise-aware", (128, 16), d, dtype, backward) for backward in PASSES for dtype in DTYPES for d in (64, 128)
+]
 ON_CPU += [Case("dual-stream", (1024, 0), 128, dtype, backward) for backward in PASSES for dtype in DTYPES]
 ON_CPU += [Case("noise-aware", (512, 64), 128, torch.bfloat16, False)]
-ON_GPU = [Case("noise-aware", (512, n), 128, torch.bfloat16, backward, (28, 4)) for backward in PASSES for n in (64, 248)]
+ON_GPU = [
+    Case("noise-aware", (512, n), 128, torch.bfloat16, backward, (28, 4)) for backward in PASSES for n in (64, 248)
+]
 ON_GPU += [Case("dual-stream", (4096, 0), 128, torch.bfloat16, backward, (32, 8)) for backward in PASSES]
-DRY = [Case(layout, size, 16, torch.bfloat16, False, (4, 2)) for layout, size in (("noise-aware", (32, 2)), ("dual-stream", (64, 0)))]
+DRY = [
+    Case(layout, size, 16, torch.bfloat16, False, (4, 2))
+    for layout, size in (("noise-aware", (32, 2)), ("dual-stream", (64, 0)))
+]
 CASES = {"cpu": ON_CPU, "cuda": ON_GPU, "dry": DRY}
 
 
@@ -162,7 +169,9 @@ def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = 
     if not isinstance(mask, NoiseAwareMask):
         return split_dual(case, inputs, backends)
     device, prompt = inputs.q.device, mask.prompt_len
-    rows = torch.stack([torch.cat([mask.prompt_rows, part.flatten()]) for part in (mask.clean_rows, mask.noisy_rows)]).to(device)
+    rows = torch.stack(
+        [torch.cat([mask.prompt_rows, part.flatten()]) for part in (mask.clean_rows, mask.noisy_rows)]
+    ).to(device)
     width = rows.shape[1]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -195,7 +204,9 @@ def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Con
     if layout == "interleaved":
         order, inverse = case.mask().to_interleaved.to(device), case.mask().from_interleaved.to(device)
         inputs, back = inputs.of(order), lambda x: swap(x)[:, inverse]
-    return Contender(lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), inputs.heads_first(), back)
+    return Contender(
+        lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), inputs.heads_first(), back
+    )
 
 
 def on(backends: tuple[SDPBackend, ...], attention: Attention) -> Attention:
@@ -268,7 +279,9 @@ def check(name: str, contender: Contender, case: Case, device: str) -> None:
     """Ours keeps the budget that the kernels are tested with. The others only have to compute the same thing: some round more
     often than the eager computation (by hand, the prompt's gradients are two roundings added up in the inputs' dtype), so their
     root-mean-square error may be four times its."""
-    for what, actual, exact, eagerly in zip("out dq dk dv".split(), run(contender, case.backward), *oracle(case, device)):
+    for what, actual, exact, eagerly in zip(
+        "out dq dk dv".split(), run(contender, case.backward), *oracle(case, device)
+    ):
         actual = contender.back(actual)[:, :, : exact.shape[2]]
         if name == "pdkernels":
             assert_within_budget(actual, exact, eagerly, name=f"{case.name}, {what}")

@@ -15,7 +15,16 @@ import torch
 import pdkernels as pd
 from bench.timing import compare
 
-PROMPTS = ["class Node:", "import os", "def test_", "    if self.", "for i in range(", "def read_csv(", "    return ", "try:\n"]
+PROMPTS = [
+    "class Node:",
+    "import os",
+    "def test_",
+    "    if self.",
+    "for i in range(",
+    "def read_csv(",
+    "    return ",
+    "try:\n",
+]
 LIMIT = 64
 
 CONTENDERS: dict[str, dict[str, object]] = {

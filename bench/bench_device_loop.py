@@ -44,9 +44,17 @@ def model(name: str, device: str) -> Any:
     try:
         with torch.device(device):
             config = TransformerConfig(
-                vocab_size=128256, hidden_size=4096, layers=32, heads=32, kv_heads=8, head_dim=128, intermediate_size=14336,
-                rope_theta=500000.0, tied_head=False, max_positions=8192,
-            )  # fmt: skip
+                vocab_size=128256,
+                hidden_size=4096,
+                layers=32,
+                heads=32,
+                kv_heads=8,
+                head_dim=128,
+                intermediate_size=14336,
+                rope_theta=500000.0,
+                tied_head=False,
+                max_positions=8192,
+            )
             return Transformer(config, mask_token=0).requires_grad_(False)
     finally:
         torch.set_default_dtype(before)
@@ -64,9 +72,12 @@ def setup(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any], Dev
         if name == "8B":
             pytest.skip("needs a GPU and cuda-python")
         return name, method, options, None
-    return name, method, options, DeviceLoop(
-        model(name, "cuda"), method, longest_prompt=128, max_new_tokens=LIMIT, end_tokens=(), **options
-    )  # fmt: skip
+    return (
+        name,
+        method,
+        options,
+        DeviceLoop(model(name, "cuda"), method, longest_prompt=128, max_new_tokens=LIMIT, end_tokens=(), **options),
+    )
 
 
 @pytest.mark.benchmark(timer=gpu_clock if available() else time.perf_counter)
@@ -77,7 +88,9 @@ def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoo
     benchmark.group = f"device loop, {name}, {method}, {device}"
     prompt, where = prompt_of(name), model(name, device)
     calls: dict[str, Callable[[], pd.decoding.DecodeResult]] = {
-        "host in every step": lambda: pd.decoding.generate(where, prompt, method, max_new_tokens=LIMIT, end_tokens=(), **options)
+        "host in every step": lambda: pd.decoding.generate(
+            where, prompt, method, max_new_tokens=LIMIT, end_tokens=(), **options
+        )
     }
     if loop is not None:
         calls["replayed by a host"] = lambda: loop.generate(prompt, on_tokens=lambda *news: None)

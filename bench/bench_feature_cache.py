@@ -60,7 +60,10 @@ def select_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
         index, picked = result
         # bfloat16 has steps of 2**-8 below 1: by its similarities, rows that far from the cut may go either way.
         slack = 1e-6 if name == "pdkernels" or dtype == torch.float32 else 2.0**-7
-        assert index[0].unique().numel() == count and similarity[index[0]].max() <= similarity.kthvalue(count).values + slack
+        assert (
+            index[0].unique().numel() == count
+            and similarity[index[0]].max() <= similarity.kthvalue(count).values + slack
+        )
         assert torch.equal(picked, x[:, index[0]]) and torch.equal(cached, v)
 
     moved = (3 * rows + 2 * count) * WIDTH * dtype.itemsize
@@ -73,17 +76,23 @@ def add(x: Tensor, cached: Tensor, fresh: Tensor, index: Tensor) -> Tensor:
 
 def add_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
     x, cached, fresh = draw(1, rows, WIDTH), draw(1, rows, WIDTH), draw(1, rows // 4, WIDTH)
-    index = torch.randperm(rows, generator=torch.Generator().manual_seed(rows))[: rows // 4].sort().values[None].to(device)
+    index = (
+        torch.randperm(rows, generator=torch.Generator().manual_seed(rows))[: rows // 4].sort().values[None].to(device)
+    )
     expected = add(x, cached.clone(), fresh, index)
 
     def check(name: str, result: Tensor) -> None:
         assert torch.equal(result, expected) and torch.equal(cached[:, index[0]], fresh)
 
     moved = (3 * rows + rows // 4) * WIDTH * dtype.itemsize
-    return Job(lambda: pd.add_cached_rows_(x, cached, fresh, index), (x, cached, fresh, index), check, lambda: None, moved)
+    return Job(
+        lambda: pd.add_cached_rows_(x, cached, fresh, index), (x, cached, fresh, index), check, lambda: None, moved
+    )
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, slots: Tensor) -> None:
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, slots: Tensor
+) -> None:
     positions = starts[:, None] + slots
     turned = qkv[:, :, : 2 * HEADS]
     wide = turned.float()
@@ -102,7 +111,10 @@ def rotate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
     tensors, starts = (table.cos, table.sin, k, v), torch.tensor([PROMPT], device=device)
 
     def expected(wanted: torch.dtype) -> Tensor:
-        fresh, tables = before.to(wanted, copy=True), [t.to(torch.promote_types(wanted, torch.float32)) for t in tensors[:2]]
+        fresh, tables = (
+            before.to(wanted, copy=True),
+            [t.to(torch.promote_types(wanted, torch.float32)) for t in tensors[:2]],
+        )
         caches = [t.to(wanted, copy=True) for t in (k, v)]
         pd.reference.sandwich.rotate_append_(fresh, None, *tables, *caches, starts, style="half", slots=slots)
         return fresh
@@ -119,7 +131,11 @@ def rotate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
     return Job(ours, (qkv, *tensors, starts, slots), check, lambda: qkv.copy_(before), moved)
 
 
-JOBS = {"value_drift_select_": (select_job, select), "add_cached_rows_": (add_job, add), "rotate_append_": (rotate_job, rotate)}
+JOBS = {
+    "value_drift_select_": (select_job, select),
+    "add_cached_rows_": (add_job, add),
+    "rotate_append_": (rotate_job, rotate),
+}
 
 
 @by_device("rows", ROWS)

@@ -50,12 +50,22 @@ def test_forward(benchmark, name: str, rows: int, device: str) -> None:
         with patch.object(between, "fused", lambda x: False):
             return ours()
 
-    torch.testing.assert_close(ours(), torch_ops(), rtol=0.02, atol=0.02 if transformer.dtype == torch.bfloat16 else 1e-3)
+    torch.testing.assert_close(
+        ours(), torch_ops(), rtol=0.02, atol=0.02 if transformer.dtype == torch.bfloat16 else 1e-3
+    )
     torch.set_num_threads(1)
     try:
         compare(
-            benchmark, ours if name == "pdkernels" else torch_ops, baseline=torch_ops, baseline_name="torch ops", device=device,
-            rounds=200, warmup=10, op="forward", contender=name, rows=rows,
-        )  # fmt: skip
+            benchmark,
+            ours if name == "pdkernels" else torch_ops,
+            baseline=torch_ops,
+            baseline_name="torch ops",
+            device=device,
+            rounds=200,
+            warmup=10,
+            op="forward",
+            contender=name,
+            rows=rows,
+        )
     finally:
         torch.set_num_threads(threads)

@@ -33,7 +33,10 @@ def make_caches(batch: int, device: str, capacity: int) -> tuple[Tensor, Tensor]
     """K and V of all layers, shared by the contenders: 604 MB at batch 1."""
     shape = (LAYERS, batch, capacity, HEADS, DIM)
     rows = torch.randn(shape[1:], generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
-    k, v = torch.empty(shape, dtype=torch.bfloat16, device=device), torch.empty(shape, dtype=torch.bfloat16, device=device)
+    k, v = (
+        torch.empty(shape, dtype=torch.bfloat16, device=device),
+        torch.empty(shape, dtype=torch.bfloat16, device=device),
+    )
     for i, layer in enumerate([*k, *v]):
         layer.copy_(rows.roll(i, 1))
     return k, v
@@ -42,7 +45,9 @@ def make_caches(batch: int, device: str, capacity: int) -> tuple[Tensor, Tensor]
 class Setup:
     """The arguments of one case, the cache as one stacked tensor per side and as its layers."""
 
-    def __init__(self, batch: int, accepted: int, drafted: int, device: str, capacity: int = CAPACITY, length: int = LENGTH) -> None:
+    def __init__(
+        self, batch: int, accepted: int, drafted: int, device: str, capacity: int = CAPACITY, length: int = LENGTH
+    ) -> None:
         self.k, self.v = make_caches(batch, device, capacity)
         self.accepted, self.length = accepted, length
         self.source = torch.arange(accepted, device=device) * (drafted // accepted)

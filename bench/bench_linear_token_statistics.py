@@ -22,7 +22,12 @@ from tests.ops import linear_token_cases as cases
 SIZES = {"cpu": (1024, 32768), "cuda": (4096, 126464), "dry": (64, 1000)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {"cpu": (1, 32, 256), "cuda": (1, 32, 256, 1024), "dry": (32,)}
-CONTENDERS = ("pdkernels", "F.linear + pd.token_statistics", "F.linear + torch eager", "F.linear + torch, torch.compile")
+CONTENDERS = (
+    "pdkernels",
+    "F.linear + pd.token_statistics",
+    "F.linear + torch eager",
+    "F.linear + torch, torch.compile",
+)
 
 
 def plain(hidden: Tensor, weight: Tensor) -> pd.TokenStatistics:

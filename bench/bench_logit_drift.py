@@ -54,7 +54,9 @@ def test_logit_drift(benchmark, name: str, dtype: str, rows: int, device: str) -
     ours = partial(pd.logit_drift, logits, previous)
     call = {"pdkernels": ours, "torch eager": partial(formulas, logits, previous), "torch.compile": compiled}[name]
     with torch.inference_mode():
-        for found, oracle, plain in zip(call(), reference(logits.double(), previous.double()), reference(logits, previous)):
+        for found, oracle, plain in zip(
+            call(), reference(logits.double(), previous.double()), reference(logits, previous)
+        ):
             if name == "pdkernels":
                 assert_within_budget(found, oracle, plain, name=name)
             else:  # sums in fewer steps are up to thirty times as far off as the budget of a kernel of ours allows

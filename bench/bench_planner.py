@@ -87,7 +87,9 @@ NAMES = [
 def check(length: int, block_mask) -> None:
     """FlexAttention found the tiles that the interleaved plan lists."""
     prompt_len, num_blocks = CASES[length]
-    ours = to_block_mask(noise_aware_causal(prompt_len, BLOCK, num_blocks, layout="interleaved"), device=block_mask.kv_indices.device)
+    ours = to_block_mask(
+        noise_aware_causal(prompt_len, BLOCK, num_blocks, layout="interleaved"), device=block_mask.kv_indices.device
+    )
     for kind in ("kv_num_blocks", "full_kv_num_blocks"):
         assert torch.equal(getattr(block_mask, kind), getattr(ours, kind))
     assert torch.equal(block_mask.to_dense(), ours.to_dense())

@@ -51,7 +51,9 @@ class Setup:
 
 def inject_ours(s: Setup) -> Tensor:
     vectors = (s.state, s.embedding, s.previous)
-    return pd.recurrence_inject(*vectors, s.recurrences, s.cursor, s.width, s.advance, s.steps, noise=s.noise, momentum=MOMENTUM)
+    return pd.recurrence_inject(
+        *vectors, s.recurrences, s.cursor, s.width, s.advance, s.steps, noise=s.noise, momentum=MOMENTUM
+    )
 
 
 def inject_torch(s: Setup) -> Tensor:
@@ -64,7 +66,9 @@ def draw(like: Tensor) -> Tensor:
     return (0.4**0.5 * 2**0.5) * torch.erfinv(0.9973002 * (2 * uniform - 1))
 
 
-def mix(state: Tensor, embedding: Tensor, previous: Tensor, recurrences: Tensor, drawn: Tensor | None, noise: float) -> Tensor:
+def mix(
+    state: Tensor, embedding: Tensor, previous: Tensor, recurrences: Tensor, drawn: Tensor | None, noise: float
+) -> Tensor:
     e = (1 - MOMENTUM) * embedding.float() + MOMENTUM * previous.float()
     if drawn is not None:
         beta = (noise * (1 - recurrences / 32).clamp(min=0))[..., None]
@@ -130,7 +134,9 @@ def check(s: Setup, name: str, result: object) -> None:
     tensors = (result,) if isinstance(result, Tensor) else result
     wanted = exit_ours(s) if name == "exit" else inject_ours(s)
     for a, b in zip(tensors, (wanted,) if isinstance(wanted, Tensor) else wanted):
-        assert a.dtype == b.dtype and torch.allclose(a.float(), b.float(), rtol=2 * torch.finfo(s.state.dtype).eps, atol=1e-6)
+        assert a.dtype == b.dtype and torch.allclose(
+            a.float(), b.float(), rtol=2 * torch.finfo(s.state.dtype).eps, atol=1e-6
+        )
 
 
 def check_law(s: Setup, result: Tensor) -> None:
@@ -145,7 +151,9 @@ def bytes_of(s: Setup, op: str) -> int:
     return rows * 2 if op == "exit" else rows * 5 // 2
 
 
-def measure(benchmark, call: Callable[[], object], setup: Setup, op: str, name: str, dtype: str, width: int, device: str) -> None:
+def measure(
+    benchmark, call: Callable[[], object], setup: Setup, op: str, name: str, dtype: str, width: int, device: str
+) -> None:
     compare(
         benchmark,
         call,
@@ -208,8 +216,15 @@ class Steps:
 
 def advance_ours(s: Steps) -> None:
     pd.recurrence_advance_(
-        s.tokens, s.predictions, s.recurrences, s.stable, *s.numbers, settled=s.settled, inner_recurrence=4, end_tokens=s.ends,
-    )  # fmt: skip
+        s.tokens,
+        s.predictions,
+        s.recurrences,
+        s.stable,
+        *s.numbers,
+        settled=s.settled,
+        inner_recurrence=4,
+        end_tokens=s.ends,
+    )
 
 
 def advance_torch(s: Steps) -> None:
@@ -250,7 +265,9 @@ def test_recurrence_advance(benchmark, name: str, batch: int, width: int, device
     benchmark.group = f"recurrence_advance_ batch {batch}, width {width}, {device}"
     setup, other = Steps(batch, width, device), Steps(batch, width, device)
     ADVANCES[name](setup), advance_ours(other)
-    for a, b in zip((setup.recurrences, setup.stable, *setup.numbers), (other.recurrences, other.stable, *other.numbers)):
+    for a, b in zip(
+        (setup.recurrences, setup.stable, *setup.numbers), (other.recurrences, other.stable, *other.numbers)
+    ):
         assert torch.equal(a, b)
     assert torch.equal(setup.tokens[:, : width // 2 + 1], other.tokens[:, : width // 2 + 1])
     compare(

@@ -45,7 +45,9 @@ ROWS = {"cpu": (1, 16, 64), "cuda": (1, 16, 64, 128), "dry": (2,)}
 def model(device: str) -> RecurrentDepth:
     torch.manual_seed(0)
     vocabulary, hidden, heads, inner, dtype = sizes(device, SIZES)
-    config = RecurrentDepthConfig(vocab_size=vocabulary, hidden_size=hidden, heads=heads, head_dim=96, intermediate_size=inner)
+    config = RecurrentDepthConfig(
+        vocab_size=vocabulary, hidden_size=hidden, heads=heads, head_dim=96, intermediate_size=inner
+    )
     with torch.device(device):  # billions of numbers are drawn where they are used
         return RecurrentDepth(config).to(dtype).requires_grad_(False)
 
@@ -53,7 +55,10 @@ def model(device: str) -> RecurrentDepth:
 @contextmanager
 def plain() -> Iterator[None]:
     """Everything between the products in torch ops."""
-    with patch.object(between, "fused", lambda x: False), patch.object(_recurrent_wave, "backend_of", lambda dtype: "reference"):
+    with (
+        patch.object(between, "fused", lambda x: False),
+        patch.object(_recurrent_wave, "backend_of", lambda dtype: "reference"),
+    ):
         yield
 
 
@@ -65,9 +70,22 @@ class Setup:
         session = Session(model(device), [prompt], 4096, (), None, False)
         sampling = Sampling(temperature=0.0, top_p=None, min_p=None, top_k=None, seed=0)
         options = WaveOptions(
-            inner_recurrence=INNER, threshold=0.0, compared=1, noise=0.1, schedule="constant", horizon=32, mixer="linear", momentum=0.1,
-            headway=rows, max_wavefront=rows, rule="prefix", new_state="fresh", guard=True, max_recurrences=0, stability=0,
-        )  # fmt: skip
+            inner_recurrence=INNER,
+            threshold=0.0,
+            compared=1,
+            noise=0.1,
+            schedule="constant",
+            horizon=32,
+            mixer="linear",
+            momentum=0.1,
+            headway=rows,
+            max_wavefront=rows,
+            rule="prefix",
+            new_state="fresh",
+            guard=True,
+            max_recurrences=0,
+            stability=0,
+        )
         with torch.inference_mode():
             session.recurrences = 0
             self.wave = Wave(session, prefill(session, 1, sampling, None), options, sampling)
@@ -85,7 +103,11 @@ def share_between_products(call: Any) -> float:
     for _ in range(3):
         with profile() as seen:
             call()
-        times = {event.key: event.self_cpu_time_total for event in seen.key_averages() if not event.key.startswith("profiler")}
+        times = {
+            event.key: event.self_cpu_time_total
+            for event in seen.key_averages()
+            if not event.key.startswith("profiler")
+        }
         products = sum(time for name, time in times.items() if name.rpartition("::")[2] in PRODUCTS)
         shares.append(1 - products / sum(times.values()))
     return median(shares)
@@ -103,11 +125,24 @@ def test_recurrent_step(benchmark, name: str, rows: int, device: str) -> None:
 
     for _ in range(2):
         same = ours.step() == torch_ops()
-        assert same.all() if device == "cpu" else same.float().mean() >= 0.75  # bf16 rounds in other places: near ties differ
+        assert (
+            same.all() if device == "cpu" else same.float().mean() >= 0.75
+        )  # bf16 rounds in other places: near ties differ
     call = ours.step if name == "pdkernels" else torch_ops
     call()
     share = {"between_products": round(share_between_products(call), 4)} if device == "cpu" else {}
     compare(
-        benchmark, call, baseline=torch_ops, baseline_name="torch ops", device=device, rounds=15, warmup=2, graph=False,
-        op="recurrent_step", contender=name, rows=rows, dtype="fp32" if device == "cpu" else "bf16", **share,
-    )  # fmt: skip
+        benchmark,
+        call,
+        baseline=torch_ops,
+        baseline_name="torch ops",
+        device=device,
+        rounds=15,
+        warmup=2,
+        graph=False,
+        op="recurrent_step",
+        contender=name,
+        rows=rows,
+        dtype="fp32" if device == "cpu" else "bf16",
+        **share,
+    )

@@ -99,7 +99,9 @@ def rotation_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[...,
     # Rows are rotated once more by every call: norms stay, and so does the work.
     place = torch.arange(rows, device=device)
     moved = 7 * rows * HEADS * HEAD_DIM * dtype.itemsize  # q, k, v read; q, k written; k, v stored
-    return Job(lambda: pd.rotate_append_(*tensors), EAGER_ROTATION, (*tensors, place), lambda: (qkv, k, v), exact, same, moved)
+    return Job(
+        lambda: pd.rotate_append_(*tensors), EAGER_ROTATION, (*tensors, place), lambda: (qkv, k, v), exact, same, moved
+    )
 
 
 def turn_rows_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:

@@ -38,7 +38,10 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 # Width of the draft, prefix, dtype.
 CASES = {
     "cpu": [(8, prefix, dtype) for dtype in ("fp32", "bf16") for prefix in (2048, 8192)],
-    "cuda": [(width, prefix, "bf16") for width, prefix in ((4, 4096), (4, 32768), (8, 2048), (8, 8192), (8, 32768), (16, 8192), (32, 8192))],
+    "cuda": [
+        (width, prefix, "bf16")
+        for width, prefix in ((4, 4096), (4, 32768), (8, 2048), (8, 8192), (8, 32768), (16, 8192), (32, 8192))
+    ],
     "dry": [(2, 100, "bf16")],
 }
 
@@ -78,7 +81,9 @@ def make_step(width: int, prefix: int, dtype: torch.dtype, device: str) -> Step:
     generator = torch.Generator().manual_seed(0)
     randn = lambda tokens, heads: torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).to(device, dtype)  # noqa: E731
     k_cache, v_cache = randn(prefix + new, KV_HEADS), randn(prefix + new, KV_HEADS)
-    return Step(randn(new, Q_HEADS), k_cache[:, prefix:].clone(), v_cache[:, prefix:].clone(), k_cache, v_cache, prefix, mask)
+    return Step(
+        randn(new, Q_HEADS), k_cache[:, prefix:].clone(), v_cache[:, prefix:].clone(), k_cache, v_cache, prefix, mask
+    )
 
 
 def dense_mask(step: Step) -> Tensor:
@@ -109,7 +114,9 @@ def sdpa_packed(step: Step) -> Attention:
 
 def sdpa_gqa(step: Step) -> Attention:
     mask = dense_mask(step)
-    return lambda: F.scaled_dot_product_attention(step.q.transpose(1, 2), *step.keys, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    return lambda: F.scaled_dot_product_attention(
+        step.q.transpose(1, 2), *step.keys, attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
 
 
 def two_parts(step: Step) -> Attention:
@@ -133,7 +140,9 @@ def two_parts(step: Step) -> Attention:
         if step.q.is_cuda:
             second_lse = second_lse[..., : q.shape[2]]
         weight = torch.sigmoid(first_lse - second_lse)
-        weight = (weight if weight.shape[1] == KV_HEADS else weight.transpose(1, 2))[..., : q.shape[2], None].to(q.dtype)
+        weight = (weight if weight.shape[1] == KV_HEADS else weight.transpose(1, 2))[..., : q.shape[2], None].to(
+            q.dtype
+        )
         return unpacked(torch.lerp(second, first, weight))
 
     return attention
@@ -141,7 +150,9 @@ def two_parts(step: Step) -> Attention:
 
 def flex(step: Step, block: tuple[int, int] | int) -> Attention:
     seen = dense_mask(step)
-    block_mask = create_block_mask(lambda b, h, i, j: seen[i, j], None, None, step.new, step.prefix + step.new, step.q.device, BLOCK_SIZE=block)
+    block_mask = create_block_mask(
+        lambda b, h, i, j: seen[i, j], None, None, step.new, step.prefix + step.new, step.q.device, BLOCK_SIZE=block
+    )
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return lambda: compiled(step.q.transpose(1, 2), *step.keys, block_mask=block_mask, enable_gqa=True).transpose(1, 2)
 
@@ -265,7 +276,9 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
         def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return (j < length) | seen[i, (j - length).clamp(0, new - 1)]
 
-        block_mask = create_block_mask(visible, None, None, new, prefix + new, device, BLOCK_SIZE=(new if device == "cpu" else 128, 128))
+        block_mask = create_block_mask(
+            visible, None, None, new, prefix + new, device, BLOCK_SIZE=(new if device == "cpu" else 128, 128)
+        )
         k, v = (cache[:, : prefix + new].transpose(1, 2) for cache in (step.k_cache, step.v_cache))
         return compiled(step.q.transpose(1, 2), k, v, block_mask=block_mask, enable_gqa=True)
 
@@ -303,7 +316,9 @@ def test_appending(benchmark, rows: int, name: str, device: str) -> None:
     step, mask = make_step(2 if DRY_RUN else 8, prefix, torch.bfloat16, device), pd.masks.causal(rows)
     tensors = (*(x[:, :rows].contiguous() for x in step[:3]), *(x.clone() for x in step[3:5]), step.lengths)
     options = {"plan": mask.plan(TILE, TILE, device), "counts": torch.tensor([rows], device=device)}
-    call, baseline = (lambda function=function: function(*tensors, **options) for function in (APPENDING[name], append_first))
+    call, baseline = (
+        lambda function=function: function(*tensors, **options) for function in (APPENDING[name], append_first)
+    )
     tensors[3][:, prefix:] = 0
     assert torch.equal(call(), pd.speculative_attention(*tensors, options["plan"]))
     assert torch.equal(tensors[3][:, prefix : prefix + rows], tensors[1]) and not tensors[3][:, prefix + rows :].any()

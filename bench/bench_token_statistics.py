@@ -58,7 +58,9 @@ SAMPLERS = ("pdkernels", "float64 Gumbel")
 
 
 def logits_of(rows: int, dtype: str, device: str) -> Tensor:
-    return (3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))).to(DTYPES[dtype]).to(device)
+    return (
+        (3 * torch.randn(rows, VOCABULARY, generator=torch.Generator().manual_seed(rows))).to(DTYPES[dtype]).to(device)
+    )
 
 
 @by_device("rows", ROWS)
@@ -108,7 +110,9 @@ def test_sampling(benchmark, name: str, dtype: str, rows: int, device: str) -> N
     call = partial(ours, logits, 1.0) if name == "pdkernels" else peer
     with torch.inference_mode():
         ids, probs = call()[:2]
-        torch.testing.assert_close(probs, logits.float().softmax(-1).gather(-1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(
+            probs, logits.float().softmax(-1).gather(-1, ids[:, None])[:, 0], rtol=1e-4, atol=1e-7
+        )
         compare(
             benchmark,
             call,

@@ -60,7 +60,9 @@ def whole_tensors(tokens: Tensor, ids: Tensor, confidence: Tensor, quota: Tensor
     masked = tokens == MASK
     scores = torch.where(masked, confidence, -torch.inf)
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(tokens.shape[1], device=tokens.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(tokens.shape[1], device=tokens.device).expand_as(order)
+    )
     count = quota if rule == "quota" else (scores >= THRESHOLD).sum(-1).clamp(min=1)
     tokens.copy_(torch.where(masked & (rank < count[:, None]), ids, tokens))
     return (tokens == MASK).sum(-1)

@@ -58,9 +58,20 @@ def test_verify_draft(benchmark, name: str, batch: int, width: int, device: str)
     benchmark.group = f"verify_draft batch {batch}, width {width}, {device}"
     setup = Setup(batch, width, device)
     contender = CONTENDERS[name]
-    assert all(torch.equal(a, b) for a, b in zip(contender(setup), pd.verify_draft(
-        setup.draft, setup.predictions, draft_lengths=setup.lengths, end_tokens=setup.ends, refill=setup.refill, backend="reference"
-    )))  # fmt: skip
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(
+            contender(setup),
+            pd.verify_draft(
+                setup.draft,
+                setup.predictions,
+                draft_lengths=setup.lengths,
+                end_tokens=setup.ends,
+                refill=setup.refill,
+                backend="reference",
+            ),
+        )
+    )
     compare(
         benchmark,
         lambda: contender(setup),

@@ -9,7 +9,11 @@ from bench.devices import DEVICES, DRY_RUN
 from bench.gpu_clock import floors, gpu_clock
 
 
-@pytest.fixture(params=[pytest.param(device, marks=[pytest.mark.benchmark(timer=gpu_clock)] * (device == "cuda")) for device in DEVICES])
+@pytest.fixture(
+    params=[
+        pytest.param(device, marks=[pytest.mark.benchmark(timer=gpu_clock)] * (device == "cuda")) for device in DEVICES
+    ]
+)
 def device(request: pytest.FixtureRequest) -> str:
     """For benchmarks with the same sizes everywhere; the others have `bench.devices.by_device`."""
     return request.param

@@ -24,7 +24,9 @@ def load(folder: Path) -> list[Row]:
         for benchmark in read.get("benchmarks", []) if floors else []:
             facts = benchmark["extra_info"]
             if "timed_by" in facts:
-                rows.append({**facts, "group": benchmark["group"], "floors": floors, "iqr_us": benchmark["stats"]["iqr"] * 1e6})
+                rows.append(
+                    {**facts, "group": benchmark["group"], "floors": floors, "iqr_us": benchmark["stats"]["iqr"] * 1e6}
+                )
     return rows
 
 
@@ -54,7 +56,9 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
 
 def name_of(row: Row) -> str:
     """The op, and which part of it where its benchmark has several."""
-    part = next((row[key] for key in ("kernel", "rule") if key in row), row.get("case") if row["op"] == "recurrence" else None)
+    part = next(
+        (row[key] for key in ("kernel", "rule") if key in row), row.get("case") if row["op"] == "recurrence" else None
+    )
     return row["op"] if part is None else f"{row['op']}: {part}"
 
 
@@ -77,7 +81,9 @@ def times_ours(row: Row, own: Row) -> float:
 def best_peer(rows: list[Row]) -> float | None:
     """How long the fastest other contender takes, in times of ours."""
     own = ours(rows)
-    return min((times_ours(row, own) for row in rows if own and not row["contender"].startswith("pdkernels")), default=None)
+    return min(
+        (times_ours(row, own) for row in rows if own and not row["contender"].startswith("pdkernels")), default=None
+    )
 
 
 def nearness(rows: list[Row]) -> float | None:
@@ -132,7 +138,14 @@ def summary(results: Path) -> str:
         lines = []
         for op, own in by_op(rows).items():
             cases = by_case(own).values()
-            lines.append([op, str(len(cases)), span([best_peer(c) for c in cases], "{:.2f}x"), span([nearness(c) for c in cases], "{:.0%}")])
+            lines.append(
+                [
+                    op,
+                    str(len(cases)),
+                    span([best_peer(c) for c in cases], "{:.2f}x"),
+                    span([nearness(c) for c in cases], "{:.0%}"),
+                ]
+            )
         parts.append(f"{machine(rows)}\n\n{table(['', 'cases', 'fastest peer, times ours', 'floor, by ours'], lines)}")
     return "\n\n".join(parts) or NOTHING
 
@@ -141,7 +154,9 @@ def pages(results: Path) -> str:
     """Everything, op by op."""
     parts = []
     for _, rows in folders(results):
-        parts.append(f"{machine(rows)} Half the spread between quartiles stands behind ±. *: calls by the host, not replays of a graph.")
+        parts.append(
+            f"{machine(rows)} Half the spread between quartiles stands behind ±. *: calls by the host, not replays of a graph."
+        )
         parts += [f"**{op}**\n\n{op_table(own)}" for op, own in by_op(rows).items()]
     return "\n\n".join(parts) or NOTHING
 
@@ -160,7 +175,12 @@ def plot(results: Path, images: Path) -> None:
             values = [value for value in map(best_peer, by_case(own).values()) if value is not None]
             axis.plot(values, [place] * len(values), "o", color="#1f77b4", alpha=0.6)
         axis.axvline(1, color="#d62728", linewidth=1)
-        axis.set(xscale="log", xlabel="fastest peer, times ours; a dot for each case", yticks=range(len(ops)), yticklabels=list(ops))
+        axis.set(
+            xscale="log",
+            xlabel="fastest peer, times ours; a dot for each case",
+            yticks=range(len(ops)),
+            yticklabels=list(ops),
+        )
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         figure.suptitle(rows[0]["device"])

@@ -30,7 +30,14 @@ def load(folder: Path) -> list[Row]:
     for path in sorted(folder.glob("*.json")):
         for benchmark in json.loads(path.read_text()).get("benchmarks", []):
             stats = benchmark["stats"]
-            rows.append({**benchmark["extra_info"], "group": benchmark["group"], "iqr_us": stats["iqr"] * 1e6, "max_us": stats["max"] * 1e6})
+            rows.append(
+                {
+                    **benchmark["extra_info"],
+                    "group": benchmark["group"],
+                    "iqr_us": stats["iqr"] * 1e6,
+                    "max_us": stats["max"] * 1e6,
+                }
+            )
     return rows
 
 
@@ -60,7 +67,9 @@ def kv_commit(rows: list[Row], batch: int = 1) -> str:
     header = ["µs, median (times the memcpy beside it)", *(title for title, _ in cases)]
     lines = []
     for name, found in by_contender(rows, cases):
-        cells = [f"{microseconds(row['median_us'])} ({ratio(row['ratio_to_baseline'])})" if row else "-" for row in found]
+        cells = [
+            f"{microseconds(row['median_us'])} ({ratio(row['ratio_to_baseline'])})" if row else "-" for row in found
+        ]
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells])
     first = [next(row for row in rows if case.items() <= row.items()) for _, case in cases]
     lines.append(["memcpy of the same bytes, one thread", *(microseconds(row["baseline_median_us"]) for row in first)])
@@ -72,7 +81,10 @@ def kv_commit(rows: list[Row], batch: int = 1) -> str:
 def verify_draft(rows: list[Row]) -> str:
     rows = [row for row in rows if row["op"] == "verify_draft"]
     cases = [(f"batch {b}, width {w}", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 64), (32, 64)]]
-    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    lines = [
+        [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
+        for name, found in by_contender(rows, cases)
+    ]
     return table(["µs, median", *(title for title, _ in cases)], lines)
 
 
@@ -80,8 +92,18 @@ def decoding(rows: list[Row]) -> str:
     lines = []
     for row in (row for row in rows if row["op"] == "decoding"):
         speed = row["tokens"] / row["median_us"] * 1e6
-        lines.append([row["contender"], f"{row['tokens_per_forward']:.2f}", f"{speed:,.0f}", f"{1 / row['ratio_to_baseline']:.2f}x"])
-    return table(["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed of greedy beside it"], lines)
+        lines.append(
+            [
+                row["contender"],
+                f"{row['tokens_per_forward']:.2f}",
+                f"{speed:,.0f}",
+                f"{1 / row['ratio_to_baseline']:.2f}x",
+            ]
+        )
+    return table(
+        ["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed of greedy beside it"],
+        lines,
+    )
 
 
 def evaluation(rows: list[Row], task: str) -> str:
@@ -101,8 +123,18 @@ def evaluation(rows: list[Row], task: str) -> str:
         cells = ["-" if row[name] is None else form.format(row[name]) for name, form in forms.items()]
         right = [] if row["right"] is None else [f"{row['right'] / row['problems']:.0%}"]
         lines.append([f"{row['model']}: {row['contender']}", *right, *cells, row["verdict"]])
-    header = [f"{rows[0]['problems']} prompts, batch size {rows[0]['batch_size']}", *(["exact match"] if rows[0]["right"] is not None else [])]
-    header += ["tokens per forward", "tokens per cycle", "accepted per cycle", "tokens/s", "speed", "identical to greedy"]
+    header = [
+        f"{rows[0]['problems']} prompts, batch size {rows[0]['batch_size']}",
+        *(["exact match"] if rows[0]["right"] is not None else []),
+    ]
+    header += [
+        "tokens per forward",
+        "tokens per cycle",
+        "accepted per cycle",
+        "tokens/s",
+        "speed",
+        "identical to greedy",
+    ]
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
@@ -110,7 +142,13 @@ def family(row: Row) -> str | None:
     """Which of the evaluation's families a row is of."""
     if row["op"] != "evaluation":
         return None
-    return "recurrent" if row["method"].startswith("recurrent_") else "masked" if row["method"] in MASKED_METHODS else "transformer"
+    return (
+        "recurrent"
+        if row["method"].startswith("recurrent_")
+        else "masked"
+        if row["method"] in MASKED_METHODS
+        else "transformer"
+    )
 
 
 def evaluation_of(rows: list[Row], name: str, step: str) -> str:
@@ -121,11 +159,30 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
     watched = rows[0]["extra_memory"] is not None
     lines = []
     for row in rows:
-        cells = [f"{row['right'] / row['problems']:.0%}", f"{row['tokens_per_forward']:.2f}", f"{row['tokens_per_second']:,.0f}"]
+        cells = [
+            f"{row['right'] / row['problems']:.0%}",
+            f"{row['tokens_per_forward']:.2f}",
+            f"{row['tokens_per_second']:,.0f}",
+        ]
         memory = ["-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"] if watched else []
-        lines.append([row["contender"], *cells, f"{row['speedup']:.2f}x", *memory, row["verdict"] if watched or not row["yardstick"] else "-"])
-    header = [f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}", "exact match", f"tokens per {step}", "tokens/s", "speed",
-              *(["peak MB"] if watched else []), f"identical to {'greedy' if watched else 'the first'}"]  # fmt: skip
+        lines.append(
+            [
+                row["contender"],
+                *cells,
+                f"{row['speedup']:.2f}x",
+                *memory,
+                row["verdict"] if watched or not row["yardstick"] else "-",
+            ]
+        )
+    header = [
+        f"{rows[0]['problems']} sums, batch size {rows[0]['batch_size']}",
+        "exact match",
+        f"tokens per {step}",
+        "tokens/s",
+        "speed",
+        *(["peak MB"] if watched else []),
+        f"identical to {'greedy' if watched else 'the first'}",
+    ]
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
@@ -166,7 +223,9 @@ def best_settings(rows: list[Row]) -> list[Row]:
 
 
 def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
-    rows = best_settings([row for row in rows if row["op"] == "block_sparse_attention" and wanted.items() <= row.items()])
+    rows = best_settings(
+        [row for row in rows if row["op"] == "block_sparse_attention" and wanted.items() <= row.items()]
+    )
     if not rows:
         return "not measured"
     cases = [(name, {"case": name}) for name in dict.fromkeys(row["case"] for row in rows)]
@@ -183,7 +242,9 @@ def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
         lines.append(["FlexAttention", *("no backward on the CPU" for _ in cases)])
     lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in ours)])
     lines.append(["visible pairs", *(f"{row['density']:.1%}" if row else "-" for row in ours)])
-    lines.append([f"tile efficiency, {rows[0]['tile']}", *(f"{row['tile_efficiency']:.1%}" if row else "-" for row in ours)])
+    lines.append(
+        [f"tile efficiency, {rows[0]['tile']}", *(f"{row['tile_efficiency']:.1%}" if row else "-" for row in ours)]
+    )
     return f"{table(['ms, median (times pdkernels)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
@@ -195,7 +256,9 @@ def speculative_attention(rows: list[Row]) -> str:
     cases = [(f"{d}, prefix {p:,}", {"dtype": d, "prefix": p}) for d in ("fp32", "bf16") for p in (2048, 8192)]
     found = dict(by_contender(rows, cases))
     lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
-    lines.append(["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])])
+    lines.append(
+        ["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])]
+    )
     times = table(["ms, median (times pdkernels)", *(title for title, _ in cases)], lines)
     steps = [[row["contender"], f"{row['median_us'] / 1e3:,.1f}", f"{row['max_us'] / 1e3:,.0f}"] for row in growing]
     return f"{times}\n\n{table(['bf16, the prefix growing from 512', 'ms a step, all it needs', 'the longest of five'], steps)}\n\n{machine(rows)}"
@@ -210,10 +273,15 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
     cases = [(f"{dtype}, {n}", {"dtype": dtype, count: n}) for dtype in ("bf16", "fp32") for n in counts]
     lines, ours = [], by_contender(rows, cases)[0][1]
     for name, found in by_contender(rows, cases):
-        cells = [f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(found, ours)]
+        cells = [
+            f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-"
+            for row, own in zip(found, ours)
+        ]
         lines.append([f"**{name}**" if name == "pdkernels" else name, *cells])
     if any(row and "gb_per_s" in row and "flops" not in row for row in ours):
-        lines.append(["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)])
+        lines.append(
+            ["GB/s of pdkernels, read and written", *(f"{row['gb_per_s']:.1f}" if row else "-" for row in ours)]
+        )
     return f"{table(['µs, median (times pdkernels); rows', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
@@ -226,7 +294,9 @@ def recurrent_step(rows: list[Row]) -> str:
         [name, *(f"{row['median_us'] / 1e3:.1f} ({row['between_products']:.1%})" if row else "-" for row in found)]
         for name, found in by_contender(rows, cases)
     ]
-    return f"{table(['ms a step (share between the products)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+    return (
+        f"{table(['ms a step (share between the products)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
+    )
 
 
 def recurrence_advance(rows: list[Row]) -> str:
@@ -234,7 +304,10 @@ def recurrence_advance(rows: list[Row]) -> str:
     if not rows:
         return "not measured"
     cases = [(f"batch {b}, {w} rows", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 128), (8, 128)]]
-    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    lines = [
+        [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
+        for name, found in by_contender(rows, cases)
+    ]
     return f"{table(['µs, median', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
@@ -242,8 +315,13 @@ def unmask(rows: list[Row], rule: str) -> str:
     rows = [row for row in rows if row["op"] == "unmask_" and row["rule"] == rule]
     if not rows:
         return "not measured"
-    cases = [(f"{b} x {w}", {"batch": b, "width": w}) for b, w in sorted({(row["batch"], row["width"]) for row in rows})]
-    lines = [[name, *(microseconds(row["median_us"]) if row else "-" for row in found)] for name, found in by_contender(rows, cases)]
+    cases = [
+        (f"{b} x {w}", {"batch": b, "width": w}) for b, w in sorted({(row["batch"], row["width"]) for row in rows})
+    ]
+    lines = [
+        [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
+        for name, found in by_contender(rows, cases)
+    ]
     return f"{table(['µs, median; batch x candidates', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
@@ -266,7 +344,10 @@ def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str
     return [
         [
             f"**{name}**" if name == "pdkernels" else name,
-            *(f"{shown(row['median_us'])} ({beside(row, own)})" if row and own else "-" for row, own in zip(times, found["pdkernels"])),
+            *(
+                f"{shown(row['median_us'])} ({beside(row, own)})" if row and own else "-"
+                for row, own in zip(times, found["pdkernels"])
+            ),
         ]
         for name, times in found.items()
     ]
@@ -293,7 +374,10 @@ TABLES = {
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
     "speculative_attention_append_": lambda rows: by_sizes(
-        rows, "bf16, a prefix of 512, µs, median (times pdkernels)", "speculative_attention_append_", {"rows": "{} rows stored"}
+        rows,
+        "bf16, a prefix of 512, µs, median (times pdkernels)",
+        "speculative_attention_append_",
+        {"rows": "{} rows stored"},
     ),
     "record_step_": lambda rows: by_sizes(
         rows, "µs, median (times pdkernels)", "record_step_", {"batch": "batch {}", "columns": "{} columns"}
@@ -341,7 +425,9 @@ def plot_kv_commit(rows: list[Row], path: Path) -> None:
         colours = ["#1f77b4" if row["contender"].startswith("pdkernels") else "#bbbbbb" for row in part]
         axis.barh([row["contender"] for row in part], [row["median_us"] for row in part], color=colours)
         axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="memcpy of the same bytes")
-        axis.set(xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted")
+        axis.set(
+            xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted"
+        )
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].invert_yaxis()
     axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
@@ -358,9 +444,15 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row["op"] == "block_sparse_attention" and row["dtype"] == "bf16" and row["head_dim"] == 128]
+    rows = [
+        row
+        for row in rows
+        if row["op"] == "block_sparse_attention" and row["dtype"] == "bf16" and row["head_dim"] == 128
+    ]
     rows = best_settings(rows)
-    passes = [list(dict.fromkeys(row["case"] for row in rows if row["backward"] == backward)) for backward in (False, True)]
+    passes = [
+        list(dict.fromkeys(row["case"] for row in rows if row["backward"] == backward)) for backward in (False, True)
+    ]
     if not all(passes):
         return
     figure, grid = plt.subplots(2, max(map(len, passes)), figsize=(13, 5.2), squeeze=False, layout="constrained")
@@ -370,7 +462,9 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
         for axis, case in zip(axes, cases):
             part = [row for row in rows if row["case"] == case][::-1]
             colours = ["#1f77b4" if row["contender"] == "pdkernels" else "#bbbbbb" for row in part]
-            bars = axis.barh([row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours)
+            bars = axis.barh(
+                [row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours
+            )
             axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
             axis.set_xlabel("ms (median)", fontsize=8)
             axis.set_title(case, fontsize=10)
@@ -384,7 +478,11 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
 
 def plot_evaluations(rows: list[Row], images: Path) -> None:
     """The pictures that the command line draws too."""
-    for name, suffix, draw in (("transformer", "", plot), ("recurrent", "_recurrent", plot_recurrent), ("masked", "_masked", plot_masked)):
+    for name, suffix, draw in (
+        ("transformer", "", plot),
+        ("recurrent", "_recurrent", plot_recurrent),
+        ("masked", "_masked", plot_masked),
+    ):
         own = [row for row in rows if family(row) == name]
         if own:
             draw(own, images / f"bench_evaluation{suffix}.png")

@@ -60,7 +60,8 @@ def compare(
     if device == "cuda":
         replays = [replay(some, reset) if graph else None for some in (call, baseline)]
         target, beside_it = (
-            partial(gpu_clock.run, again or some, ahead=again is not None) for some, again in zip((call, baseline), replays)
+            partial(gpu_clock.run, again or some, ahead=again is not None)
+            for some, again in zip((call, baseline), replays)
         )
         facts["timed_by"] = "graph replay" if replays[0] else "calls"
     if DRY_RUN:

@@ -27,7 +27,9 @@ def cells(axis: plt.Axes, y: float, items: list[tuple[str, str]], label: str) ->
         axis.text(x + 0.47, y + 0.4, text, ha="center", va="center", fontsize=9, color="white" if dark else "#222222")
 
 
-def canvas(width: float, height: float, xlim: tuple[float, float], ylim: tuple[float, float]) -> tuple[plt.Figure, plt.Axes]:
+def canvas(
+    width: float, height: float, xlim: tuple[float, float], ylim: tuple[float, float]
+) -> tuple[plt.Figure, plt.Axes]:
     figure, axis = plt.subplots(figsize=(width, height), layout="constrained")
     axis.set(xlim=xlim, ylim=ylim)
     axis.axis("off")
@@ -65,9 +67,16 @@ def verify_draft() -> None:
     cells(axis, 1.2, [("b", MODEL), ("c", MODEL), ("d", MODEL), ("y", MODEL), ("z", MODEL)], "predictions")
     cells(axis, -0.4, [("d", MODEL), ("y", MODEL), ("z", MODEL), ("r", FREE), ("r", FREE)], "new_draft")
     for i, (text, colour) in enumerate([("=", ACCEPTED), ("=", ACCEPTED), ("≠", "#c44e52")]):
-        axis.annotate("", xy=(i + 1.3, 2.38), xytext=(i + 0.6, 2.02), arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 1.6})
+        axis.annotate(
+            "",
+            xy=(i + 1.3, 2.38),
+            xytext=(i + 0.6, 2.02),
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 1.6},
+        )
         axis.text(i + 1.12, 2.13, text, fontsize=10, color=colour)
-    axis.annotate("", xy=(0.47, 0.42), xytext=(2.47, 1.18), arrowprops={"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4})
+    axis.annotate(
+        "", xy=(0.47, 0.42), xytext=(2.47, 1.18), arrowprops={"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
+    )
     axis.text(2.0, 0.6, "next_token", fontsize=9, color="#b8860b", ha="left")
     axis.text(2.5, -1.1, "accepted = 3    r: refill", ha="center", fontsize=10, family="monospace")
     save(figure, "verify_draft.png")
@@ -85,17 +94,43 @@ def recurrence() -> None:
         mark, colour = ("<", ACCEPTED) if done else ("≥", "#c44e52")
         axis.text(x + 0.47, 2.05, f"{distance} {mark} ε", ha="center", va="center", fontsize=8, color=colour)
     axis.text(5.3, 5.0, "a is text already", fontsize=9, va="center", color=COMMITTED)
-    axis.text(5.3, 3.9, "recurrence_advance_: b, c become text,\nand the wave moves on by advance = 2", fontsize=9, va="center", color=ACCEPTED)
-    axis.text(5.3, 2.8, "recurrence_exit: row 2 has not settled,\nso row 3 waits (rule prefix)", fontsize=9, va="center", color="#444444")
+    axis.text(
+        5.3,
+        3.9,
+        "recurrence_advance_: b, c become text,\nand the wave moves on by advance = 2",
+        fontsize=9,
+        va="center",
+        color=ACCEPTED,
+    )
+    axis.text(
+        5.3,
+        2.8,
+        "recurrence_exit: row 2 has not settled,\nso row 3 waits (rule prefix)",
+        fontsize=9,
+        va="center",
+        color="#444444",
+    )
     after = 0.0
     cells(axis, after, [("c", COMMITTED), ("d", MODEL), ("e", MODEL), ("", FREE), ("", FREE)], "tokens")
-    cells(axis, after - 1.1, [("z₂ + noise", MODEL), ("z₃ + noise", MODEL), ("init", FREE), ("", FREE), ("", FREE)], "what enters the core")
+    cells(
+        axis,
+        after - 1.1,
+        [("z₂ + noise", MODEL), ("z₃ + noise", MODEL), ("init", FREE), ("", FREE), ("", FREE)],
+        "what enters the core",
+    )
     for x in range(2):
         style = {"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
         axis.annotate("", xy=(x + 0.6, after + 0.84), xytext=(x + 2.47, 1.82), arrowprops=style)
     axis.text(3.35, 1.2, "row i is read at row i + advance", fontsize=9, color="#b8860b", va="center")
     axis.text(5.3, after + 0.4, "cursor + 2, one new row (headway)", fontsize=9, va="center", color="#444444")
-    axis.text(5.3, after - 0.7, "recurrence_inject: noise, and\ne = (1 - η) prelude + η e of before", fontsize=9, va="center", color="#444444")
+    axis.text(
+        5.3,
+        after - 0.7,
+        "recurrence_inject: noise, and\ne = (1 - η) prelude + η e of before",
+        fontsize=9,
+        va="center",
+        color="#444444",
+    )
     axis.text(-3.8, 5.75, "step t", fontsize=11, weight="bold")
     axis.text(-3.8, 1.2, "step t + 1", fontsize=11, weight="bold")
     save(figure, "recurrence.png")
@@ -110,10 +145,20 @@ def block_sparse_attention() -> None:
     for t in range(tiles):
         content = {int(plan.kv_tiles[visit]): MODEL if plan.kv_bitmaps[visit] >= 0 else COMMITTED for visit in lists[t]}
         for key in range(tiles):
-            box = plt.Rectangle((key, t), 0.94, 0.94, facecolor=content.get(key, FREE), edgecolor="#444444", linewidth=0.8)
+            box = plt.Rectangle(
+                (key, t), 0.94, 0.94, facecolor=content.get(key, FREE), edgecolor="#444444", linewidth=0.8
+            )
             axis.add_patch(box)
-    axis.add_patch(plt.Rectangle((-0.08, chosen - 0.08), tiles + 0.1, 1.1, facecolor="none", edgecolor="black", linewidth=2))
-    axis.set(xlim=(-0.3, tiles + 0.2), ylim=(tiles + 0.2, -0.3), aspect="equal", xticks=[i + 0.47 for i in range(tiles)], yticks=[i + 0.47 for i in range(tiles)])
+    axis.add_patch(
+        plt.Rectangle((-0.08, chosen - 0.08), tiles + 0.1, 1.1, facecolor="none", edgecolor="black", linewidth=2)
+    )
+    axis.set(
+        xlim=(-0.3, tiles + 0.2),
+        ylim=(tiles + 0.2, -0.3),
+        aspect="equal",
+        xticks=[i + 0.47 for i in range(tiles)],
+        yticks=[i + 0.47 for i in range(tiles)],
+    )
     axis.set_xticklabels(range(tiles))
     axis.set_yticklabels(range(tiles))
     axis.tick_params(length=0)
@@ -123,7 +168,9 @@ def block_sparse_attention() -> None:
     axis.set_ylabel("query tiles")
     names = ((COMMITTED, "full"), (MODEL, "partial"), (FREE, "skipped"))
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour, edgecolor="#444444") for colour, _ in names]
-    axis.legend(handles, [name for _, name in names], loc="upper center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.12))
+    axis.legend(
+        handles, [name for _, name in names], loc="upper center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.12)
+    )
 
     steps.set(xlim=(-0.2, 8.6), ylim=(-5.2, 3.0))
     steps.axis("off")
@@ -133,7 +180,9 @@ def block_sparse_attention() -> None:
     for x, (tile, bitmap) in enumerate(visits):
         colour = MODEL if bitmap >= 0 else COMMITTED
         steps.add_patch(plt.Rectangle((x, 1.2), 0.94, 0.8, facecolor=colour, edgecolor="#444444", linewidth=0.8))
-        steps.text(x + 0.47, 1.6, str(tile), ha="center", va="center", fontsize=10, color="white" if bitmap < 0 else "#222222")
+        steps.text(
+            x + 0.47, 1.6, str(tile), ha="center", va="center", fontsize=10, color="white" if bitmap < 0 else "#222222"
+        )
         if bitmap >= 0:
             steps.text(x + 0.47, 1.0, f"bitmap {bitmap}", ha="center", va="top", fontsize=8, color="#444444")
     for begin, end, text in ((0, full, "first loop: no mask"), (full, len(visits), "second loop: bits")):
@@ -165,23 +214,45 @@ def speculative_attention() -> None:
             colour = MODEL if dense[row, key] else FREE
             axis.add_patch(plt.Rectangle((prefix + 1 + key, row), 0.92, 0.92, facecolor=colour, linewidth=0))
     for share in range(shares):
-        axis.add_patch(plt.Rectangle((share * width - 0.06, -0.06), width, new + 0.06, facecolor="none", edgecolor="black", linewidth=1.4))
+        axis.add_patch(
+            plt.Rectangle(
+                (share * width - 0.06, -0.06), width, new + 0.06, facecolor="none", edgecolor="black", linewidth=1.4
+            )
+        )
         axis.text((share + 0.5) * width, -0.5, f"share {share}", ha="center", fontsize=9)
     for row in range(0, new, tile):
         for key in range(0, new, tile):
             seen = bool(dense[row : row + tile, key : key + tile].any())
-            style = {"edgecolor": "black", "linewidth": 1.4} if seen else {"edgecolor": "#bbbbbb", "linewidth": 0.6, "linestyle": ":"}
-            axis.add_patch(plt.Rectangle((prefix + 1 + key - 0.06, row - 0.06), tile, tile, facecolor="none", zorder=3 if seen else 2, **style))
+            style = (
+                {"edgecolor": "black", "linewidth": 1.4}
+                if seen
+                else {"edgecolor": "#bbbbbb", "linewidth": 0.6, "linestyle": ":"}
+            )
+            axis.add_patch(
+                plt.Rectangle(
+                    (prefix + 1 + key - 0.06, row - 0.06),
+                    tile,
+                    tile,
+                    facecolor="none",
+                    zorder=3 if seen else 2,
+                    **style,
+                )
+            )
     axis.text(prefix + 1 + new / 2, -0.5, "tail: tiles of the plan", ha="center", fontsize=9)
     axis.set(xlim=(-0.4, prefix + new + 1.6), ylim=(new + 0.4, -1.8), aspect="equal")
-    axis.set_xticks([prefix / 2, prefix + 1 + new / 2], ["cached tokens, cache_lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"])
+    axis.set_xticks(
+        [prefix / 2, prefix + 1 + new / 2],
+        ["cached tokens, cache_lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"],
+    )
     axis.set_yticks([2, 4 + (new - 4) / 2], ["drafted", "masks"])
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)
     names = ((COMMITTED, "seen by all: no mask"), (MODEL, "seen: the plan's bits"), (FREE, "hidden"))
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour, _ in names]
-    axis.legend(handles, [name for _, name in names], loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0))
+    axis.legend(
+        handles, [name for _, name in names], loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0)
+    )
 
     steps.set(xlim=(0, 10), ylim=(-10, 3))
     steps.axis("off")
@@ -202,37 +273,79 @@ out = sum_s exp(lse_s - lse) * out_s"""
 def sandwich() -> None:
     """A block from left to right: matrix products in white, the ops of the family in colour."""
     figure, axis = canvas(12.5, 2.7, (-0.3, 17.3), (-1.3, 2.3))
-    boxes = [("qkv\nproduct", FREE, 1.5), ("rotate_append_\n+ bias, RoPE, K V \u2192 cache", COMMITTED, 3.0), ("attention", FREE, 1.5),
-             ("output\nproduct", FREE, 1.5), ("add_rms_norm\nnorm_2, norm_3", ACCEPTED, 2.1), ("gate, up\nproduct", FREE, 1.5),
-             ("silu_gate", MODEL, 1.4), ("down\nproduct", FREE, 1.5), ("add_rms_norm\nnorm_4, next norm_1", ACCEPTED, 2.4)]  # fmt: skip
+    boxes = [
+        ("qkv\nproduct", FREE, 1.5),
+        ("rotate_append_\n+ bias, RoPE, K V \u2192 cache", COMMITTED, 3.0),
+        ("attention", FREE, 1.5),
+        ("output\nproduct", FREE, 1.5),
+        ("add_rms_norm\nnorm_2, norm_3", ACCEPTED, 2.1),
+        ("gate, up\nproduct", FREE, 1.5),
+        ("silu_gate", MODEL, 1.4),
+        ("down\nproduct", FREE, 1.5),
+        ("add_rms_norm\nnorm_4, next norm_1", ACCEPTED, 2.4),
+    ]
     x, ends = 0.0, []
     for text, colour, width in boxes:
         axis.add_patch(plt.Rectangle((x, 0), width - 0.12, 1.2, facecolor=colour, edgecolor="#444444", linewidth=0.8))
         dark = colour in (COMMITTED, ACCEPTED)
-        axis.text(x + width / 2 - 0.06, 0.6, text, ha="center", va="center", fontsize=8.5, color="white" if dark else "#222222")
+        axis.text(
+            x + width / 2 - 0.06,
+            0.6,
+            text,
+            ha="center",
+            va="center",
+            fontsize=8.5,
+            color="white" if dark else "#222222",
+        )
         x += width
         ends.append(x - width / 2 - 0.06)
     arrow = {"arrowstyle": "-|>", "color": "#555555", "linewidth": 1.2}
     for start, end, text in ((-0.2, ends[4], "residual x"), (ends[4] + 0.3, ends[8], "residual h")):
-        axis.annotate("", xy=(end, 1.22), xytext=(start, 1.75), arrowprops={**arrow, "connectionstyle": "angle,angleA=0,angleB=90,rad=4"})
+        axis.annotate(
+            "",
+            xy=(end, 1.22),
+            xytext=(start, 1.75),
+            arrowprops={**arrow, "connectionstyle": "angle,angleA=0,angleB=90,rad=4"},
+        )
         axis.text((start + end) / 2, 1.85, text, ha="center", fontsize=9)
-    axis.text(8.5, -0.75, "white: products and attention    in colour: one op each, every row read once", ha="center", fontsize=9)
+    axis.text(
+        8.5,
+        -0.75,
+        "white: products and attention    in colour: one op each, every row read once",
+        ha="center",
+        fontsize=9,
+    )
     save(figure, "sandwich.png")
 
 
 def logit_drift() -> None:
     """Left two laws of the next token, right what min-p leaves of them."""
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.0), sharey=True, layout="constrained")
-    laws = {"then": [0.46, 0.30, 0.12, 0.04, 0.03, 0.02, 0.015, 0.015], "now": [0.62, 0.22, 0.07, 0.03, 0.025, 0.015, 0.01, 0.01]}
+    laws = {
+        "then": [0.46, 0.30, 0.12, 0.04, 0.03, 0.02, 0.015, 0.015],
+        "now": [0.62, 0.22, 0.07, 0.03, 0.025, 0.015, 0.01, 0.01],
+    }
     for axis, levelled in zip(axes, (False, True)):
         for shift, (name, law) in zip((-0.2, 0.2), laws.items()):
             low = [p < 0.1 * max(law) for p in law]
             bars = [1 / len(law) if levelled and under else p for p, under in zip(law, low)]
             total = sum(bars)
             colours = [REJECTED if levelled and under else (COMMITTED if name == "then" else ACCEPTED) for under in low]
-            axis.bar([i + shift for i in range(len(law))], [p / total for p in bars], 0.38, color=colours, edgecolor="#444444", linewidth=0.6, label=name)
+            axis.bar(
+                [i + shift for i in range(len(law))],
+                [p / total for p in bars],
+                0.38,
+                color=colours,
+                edgecolor="#444444",
+                linewidth=0.6,
+                label=name,
+            )
         axis.spines[["top", "right"]].set_visible(False)
-        axis.set(xticks=range(8), xticklabels=list("abcdefgh"), title="below 0.1 of the largest: 1 / V, then normed" if levelled else "the laws: kl, entropy, argmax")
+        axis.set(
+            xticks=range(8),
+            xticklabels=list("abcdefgh"),
+            title="below 0.1 of the largest: 1 / V, then normed" if levelled else "the laws: kl, entropy, argmax",
+        )
     axes[0].legend(["then", "now"], frameon=False)
     save(figure, "logit_drift.png")
 
@@ -254,9 +367,19 @@ def unmask() -> None:
             pd.unmask_(tokens, torch.arange(len(words))[None], confidence, mask_token=len(words), **rule)
             for x, word in enumerate(words):
                 new, old = bool(tokens[0, x] != before[0, x]), bool(before[0, x] != len(words))
-                text, colour = (word, ACCEPTED) if new else (word, COMMITTED) if old else (f"{confidence[0, x]:.2f}"[1:], FREE)
+                text, colour = (
+                    (word, ACCEPTED) if new else (word, COMMITTED) if old else (f"{confidence[0, x]:.2f}"[1:], FREE)
+                )
                 axis.add_patch(plt.Rectangle((x, y), 0.94, 0.8, facecolor=colour, edgecolor="#444444", linewidth=0.8))
-                axis.text(x + 0.47, y + 0.4, text, ha="center", va="center", fontsize=8, color="white" if new or old else "#222222")
+                axis.text(
+                    x + 0.47,
+                    y + 0.4,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color="white" if new or old else "#222222",
+                )
             y -= 1
             if bool((tokens != len(words)).all()):
                 break
@@ -272,17 +395,43 @@ def feature_cache() -> None:
     cells(axis, 1.3, [("v", COMMITTED)] * 8, "cached values")
     cells(axis, 0.2, [(text, REJECTED if i in chosen else FREE) for i, text in enumerate(similarity)], "cosine")
     cells(axis, -1.4, [("1", MODEL), ("4", MODEL)], "gather_rows")
-    cells(axis, -4.2, [("4'" if i == 4 else "1'" if i == 1 else str(i), ACCEPTED if i in chosen else COMMITTED) for i in range(8)], "cached output")
+    cells(
+        axis,
+        -4.2,
+        [("4'" if i == 4 else "1'" if i == 1 else str(i), ACCEPTED if i in chosen else COMMITTED) for i in range(8)],
+        "cached output",
+    )
     arrow = {"arrowstyle": "-|>", "color": "#b8860b", "linewidth": 1.4}
     for place, row in enumerate(chosen):
         axis.annotate("", xy=(place + 0.47, -0.58), xytext=(row + 0.47, 0.18), arrowprops=arrow)
         axis.annotate("", xy=(row + 0.47, -3.38), xytext=(place + 0.47, -2.62), arrowprops={**arrow, "color": ACCEPTED})
     axis.add_patch(plt.Rectangle((0, -2.6), 5.6, 0.8, facecolor="white", edgecolor="#444444", linewidth=0.8))
     axis.text(2.8, -2.2, "q and k, attention over all keys, output product", ha="center", va="center", fontsize=9)
-    axis.text(8.3, 1.4, "value_drift_select_: the lowest cosines,\nindex = [1, 4]; fresh values replace\nthe cached ones", fontsize=9, va="center", color="#444444")
+    axis.text(
+        8.3,
+        1.4,
+        "value_drift_select_: the lowest cosines,\nindex = [1, 4]; fresh values replace\nthe cached ones",
+        fontsize=9,
+        va="center",
+        color="#444444",
+    )
     axis.text(8.3, -1.0, "gather_rows: x at index", fontsize=9, va="center", color="#b8860b")
-    axis.text(8.3, -2.2, "rotate_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache", fontsize=9, va="center", color="#444444")
-    axis.text(8.3, -3.8, "add_cached_rows_: rows 1 and 4 replace\nthe cached ones; x + cached of all rows", fontsize=9, va="center", color=ACCEPTED)
+    axis.text(
+        8.3,
+        -2.2,
+        "rotate_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache",
+        fontsize=9,
+        va="center",
+        color="#444444",
+    )
+    axis.text(
+        8.3,
+        -3.8,
+        "add_cached_rows_: rows 1 and 4 replace\nthe cached ones; x + cached of all rows",
+        fontsize=9,
+        va="center",
+        color=ACCEPTED,
+    )
     save(figure, "feature_cache.png")
 
 
@@ -293,13 +442,37 @@ def token_statistics() -> None:
     best = sorted(range(16), key=lambda i: -logits[i])[:2]
     for part in range(4):
         for i in range(4 * part, 4 * part + 4):
-            axis.bar(i + 0.47, logits[i] * 0.55, 0.8, bottom=2.3, color=ACCEPTED if i in best else COMMITTED, edgecolor="#444444", linewidth=0.6)
+            axis.bar(
+                i + 0.47,
+                logits[i] * 0.55,
+                0.8,
+                bottom=2.3,
+                color=ACCEPTED if i in best else COMMITTED,
+                edgecolor="#444444",
+                linewidth=0.6,
+            )
         axis.add_patch(plt.Rectangle((4 * part, 1.05), 3.9, 0.85, facecolor=FREE, edgecolor="#444444", linewidth=0.8))
-        axis.text(4 * part + 1.95, 1.47, r"max, $\Sigma e^x$, $\Sigma x e^x$" "\nfirst tokens, best draw", ha="center", va="center", fontsize=8)
-        axis.annotate("", xy=(4 * part + 1.95, 1.92), xytext=(4 * part + 1.95, 2.25), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
-        axis.annotate("", xy=(8, 0.62), xytext=(4 * part + 1.95, 1.03), arrowprops={"arrowstyle": "-|>", "color": "#444444"})
+        axis.text(
+            4 * part + 1.95,
+            1.47,
+            r"max, $\Sigma e^x$, $\Sigma x e^x$" "\nfirst tokens, best draw",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
+        axis.annotate(
+            "",
+            xy=(4 * part + 1.95, 1.92),
+            xytext=(4 * part + 1.95, 2.25),
+            arrowprops={"arrowstyle": "-|>", "color": "#444444"},
+        )
+        axis.annotate(
+            "", xy=(8, 0.62), xytext=(4 * part + 1.95, 1.03), arrowprops={"arrowstyle": "-|>", "color": "#444444"}
+        )
     axis.add_patch(plt.Rectangle((2.5, -0.25), 11, 0.85, facecolor=MODEL, edgecolor="#444444", linewidth=0.8))
-    axis.text(8, 0.17, "ids, probs, top_ids, top_probs, margin, entropy, logsumexp", ha="center", va="center", fontsize=9)
+    axis.text(
+        8, 0.17, "ids, probs, top_ids, top_probs, margin, entropy, logsumexp", ha="center", va="center", fontsize=9
+    )
     for y, text in ((2.9, "logits, read once"), (1.47, "a part"), (0.17, "the row")):
         axis.text(-0.4, y, text, ha="right", va="center", fontsize=10)
     save(figure, "token_statistics.png")
@@ -317,10 +490,22 @@ def linear_token_statistics() -> None:
         left = part * width
         for tile in range(2):
             place = (left + tile * width / 2, 2.4)
-            axis.add_patch(plt.Rectangle(place, width / 2 - 0.12, 1.1, facecolor=colour, edgecolor="#444444", linewidth=0.8))
-            axis.text(place[0] + width / 4 - 0.06, 2.95, f"tile {2 * part + tile}", ha="center", va="center", fontsize=9, color="#222222" if colour == MODEL else "white")
+            axis.add_patch(
+                plt.Rectangle(place, width / 2 - 0.12, 1.1, facecolor=colour, edgecolor="#444444", linewidth=0.8)
+            )
+            axis.text(
+                place[0] + width / 4 - 0.06,
+                2.95,
+                f"tile {2 * part + tile}",
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="#222222" if colour == MODEL else "white",
+            )
         axis.add_patch(plt.Rectangle((left, 0.2), width - 0.12, 1.2, facecolor=FREE, edgecolor=colour, linewidth=1.8))
-        axis.text(left + width / 2, 0.8, "m, s, u, draw, top_k\nof rows x 2 tiles", ha="center", va="center", fontsize=9)
+        axis.text(
+            left + width / 2, 0.8, "m, s, u, draw, top_k\nof rows x 2 tiles", ha="center", va="center", fontsize=9
+        )
         axis.annotate("", xy=(left + width / 2, 1.45), xytext=(left + width / 2, 2.35), arrowprops=arrow)
         axis.annotate("", xy=(6, -0.95), xytext=(left + width / 2, 0.15), arrowprops=arrow)
     axis.text(6, 3.85, "the head, V x E: a program owns a part and walks its tiles", ha="center", fontsize=10)
@@ -340,21 +525,32 @@ def masks() -> None:
         "block_causal": ("block_causal(22, 6, prefix_len=5)", pdm.block_causal(22, 6, prefix_len=5), None),
         "noisy": ("noise_aware_causal(6, 4, 4)", pdm.noise_aware_causal(**noise_aware), None),
         "clean": ('conditioning="clean"', pdm.noise_aware_causal(**noise_aware, conditioning="clean"), None),
-        "window": ('conditioning="window", window=2', pdm.noise_aware_causal(**noise_aware, conditioning="window", window=2), None),
+        "window": (
+            'conditioning="window", window=2',
+            pdm.noise_aware_causal(**noise_aware, conditioning="window", window=2),
+            None,
+        ),
         "interleaved": ('layout="interleaved"', pdm.noise_aware_causal(**noise_aware, layout="interleaved"), None),
         "tiles_streams": ("Streams in tiles", pdm.noise_aware_causal(512, 32, 64), 128),
         "tiles_interleaved": ("Interleaved in tiles", pdm.noise_aware_causal(512, 32, 64, layout="interleaved"), 128),
         "dual_stream": ("dual_stream(14, 4)", pdm.dual_stream(14, 4), None),
-        "dual_stream_block": ('dual_stream(14, 4, clean="block", prefix_len=4)', pdm.dual_stream(14, 4, "block", prefix_len=4), None),
+        "dual_stream_block": (
+            'dual_stream(14, 4, clean="block", prefix_len=4)',
+            pdm.dual_stream(14, 4, "block", prefix_len=4),
+            None,
+        ),
         "planned": ("planned(stages)", pdm.planned(rounds), None),
         "planned_sparse": ("planned(stages, sparse=True)", pdm.planned(rounds, sparse=True), None),
         "quadratic": ("quadratic(4)", pdm.quadratic(4), None),
-        "quadratic_interleaved": ('quadratic(4, in_group="causal", layout="interleaved")',
-                                  pdm.quadratic(4, in_group="causal", layout="interleaved"), None),
+        "quadratic_interleaved": (
+            'quadratic(4, in_group="causal", layout="interleaved")',
+            pdm.quadratic(4, in_group="causal", layout="interleaved"),
+            None,
+        ),
         "candidates": ("candidates(3, 6)", pdm.candidates(3, 6), None),
         "tree": ("tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9])", pdm.tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9]), None),
         "pack": ("pack([causal, dual_stream, candidates], length=32)", pdm.pack(packed, 32), None),
-    }  # fmt: skip
+    }
     for name, (title, mask, tile) in pictures.items():
         mask.draw(IMAGES / f"mask_{name}.png", tile, title)
 
@@ -362,7 +558,9 @@ def masks() -> None:
 def recurrent_wave() -> None:
     """A run of the recurrent-depth sampler on a sum."""
     model = pd.models.load("tiny-recurrent")
-    result = pd.decoding.generate(model, "482 + 967 = ?\n", "recurrent_diffusion", inner_recurrence=1, max_new_tokens=44, trace=True)
+    result = pd.decoding.generate(
+        model, "482 + 967 = ?\n", "recurrent_diffusion", inner_recurrence=1, max_new_tokens=44, trace=True
+    )
     plot_wave(result.stats.trace[0], IMAGES / "recurrent_wave.png", tokenizer=model.tokenizer, threshold=0.03)
 
 
@@ -371,7 +569,9 @@ def slowfast_canvas() -> None:
     model = pd.models.load("tiny-masked")
     options = {"block_size": 16, "tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
     result = pd.decoding.generate(model, "482 + 967 = ?\n", "slowfast", max_new_tokens=96, trace=True, **options)
-    plot_canvas(result.stats.trace[0], IMAGES / "slowfast_canvas.png", tokenizer=model.tokenizer, mask_token=model.mask_token)
+    plot_canvas(
+        result.stats.trace[0], IMAGES / "slowfast_canvas.png", tokenizer=model.tokenizer, mask_token=model.mask_token
+    )
 
 
 if __name__ == "__main__":

@@ -48,9 +48,15 @@ Batch: TypeAlias = NoiseAwareBatch | DualStreamBatch
 
 MASK_TOKEN = ByteTokenizer.vocab_size
 CONFIG = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size + 1, hidden_size=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate_size=256,
+    vocab_size=ByteTokenizer.vocab_size + 1,
+    hidden_size=128,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=32,
+    intermediate_size=256,
     max_positions=512,
-)  # fmt: skip
+)
 TILE = 64
 CORPUS_BYTES = 400_000
 # Jacobi Forcing: noise grows from block to block and starts anew after this many of them.
@@ -198,9 +204,18 @@ def judge(ours: Outcome, dense: Outcome, exact: Outcome) -> dict[str, float]:
 
 
 def train(
-    layout: Layout, *, steps: int, length: int, block: int, lr: float = 3e-3, compare: bool = True, seed: int = 0,
-    device: str = "cpu", compile_backend: str | Callable = "inductor", config: TransformerConfig = CONFIG,
-) -> Iterator[Step]:  # fmt: skip
+    layout: Layout,
+    *,
+    steps: int,
+    length: int,
+    block: int,
+    lr: float = 3e-3,
+    compare: bool = True,
+    seed: int = 0,
+    device: str = "cpu",
+    compile_backend: str | Callable = "inductor",
+    config: TransformerConfig = CONFIG,
+) -> Iterator[Step]:
     """Trains one model and says after each step how it went. A recompilation after the first step is an error."""
     make_batch, losses_of = LAYOUTS[layout]
     torch.manual_seed(seed)
@@ -258,14 +273,23 @@ def draw(runs: dict[str, list[Step]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, len(runs), figsize=(5.2 * len(runs), 5), sharex=True, squeeze=False, layout="constrained",
-                                height_ratios=(2, 1))  # fmt: skip
+    figure, axes = plt.subplots(
+        2,
+        len(runs),
+        figsize=(5.2 * len(runs), 5),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+        height_ratios=(2, 1),
+    )
     for (layout, steps), (above, below) in zip(runs.items(), axes.T, strict=True):
         above.plot([step.loss for step in steps], color="#1f77b4", label="through the op, compiled")
         above.set(title=layout, ylabel="loss")
         if steps[0].dense_loss is not None:
             above.plot([step.dense_loss for step in steps], ":", color="#f58518", linewidth=2.5, label="dense mask")
-            below.semilogy([max(abs(step.loss - step.dense_loss), 1e-12) for step in steps], ".", color="#1f77b4", label="apart")
+            below.semilogy(
+                [max(abs(step.loss - step.dense_loss), 1e-12) for step in steps], ".", color="#1f77b4", label="apart"
+            )
             below.semilogy([step.loss_budget for step in steps], color="#d62728", linewidth=1, label="allowed")
             below.legend(frameon=False, fontsize=8)
         above.legend(frameon=False, fontsize=8)
@@ -283,7 +307,9 @@ def main(
     length: Annotated[int, typer.Option(min=128, help="Tokens of the packed sequence, noisy and clean.")] = 512,
     block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 3e-3,
-    compare: Annotated[bool, typer.Option(help="Take every step with the dense mask too, and fail if they differ.")] = True,
+    compare: Annotated[
+        bool, typer.Option(help="Take every step with the dense mask too, and fail if they differ.")
+    ] = True,
     plot: Annotated[Path, typer.Option(help="Where the plot of the losses goes.")] = Path("train_masked_streams.png"),
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
@@ -294,12 +320,19 @@ def main(
         torch.set_num_threads(threads)
     runs: dict[str, list[Step]] = {}
     for name in LAYOUTS if layout == "both" else [layout]:
-        progress = Progress(TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[note]}"),
-                            TimeElapsedColumn(), console=console)  # fmt: skip
+        progress = Progress(
+            TextColumn(name),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}  {task.fields[note]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
         started, runs[name] = time.perf_counter(), []
         with progress:
             task = progress.add_task(name, total=steps, note="compiling")
-            for step in train(name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device):
+            for step in train(
+                name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device
+            ):
                 runs[name].append(step)
                 apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
                 progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")

@@ -30,8 +30,15 @@ from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 PROBLEMS = 120_000
 CONFIG = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size, hidden_size=256, layers=4, heads=4, kv_heads=2, head_dim=64,
-    intermediate_size=352, rope_theta=10000.0, max_positions=512,
+    vocab_size=ByteTokenizer.vocab_size,
+    hidden_size=256,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    intermediate_size=352,
+    rope_theta=10000.0,
+    max_positions=512,
 )
 # Elsewhere bfloat16 is emulated, thirty times slower than float32.
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -64,7 +71,9 @@ def solved_share(model: Transformer, problems: int = 100) -> float:
     return score(model, "autoregressive", list(islice(arithmetic(0, held_out=True), problems)))[0]
 
 
-def batches(data: torch.Tensor, first_sum: int, batch: int, context: int, generator: torch.Generator) -> Iterator[torch.Tensor]:
+def batches(
+    data: torch.Tensor, first_sum: int, batch: int, context: int, generator: torch.Generator
+) -> Iterator[torch.Tensor]:
     """Packed windows of context + 1 ids: source from a new random offset in each epoch, sums from where one begins.
 
     A model asked for a sum sees it at position 0, so it must have seen sums there.
@@ -104,10 +113,14 @@ def main(
     long_share: Annotated[float, typer.Option(help="Share of the steps, at the end, with twice the context.")] = 0.15,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
-    start: Annotated[str | None, typer.Option(help="Name or folder of a model to go on with, instead of random weights.")] = None,
+    start: Annotated[
+        str | None, typer.Option(help="Name or folder of a model to go on with, instead of random weights.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
-    fast: Annotated[bool, typer.Option(help="bfloat16 and compiled: where the CPU multiplies bfloat16 itself.")] = HAS_BF16,
+    fast: Annotated[
+        bool, typer.Option(help="bfloat16 and compiled: where the CPU multiplies bfloat16 itself.")
+    ] = HAS_BF16,
     evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 500,
 ) -> None:
     """Train tiny-code and save it, rounded to bf16, with the held-out bits per byte of the rounded weights."""
@@ -131,9 +144,13 @@ def main(
     short = batches(train, first_sum, batch, context, generator)
     long = batches(train, first_sum, batch // 2, 2 * context, generator)
     progress = Progress(
-        TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}"),
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
         TextColumn("loss {task.fields[loss]:.3f}  bits per byte {task.fields[bits]:.3f}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), console=console,
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
     )
     started, smooth = time.perf_counter(), math.log(CONFIG.vocab_size)
     with progress:
@@ -162,8 +179,13 @@ def main(
     model.to(torch.bfloat16).float()
     bits = bits_per_byte(model, held_out, context)
     solved = solved_share(model, 200)
-    save_tiny(model, output, description="byte-level, Python's standard library and arithmetic",
-              held_out_bits_per_byte=round(bits, 4), held_out_sums_right=solved)
+    save_tiny(
+        model,
+        output,
+        description="byte-level, Python's standard library and arithmetic",
+        held_out_bits_per_byte=round(bits, 4),
+        held_out_sums_right=solved,
+    )
     console.print(
         f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: "
         f"as stored, held out {bits:.4f} bits per byte and {solved:.1%} of sums right"

@@ -58,7 +58,9 @@ def collect(model: Transformer, sums: int, windows: int, block_size: int, seed: 
     pieces = [source[start : start + WINDOW // 2].long() for start in starts]
     texts = collect_trajectories(model, pieces, max_new_tokens=WINDOW // 2, **options)
     model.requires_grad_(True)
-    return [answer for problem, answer in zip(problems, answers, strict=True) if problem.is_solved_by(written(answer))] + texts
+    return [
+        answer for problem, answer in zip(problems, answers, strict=True) if problem.is_solved_by(written(answer))
+    ] + texts
 
 
 def written(trajectory: Trajectory) -> str:
@@ -75,12 +77,18 @@ def replay(block_size: int, seed: int) -> Iterator[NoiseAwareSample]:
         yield NoiseAwareSample(as_ids([problem.prompt.encode()])[:-1].long(), blocks, blocks)
 
 
-def batches(trajectories: list[Trajectory], count: int, replayed: int, block_size: int, seed: int) -> Iterator[NoiseAwareBatch]:
+def batches(
+    trajectories: list[Trajectory], count: int, replayed: int, block_size: int, seed: int
+) -> Iterator[NoiseAwareBatch]:
     """Endless batches of `count` trajectories, every one of them once per pass, and `replayed` fresh sums.
 
     In every other batch noisy blocks follow noisy ones, as when several blocks are under way, and clean ones in the rest.
     """
-    generator, sums, conditionings = torch.Generator().manual_seed(seed), replay(block_size, seed), cycle(("noisy", "clean"))
+    generator, sums, conditionings = (
+        torch.Generator().manual_seed(seed),
+        replay(block_size, seed),
+        cycle(("noisy", "clean")),
+    )
     while True:
         order = torch.randperm(len(trajectories), generator=generator).tolist()
         for first in range(0, len(order) - count + 1, count):
@@ -93,9 +101,12 @@ def batches(trajectories: list[Trajectory], count: int, replayed: int, block_siz
 def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[Tensor, dict[str, float]]:
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
     loss = noise_aware_loss(
-        model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.student_rows]), model.logits(hidden[batch.teacher_rows]),
-        batch, ar_weight=ar_weight,
-    )  # fmt: skip
+        model.logits(hidden[batch.ar_rows]),
+        model.logits(hidden[batch.student_rows]),
+        model.logits(hidden[batch.teacher_rows]),
+        batch,
+        ar_weight=ar_weight,
+    )
     return loss.total, {"autoregressive": loss.autoregressive.item(), "consistency": loss.consistency.item()}
 
 
@@ -116,7 +127,9 @@ def main(
     count: Annotated[int, typer.Option(help="Trajectories per step.")] = 6,
     replayed: Annotated[int, typer.Option(help="Sums without noise per step.")] = 4,
     ar_weight: Annotated[float, typer.Option(help="Weight of the autoregressive loss.")] = 2.0,
-    lr: Annotated[float, typer.Option(help="Peak learning rate of the first round; a third less in each later one.")] = 1e-3,
+    lr: Annotated[
+        float, typer.Option(help="Peak learning rate of the first round; a third less in each later one.")
+    ] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of drafts, problems and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
 ) -> None:
@@ -130,14 +143,27 @@ def main(
     for number in range(rounds):
         with console.status("collecting trajectories"):
             trajectories = collect(model, sums, windows, block_size, seed + 1 + number)
-        console.print(f"round {number + 1}: {len(trajectories)} trajectories after {time.perf_counter() - started:.0f} s")
+        console.print(
+            f"round {number + 1}: {len(trajectories)} trajectories after {time.perf_counter() - started:.0f} s"
+        )
         stream = batches(trajectories, count, replayed, block_size, seed + 1 + rounds + number)
-        optimise(f"round {number + 1}", list(model.parameters()), steps, lr * (2 / 3) ** number,
-                 lambda stream=stream: step(model, next(stream), ar_weight), lambda: report(model, 50, block_size), 300)  # fmt: skip
+        optimise(
+            f"round {number + 1}",
+            list(model.parameters()),
+            steps,
+            lr * (2 / 3) ** number,
+            lambda stream=stream: step(model, next(stream), ar_weight),
+            lambda: report(model, 50, block_size),
+            300,
+        )
     model.to(torch.bfloat16).float().requires_grad_(False)
     facts = report(model, 200, block_size)
-    save_tiny(model, output, description="byte-level, Jacobi-forced, Python's standard library and arithmetic", held_out=facts)
-    console.print(f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}")
+    save_tiny(
+        model, output, description="byte-level, Jacobi-forced, Python's standard library and arithmetic", held_out=facts
+    )
+    console.print(
+        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}"
+    )
 
 
 if __name__ == "__main__":

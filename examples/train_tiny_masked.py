@@ -170,7 +170,9 @@ def look(model: Transformer, problems: list[Problem], threshold: float | None = 
 
 def main(
     output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-masked.safetensors",
-    start: Annotated[str, typer.Option(help="Name or folder of the model with a mask token to start from.")] = "tiny-trimode",
+    start: Annotated[
+        str, typer.Option(help="Name or folder of the model with a mask token to start from.")
+    ] = "tiny-trimode",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4000,
     rows: Annotated[int, typer.Option(help="Canvases in a batch.")] = 12,
     sums: Annotated[int, typer.Option(help="Sums in a batch of the joint loss.")] = 8,
@@ -194,9 +196,13 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     data, joint, problems = batches(rows, seed + 1), joint_batches(sums, 0, seed + 2), held_out_sums(scored)
     progress = Progress(
-        TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), console=console,
-    )  # fmt: skip
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
     started, smooth = time.perf_counter(), math.log(model.config.vocab_size)
     with progress:
         task = progress.add_task("training", total=steps, loss=smooth)
@@ -230,8 +236,14 @@ def main(
     model.to(torch.bfloat16).float()
     solved, _ = look(model, problems)
     quick, forwards = look(model, problems, 0.9)
-    save_tiny(model, output, description="masked diffusion, byte-level, arithmetic", canvas=CANVAS,
-              held_out_sums_right=solved, held_out_sums_right_at_threshold_09=quick)  # fmt: skip
+    save_tiny(
+        model,
+        output,
+        description="masked diffusion, byte-level, arithmetic",
+        canvas=CANVAS,
+        held_out_sums_right=solved,
+        held_out_sums_right_at_threshold_09=quick,
+    )
     console.print(
         f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: as stored, "
         f"{solved:.1%} of held-out sums right with one byte a forward, {quick:.1%} with all above 0.9 in {forwards:.0f}"

@@ -34,9 +34,17 @@ from pdkernels.models.zoo import WEIGHTS, save_tiny
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 CONFIG = RecurrentDepthConfig(
-    vocab_size=ByteTokenizer.vocab_size, hidden_size=128, heads=4, head_dim=32, intermediate_size=256, prelude_layers=1,
-    core_layers=2, coda_layers=1, mean_recurrence=16, max_positions=512,
-)  # fmt: skip
+    vocab_size=ByteTokenizer.vocab_size,
+    hidden_size=128,
+    heads=4,
+    head_dim=32,
+    intermediate_size=256,
+    prelude_layers=1,
+    core_layers=2,
+    coda_layers=1,
+    mean_recurrence=16,
+    max_positions=512,
+)
 SPREAD = 0.5
 """Standard deviation of the logarithm of the mean number of recurrences."""
 KEPT = (2, 4)
@@ -52,7 +60,9 @@ def recurrences(mean: float, generator: torch.Generator) -> int:
     return 1 + int(torch.poisson(torch.tensor(rate), generator=generator))
 
 
-def loss_of(model: RecurrentDepth, windows: Tensor, counted: Tensor, steps: int, kept: int, generator: torch.Generator) -> Tensor:
+def loss_of(
+    model: RecurrentDepth, windows: Tensor, counted: Tensor, steps: int, kept: int, generator: torch.Generator
+) -> Tensor:
     """Mean loss in nats of the next bytes that are `counted`, after `steps` recurrences with a graph of the last `kept`."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
     place = model.place(tokens.shape[1])
@@ -133,9 +143,13 @@ def main(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     data = batches(sums, windows, context, seed + 1)
     progress = Progress(
-        TextColumn("training"), BarColumn(), TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(), TimeRemainingColumn(), console=console,
-    )  # fmt: skip
+        TextColumn("training"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+    )
     started, smooth = time.perf_counter(), math.log(CONFIG.vocab_size)
     with progress:
         task = progress.add_task("training", total=steps, loss=smooth)
@@ -161,8 +175,12 @@ def main(
 
     model.to(torch.bfloat16).float()
     solved = solved_share(model, scored)
-    save_tiny(model, output, description="recurrent depth, byte-level, arithmetic and Python's standard library",
-              held_out_sums_right=solved)  # fmt: skip
+    save_tiny(
+        model,
+        output,
+        description="recurrent depth, byte-level, arithmetic and Python's standard library",
+        held_out_sums_right=solved,
+    )
     console.print(
         f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: "
         f"as stored, {solved:.1%} of held-out sums right"

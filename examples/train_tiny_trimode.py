@@ -93,11 +93,15 @@ def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatc
     problems, source = arithmetic(seed + 1), as_ids(standard_library()[0])
     while True:
         width = WIDTHS[int(torch.randint(len(WIDTHS), (), generator=generator))]
-        texts = [(as_ids([(problem.prompt + problem.steps).encode()]), len(problem.prompt)) for problem in islice(problems, sums)]
+        texts = [
+            (as_ids([(problem.prompt + problem.steps).encode()]), len(problem.prompt))
+            for problem in islice(problems, sums)
+        ]
         for start in torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist():
             texts.append((source[start : start + WINDOW], 0))
         samples = [
-            DualStreamSample(ids.long(), *hidden_places(len(ids), prompt_len, width, generator)) for ids, prompt_len in texts
+            DualStreamSample(ids.long(), *hidden_places(len(ids), prompt_len, width, generator))
+            for ids, prompt_len in texts
         ]
         yield pack_dual_stream(samples, width, MASK_TOKEN)
 
@@ -160,19 +164,31 @@ def drafter_step(model: Transformer, texts: list[tuple[Tensor, int]], width: int
 
 
 def optimise(
-    name: str, parameters: list[Tensor], steps: int, lr: float, step_of: Callable[[], tuple[Tensor, dict[str, float]]],
-    look: Callable[[], str] | None = None, look_every: int = 500,
-) -> None:  # fmt: skip
+    name: str,
+    parameters: list[Tensor],
+    steps: int,
+    lr: float,
+    step_of: Callable[[], tuple[Tensor, dict[str, float]]],
+    look: Callable[[], str] | None = None,
+    look_every: int = 500,
+) -> None:
     """AdamW with a linear warm-up and a cosine to 1 %."""
     optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     warmup, started, smooth = max(1, steps // 30), time.perf_counter(), {}
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[facts]}"),
-               TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}  {task.fields[facts]}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console) as progress:
         task = progress.add_task(name, total=steps, facts="")
         for number in range(steps):
             done = max(0.0, (number - warmup) / max(1, steps - warmup))
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (number + 1) / warmup) * (0.495 * (1 + math.cos(math.pi * done)) + 0.01)
+            optimizer.param_groups[0]["lr"] = (
+                lr * min(1.0, (number + 1) / warmup) * (0.495 * (1 + math.cos(math.pi * done)) + 0.01)
+            )
             loss, facts = step_of()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -183,7 +199,9 @@ def optimise(
             progress.update(task, advance=1, facts="  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items()))
             if look and (number + 1) % look_every == 0:
                 facts_now = "  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items())
-                progress.console.print(f"{name} {number + 1}: {facts_now}; {look()}; {time.perf_counter() - started:.0f} s")
+                progress.console.print(
+                    f"{name} {number + 1}: {facts_now}; {look()}; {time.perf_counter() - started:.0f} s"
+                )
 
 
 # ---- what came of it
@@ -194,8 +212,10 @@ def report(model: Transformer, problems: int, width: int = 8) -> str:
     right, _ = score(model, "autoregressive", held_out)
     _, linear = score(model, "linear_self_speculation", held_out, block_size=width)
     _, quadratic = score(model, "quadratic_self_speculation", held_out, draft_len=width)
-    return (f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
-            f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}")  # fmt: skip
+    return (
+        f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
+        f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}"
+    )
 
 
 def main(
@@ -219,8 +239,15 @@ def main(
     started = time.perf_counter()
     model = with_mask_token(load(start))
     batches = joint_batches(sums, windows, seed)
-    optimise("joint", list(model.parameters()), steps, lr, lambda: joint_step(model, next(batches), masked_weight),
-             lambda: report(model, 50), look_every)  # fmt: skip
+    optimise(
+        "joint",
+        list(model.parameters()),
+        steps,
+        lr,
+        lambda: joint_step(model, next(batches), masked_weight),
+        lambda: report(model, 50),
+        look_every,
+    )
 
     model.requires_grad_(False)
     if drafter_steps:
@@ -237,8 +264,12 @@ def main(
         optimise("drafter", list(adapter), drafter_steps, drafter_lr, step)
     model.to(torch.bfloat16).float().requires_grad_(False)
     facts = report(model, 200)
-    save_tiny(model, output, description="byte-level, tri-mode, Python's standard library and arithmetic", held_out=facts)
-    console.print(f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}")
+    save_tiny(
+        model, output, description="byte-level, tri-mode, Python's standard library and arithmetic", held_out=facts
+    )
+    console.print(
+        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}"
+    )
 
 
 if __name__ == "__main__":

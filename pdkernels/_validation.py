@@ -54,14 +54,24 @@ def check_own_places(op: str, **tensors: Tensor) -> None:
         shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
         if shared and tensor.numel() > 0:
             remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
-            fail(op, argument, "have a place in memory for each entry", f"shape {tuple(tensor.shape)} with strides {tensor.stride()}", remedy)
+            fail(
+                op,
+                argument,
+                "have a place in memory for each entry",
+                f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+                remedy,
+            )
 
 
-def check_index(op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None) -> None:
+def check_index(
+    op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None
+) -> None:
     """An int32 or int64 tensor of the given shape (None: any size) on the given device (None: any)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
         actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(message(op, argument, "be an int32 or int64 tensor", actual, "Convert it with .to(torch.int64)."))
+        raise TypeError(
+            message(op, argument, "be an int32 or int64 tensor", actual, "Convert it with .to(torch.int64).")
+        )
     if tensor.dim() != len(shape) or any(size is not None and size != have for size, have in zip(shape, tensor.shape)):
         wanted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
         fail(op, argument, f"have shape {wanted}", tuple(tensor.shape))

@@ -84,12 +84,16 @@ def generate(
     model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
     method: Annotated[
         list[str] | None,
-        typer.Option(help="Decoding method, or 'all' that the model can run; by default 'jacobi' or 'llada'. May be given several times."),
+        typer.Option(
+            help="Decoding method, or 'all' that the model can run; by default 'jacobi' or 'llada'. May be given several times."
+        ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
     block_size: Annotated[int | None, typer.Option(help="Tokens of a block or draft.")] = None,
     window: Annotated[int | None, typer.Option(help="jacobi: length of a running draft, instead of blocks.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers, such as the tokens a draft starts from.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Seed of all random numbers, such as the tokens a draft starts from.")
+    ] = None,
     page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else what torch takes.")
@@ -108,7 +112,14 @@ def generate(
         methods = _methods(method or [usual], options, language_model)
         if check:
             greedy_exists = decoding.suits("autoregressive", language_model)
-            demand(greedy_exists, "generate", "--check", "be for a model that decodes token by token", model, "Leave it out.")
+            demand(
+                greedy_exists,
+                "generate",
+                "--check",
+                "be for a model that decodes token by token",
+                model,
+                "Leave it out.",
+            )
         _use_threads(threads, [language_model])
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
@@ -131,7 +142,9 @@ def _errors_told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        if not str(error).startswith(("pdkernels.", "pdkernels: ")):  # a fault of ours, not of the input: keep the traceback
+        if not str(error).startswith(
+            ("pdkernels.", "pdkernels: ")
+        ):  # a fault of ours, not of the input: keep the traceback
             raise
         Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
         raise typer.Exit(2) from None
@@ -148,9 +161,10 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
     if "all" in names:
         fills_masks = model.mask_token is not None
         names = [
-            name for name in decoding.available()
+            name
+            for name in decoding.available()
             if decoding.suits(name, model) and (fills_masks or "mask_token" not in decoding.method_options(name))
-        ]  # fmt: skip
+        ]
     accepted = {name: decoding.method_options(name) for name in names}
     for option in options:
         if not any(option in known for known in accepted.values()):
@@ -169,9 +183,7 @@ def _run(
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
     stream = _Stream(console, model.tokenizer)
-    result = decoding.generate(
-        model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options
-    )
+    result = decoding.generate(model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()
     return result
 
@@ -203,20 +215,30 @@ def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Ta
 @app.command("eval")
 def evaluate(
     family: Annotated[
-        str, typer.Option(help="'transformer', 'recurrent' or 'masked': which tiny models and tasks stand for what is not given.")
+        str,
+        typer.Option(
+            help="'transformer', 'recurrent' or 'masked': which tiny models and tasks stand for what is not given."
+        ),
     ] = "transformer",
     model: Annotated[
         list[str] | None,
-        typer.Option(help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default the family's."),
+        typer.Option(
+            help="Name of a tiny model, or a checkpoint's folder. May be given several times; by default the family's."
+        ),
     ] = None,
     method: Annotated[
-        list[str] | None, typer.Option(help="Decoding method. May be given several times; token-by-token decoding always runs too.")
+        list[str] | None,
+        typer.Option(help="Decoding method. May be given several times; token-by-token decoding always runs too."),
     ] = None,
     width: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."),
+        typer.Option(
+            min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."
+        ),
     ] = None,
-    task: Annotated[list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for the other families sums.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="'sums' or 'source'. By default both, for the other families sums.")
+    ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Prompts per task.")] = 30,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
@@ -224,7 +246,8 @@ def evaluate(
         int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else what torch takes.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(dir_okay=False, writable=True, help="Draw the figures into this PNG (needs matplotlib).")
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Draw the figures into this PNG (needs matplotlib)."),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
@@ -243,9 +266,18 @@ def evaluate(
                 raise ImportError(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
-        demand(family in evaluation.FAMILIES, "eval", "--family", f"be one of {', '.join(evaluation.FAMILIES)}", repr(family))
+        demand(
+            family in evaluation.FAMILIES,
+            "eval",
+            "--family",
+            f"be one of {', '.join(evaluation.FAMILIES)}",
+            repr(family),
+        )
         known = evaluation.FAMILIES[family]
-        tasks = [evaluation.make_task(name, problems, seed, canvas=known.canvas) for name in dict.fromkeys(task or known.tasks)]
+        tasks = [
+            evaluation.make_task(name, problems, seed, canvas=known.canvas)
+            for name in dict.fromkeys(task or known.tasks)
+        ]
         loaded, absent = _load_all(model or list(known.models))
         competing, unable = evaluation.contenders(loaded, method or (), width or ())
         skipped = absent + unable
@@ -271,10 +303,14 @@ def evaluate(
         if json_path is not None:
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
         if plot is not None:
-            draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(family, evaluation.plot)
+            draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(
+                family, evaluation.plot
+            )
             draw([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
     if any(row.broken for row in rows):
-        console.print(Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red"))
+        console.print(
+            Text("A lossless method did not give greedy decoding's tokens: it has no figures of speed.", "bold red")
+        )
         raise typer.Exit(1)
 
 
@@ -290,13 +326,18 @@ def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     ours = {name for family in evaluation.FAMILIES.values() for name in family.models}
     absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
-    return loaded, [f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it" for name in absent]
+    return loaded, [
+        f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it"
+        for name in absent
+    ]
 
 
 def _evaluation_table(rows: list[evaluation.Row]) -> Table:
     first = rows[0]
     prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
-    table = Table(box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold")
+    table = Table(
+        box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold"
+    )
     table.add_column("", overflow="fold")  # settings may be long
     judged = any(row.tokens_per_cycle is not None for row in rows) and first.extra_memory is None
     figures = {"tokens/\nforward": ("{:.2f}", "tokens_per_forward"), "tokens/\ncycle": ("{:.2f}", "tokens_per_cycle")}

@@ -7,6 +7,6 @@
 #endif
 
 extern "C" __attribute__((visibility("default"))) const char* pdkernels_build_info() {
-  return "{\"version\": \"" PDKERNELS_VERSION "\", \"torch\": \"" PDKERNELS_TORCH_VERSION "\", \"compiler\": \"" PDK_COMPILER
-         "\", \"cuda_archs\": \"" PDKERNELS_CUDA_ARCHS "\"}";
+  return "{\"version\": \"" PDKERNELS_VERSION "\", \"torch\": \"" PDKERNELS_TORCH_VERSION
+         "\", \"compiler\": \"" PDK_COMPILER "\", \"cuda_archs\": \"" PDKERNELS_CUDA_ARCHS "\"}";
 }

@@ -11,8 +11,9 @@ namespace py = pybind11;
 PYBIND11_MODULE(_host, m) {
   m.doc() = "Host-side pieces of pdkernels: page allocation, what the processor can do.";
 
-  m.def("cpu_isa", [] { return pdkernels::name_of(pdkernels::cpu_isa()); },
-        "The vector units CPU kernels may use here: portable, avx2, avx512 or amx. PDKERNELS_CPU_ISA lowers it.");
+  m.def(
+      "cpu_isa", [] { return pdkernels::name_of(pdkernels::cpu_isa()); },
+      "The vector units CPU kernels may use here: portable, avx2, avx512 or amx. PDKERNELS_CPU_ISA lowers it.");
 
   py::class_<pdkernels::PageAllocator>(m, "PageAllocator", R"(Hands out page ids of a paged KV cache.
 

@@ -44,8 +44,8 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
     for (const py::handle range : py::cast<py::tuple>(segment[2])) {
       if (!PyRange_Check(range.ptr())) {
         const auto type = std::string(py::str(py::type::of(range)));
-        throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + type + " in segment " +
-                             std::to_string(i) + ".");
+        throw py::type_error("pdkernels.masks.SegmentMask: sees must be a tuple of ranges, got " + type +
+                             " in segment " + std::to_string(i) + ".");
       }
       if (py::len(range) == 0) continue;
       sees.push_back({number(range, start), number(range, stop), number(range, step)});
@@ -66,20 +66,27 @@ py::bytearray relation(const SegmentMask& mask) {
 }  // namespace
 
 void bind_planner(py::module_& m) {
-  py::class_<TilePlan>(m, "TilePlan", py::buffer_protocol(), "One block of int32 words that holds all arrays of a tile plan.")
+  py::class_<TilePlan>(m, "TilePlan", py::buffer_protocol(),
+                       "One block of int32 words that holds all arrays of a tile plan.")
       .def_buffer([](TilePlan& plan) {
         return py::buffer_info(plan.words.data(), static_cast<py::ssize_t>(plan.words.size()));
       })
-      .def_property_readonly("places", [](const TilePlan& plan) {
-        std::vector<std::pair<int64_t, int64_t>> places;
-        for (const auto& place : plan.places) places.emplace_back(place.begin, place.size);
-        return places;
-      }, "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps.")
+      .def_property_readonly(
+          "places",
+          [](const TilePlan& plan) {
+            std::vector<std::pair<int64_t, int64_t>> places;
+            for (const auto& place : plan.places) places.emplace_back(place.begin, place.size);
+            return places;
+          },
+          "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, "
+          "bitmaps.")
       .def_readonly("visible_pairs", &TilePlan::visible_pairs, "Pairs that the mask shows.");
 
-  py::class_<SegmentMask>(m, "SegmentMask", "Segments as the planner reads them: checked, with a window of rows and columns.")
+  py::class_<SegmentMask>(m, "SegmentMask",
+                          "Segments as the planner reads them: checked, with a window of rows and columns.")
       .def(py::init(&parse), py::arg("segments"), py::arg("rows"), py::arg("columns"))
       .def("relation", &relation, "Row-major bytes, segments x segments: 0 nothing, 1 all, 2 itself causally.")
-      .def("plan", &pdkernels::plan_tiles, py::arg("block_q"), py::arg("block_k"), py::call_guard<py::gil_scoped_release>(),
+      .def("plan", &pdkernels::plan_tiles, py::arg("block_q"), py::arg("block_k"),
+           py::call_guard<py::gil_scoped_release>(),
            "The tile plan. ValueError unless the tile sizes are multiples of 16 in [16, 1024].");
 }

@@ -11,9 +11,9 @@
 #include "simd/kernels.h"
 #include "unpack_attention.h"
 #include "unpack_feature_cache.h"
+#include "unpack_logit_drift.h"
 #include "unpack_record_step.h"
 #include "unpack_recurrence.h"
-#include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
 #include "unpack_unmask.h"
 
@@ -70,53 +70,59 @@ void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optio
   pdkernels::cpu::record_step(record_args(log, count, more, entry));
 }
 
-Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
-                         Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise, std::string schedule, int64_t horizon,
-                         std::string mixer, double momentum, double init_std, std::string new_state, bool damp_new) {
+Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences,
+                         Tensor cursor, Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise,
+                         std::string schedule, int64_t horizon, std::string mixer, double momentum, double init_std,
+                         std::string new_state, bool damp_new) {
   Tensor out = inject_result(embedding);
-  pdkernels::cpu::recurrence_inject(inject_args(state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, seed,
-                                                   noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new, out));
+  pdkernels::cpu::recurrence_inject(inject_args(state, embedding, previous_embedding, recurrences, cursor, width,
+                                                advance, steps, seed, noise, schedule, horizon, mixer, momentum,
+                                                init_std, new_state, damp_new, out));
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous, Tensor recurrences,
-                                                   Tensor width, Tensor advance, double threshold, OptionalTensor older,
-                                                   OptionalTensor older_advance, int64_t min_recurrences, double eps) {
+std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous,
+                                                   Tensor recurrences, Tensor width, Tensor advance, double threshold,
+                                                   OptionalTensor older, OptionalTensor older_advance,
+                                                   int64_t min_recurrences, double eps) {
   ExitTensors out(x);
-  pdkernels::cpu::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance, threshold, older,
-                                               older_advance, min_recurrences, eps, out));
+  pdkernels::cpu::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance, threshold,
+                                            older, older_advance, min_recurrences, eps, out));
   return out.tuple();
 }
 
-void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width, Tensor cursor, Tensor advance,
-                        Tensor steps, Tensor remaining, OptionalTensor settled, int64_t inner_recurrence, int64_t max_wavefront,
-                        int64_t max_recurrences, int64_t stability, std::string rule, int64_t headway, OptionalTensor filler,
-                        OptionalTensor end_tokens, bool guard, bool keep_last) {
-  pdkernels::cpu::recurrence_advance(advance_args(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
-                                                     settled, inner_recurrence, max_wavefront, max_recurrences, stability, rule,
-                                                     headway, filler, end_tokens, guard, keep_last));
+void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width,
+                        Tensor cursor, Tensor advance, Tensor steps, Tensor remaining, OptionalTensor settled,
+                        int64_t inner_recurrence, int64_t max_wavefront, int64_t max_recurrences, int64_t stability,
+                        std::string rule, int64_t headway, OptionalTensor filler, OptionalTensor end_tokens, bool guard,
+                        bool keep_last) {
+  pdkernels::cpu::recurrence_advance(advance_args(
+      tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled, inner_recurrence,
+      max_wavefront, max_recurrences, stability, rule, headway, filler, end_tokens, guard, keep_last));
 }
 
-std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                  Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order, Tensor k_order,
-                                                  Tensor bitmaps, int64_t block_q, int64_t block_k, double scale) {
+std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles,
+                                                  Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps,
+                                                  Tensor q_order, Tensor k_order, Tensor bitmaps, int64_t block_q,
+                                                  int64_t block_k, double scale) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::AttentionArgs args;
-  unpack_attention(q, k, v, out, lse, {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+  unpack_attention(q, k, v, out, lse,
+                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
                    block_q, block_k, scale, args);
   pdkernels::cpu::block_sparse_attention(args);
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse,
-                                                                   Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                                   Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order,
-                                                                   Tensor k_order, Tensor bitmaps, int64_t block_q, int64_t block_k,
-                                                                   double scale, OptionalTensor grad_lse) {
+std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
+    Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor kv_offsets, Tensor kv_tiles,
+    Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order, Tensor k_order,
+    Tensor bitmaps, int64_t block_q, int64_t block_k, double scale, OptionalTensor grad_lse) {
   pdkernels::AttentionGradArgs args;
-  unpack_attention(q, k, v, out, lse, {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+  unpack_attention(q, k, v, out, lse,
+                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
                    block_q, block_k, scale, args);
   const Place place(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
@@ -137,10 +143,11 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_o
 
 // `unpack_rows(args)` says which of the new tokens are stored.
 template <class UnpackRows>
-std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const Tensor& k_cache,
-                                            const Tensor& v_cache, const Tensor& cache_lengths, const std::array<Tensor, 3>& lists,
-                                            const Tensor& bitmaps, int64_t block_q, int64_t block_k, double scale,
-                                            const OptionalTensor& block_table, const UnpackRows& unpack_rows) {
+std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
+                                            const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_lengths,
+                                            const std::array<Tensor, 3>& lists, const Tensor& bitmaps, int64_t block_q,
+                                            int64_t block_k, double scale, const OptionalTensor& block_table,
+                                            const UnpackRows& unpack_rows) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
@@ -150,8 +157,10 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
   unpack_prefix(Place(q), k_cache, v_cache, cache_lengths, block_table, args);
   unpack_rows(args);
   // What the shares of the prefix leave for each other: sized by the capacity, so the same at every step.
-  Tensor parts = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
-  Tensor parts_lse = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  Tensor parts = torch::stable::new_empty(
+      q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
+  Tensor parts_lse = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(2), q.size(1)},
+                                              ScalarType::Float);
   args.parts = static_cast<float*>(parts.data_ptr());
   args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
   pdkernels::cpu::speculative_attention(args);
@@ -159,30 +168,35 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
 }
 
 std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
-                                                 OptionalTensor block_table) {
-  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k,
-                          scale, block_table, [](pdkernels::SpeculativeArgs&) {});
+                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles,
+                                                 Tensor kv_bitmaps, Tensor bitmaps, int64_t block_q, int64_t block_k,
+                                                 double scale, OptionalTensor block_table) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
+                          block_q, block_k, scale, block_table, [](pdkernels::SpeculativeArgs&) {});
 }
 
-std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                        Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                        Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
-                                                        OptionalTensor block_table, OptionalTensor counts, OptionalTensor source_index) {
-  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k,
-                          scale, block_table,
-                          [&](pdkernels::SpeculativeArgs& args) { unpack_append(Place(q), counts, source_index, args); });
+std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache,
+                                                        Tensor v_cache, Tensor cache_lengths, Tensor kv_offsets,
+                                                        Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps,
+                                                        int64_t block_q, int64_t block_k, double scale,
+                                                        OptionalTensor block_table, OptionalTensor counts,
+                                                        OptionalTensor source_index) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
+                          block_q, block_k, scale, block_table, [&](pdkernels::SpeculativeArgs& args) {
+                            unpack_append(Place(q), counts, source_index, args);
+                          });
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight, OptionalTensor next_weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight,
+                                        OptionalTensor next_weight, double eps) {
   return run_add_rms_norm(x, residual, weight, next_weight, eps, pdkernels::cpu::add_rms_norm);
 }
 
 Tensor silu_gate(Tensor x) { return run_silu_gate(x, pdkernels::cpu::silu_gate); }
 
-void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
-                   OptionalTensor counts, OptionalTensor block_table, bool interleaved, OptionalTensor slots) {
+void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
+                   Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
+                   OptionalTensor slots) {
   run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
                     pdkernels::cpu::rotate_append);
 }
@@ -195,31 +209,31 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
 }
 
-Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions, OptionalTensor windows,
-                int64_t quota, OptionalTensor quotas, std::optional<double> threshold, int64_t need, OptionalTensor needs,
-                std::optional<double> factor, bool strict, int64_t seed, int64_t step, OptionalTensor steps) {
-  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs, factor, strict, seed,
-                    step, steps, pdkernels::cpu::unmask);
+Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions,
+                OptionalTensor windows, int64_t quota, OptionalTensor quotas, std::optional<double> threshold,
+                int64_t need, OptionalTensor needs, std::optional<double> factor, bool strict, int64_t seed,
+                int64_t step, OptionalTensor steps) {
+  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs,
+                    factor, strict, seed, step, steps, pdkernels::cpu::unmask);
 }
 
-Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted, OptionalTensor counts,
-                          std::string update, OptionalTensor block_table) {
-  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table, pdkernels::cpu::value_drift_select);
+Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
+                          OptionalTensor counts, std::string update, OptionalTensor block_table) {
+  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table,
+                                pdkernels::cpu::value_drift_select);
 }
 
-Tensor gather_rows(Tensor x, Tensor index) {
-  return run_gather_rows(x, index, pdkernels::cpu::gather_rows);
-}
+Tensor gather_rows(Tensor x, Tensor index) { return run_gather_rows(x, index, pdkernels::cpu::gather_rows); }
 
 Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTensor index) {
   return run_add_cached_rows(x, cached, rows, index, pdkernels::cpu::add_cached_rows);
 }
 
-Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
-                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
-                            std::string law) {
-  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
-                              pdkernels::cpu::token_statistics);
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps,
+                            OptionalTensor positions, OptionalTensor row_index, std::vector<int64_t> suppress,
+                            int64_t top_k, double top_p, double min_p, std::string law) {
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p,
+                              min_p, law, pdkernels::cpu::token_statistics);
 }
 
 }  // namespace

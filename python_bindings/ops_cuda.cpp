@@ -8,9 +8,9 @@
 #include "kernels.h"
 #include "unpack.h"
 #include "unpack_feature_cache.h"
+#include "unpack_logit_drift.h"
 #include "unpack_record_step.h"
 #include "unpack_recurrence.h"
-#include "unpack_logit_drift.h"
 #include "unpack_sandwich.h"
 #include "unpack_unmask.h"
 
@@ -40,7 +40,8 @@ class Launch {
   explicit Launch(const Tensor&) {}
 #else
   explicit Launch(const Tensor& t) : guard_(t.get_device_index()) {
-    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr, "pdkernels: this build of torch has no CUDA support");
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream != nullptr,
+                    "pdkernels: this build of torch has no CUDA support");
     void* stream = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
     this->stream = static_cast<cudaStream_t>(stream);
@@ -79,47 +80,58 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
                      OptionalTensor refill) {
   const Launch launch(draft);
   VerdictTensors out(draft);
-  check(pdkernels::cuda::verify_draft(verify_args(draft, predictions, draft_lengths, end_tokens, refill, out), launch.stream));
+  check(pdkernels::cuda::verify_draft(verify_args(draft, predictions, draft_lengths, end_tokens, refill, out),
+                                      launch.stream));
   return out.tuple();
 }
 
 void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
   const Launch launch(entry);
   const uint64_t bits = static_cast<uint64_t>(handle.value_or(0));
-  check(pdkernels::cuda::record_step(record_args(log, count, more, entry), handle.has_value() ? &bits : nullptr, launch.stream));
+  check(pdkernels::cuda::record_step(record_args(log, count, more, entry), handle.has_value() ? &bits : nullptr,
+                                     launch.stream));
 }
 
-Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences, Tensor cursor,
-                         Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise, std::string schedule, int64_t horizon,
-                         std::string mixer, double momentum, double init_std, std::string new_state, bool damp_new) {
+Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences,
+                         Tensor cursor, Tensor width, Tensor advance, Tensor steps, int64_t seed, double noise,
+                         std::string schedule, int64_t horizon, std::string mixer, double momentum, double init_std,
+                         std::string new_state, bool damp_new) {
   const Launch launch(embedding);
   Tensor out = inject_result(embedding);
-  check(pdkernels::cuda::recurrence_inject(inject_args(state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, seed,
-                                                   noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new, out), launch.stream));
+  check(pdkernels::cuda::recurrence_inject(
+      inject_args(state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, seed, noise,
+                  schedule, horizon, mixer, momentum, init_std, new_state, damp_new, out),
+      launch.stream));
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous, Tensor recurrences,
-                                                   Tensor width, Tensor advance, double threshold, OptionalTensor older,
-                                                   OptionalTensor older_advance, int64_t min_recurrences, double eps) {
+std::tuple<Tensor, Tensor, Tensor> recurrence_exit(Tensor x, Tensor residual, Tensor weight, OptionalTensor previous,
+                                                   Tensor recurrences, Tensor width, Tensor advance, double threshold,
+                                                   OptionalTensor older, OptionalTensor older_advance,
+                                                   int64_t min_recurrences, double eps) {
   const Launch launch(x);
   ExitTensors out(x);
-  check(pdkernels::cuda::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance, threshold, older,
-                                               older_advance, min_recurrences, eps, out), launch.stream));
+  check(pdkernels::cuda::recurrence_exit(exit_args(x, residual, weight, previous, recurrences, width, advance,
+                                                   threshold, older, older_advance, min_recurrences, eps, out),
+                                         launch.stream));
   return out.tuple();
 }
 
-void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width, Tensor cursor, Tensor advance,
-                        Tensor steps, Tensor remaining, OptionalTensor settled, int64_t inner_recurrence, int64_t max_wavefront,
-                        int64_t max_recurrences, int64_t stability, std::string rule, int64_t headway, OptionalTensor filler,
-                        OptionalTensor end_tokens, bool guard, bool keep_last) {
+void recurrence_advance(Tensor tokens, Tensor predictions, Tensor recurrences, Tensor stable, Tensor width,
+                        Tensor cursor, Tensor advance, Tensor steps, Tensor remaining, OptionalTensor settled,
+                        int64_t inner_recurrence, int64_t max_wavefront, int64_t max_recurrences, int64_t stability,
+                        std::string rule, int64_t headway, OptionalTensor filler, OptionalTensor end_tokens, bool guard,
+                        bool keep_last) {
   const Launch launch(tokens);
-  check(pdkernels::cuda::recurrence_advance(advance_args(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining,
-                                                     settled, inner_recurrence, max_wavefront, max_recurrences, stability, rule,
-                                                     headway, filler, end_tokens, guard, keep_last), launch.stream));
+  check(pdkernels::cuda::recurrence_advance(
+      advance_args(tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled,
+                   inner_recurrence, max_wavefront, max_recurrences, stability, rule, headway, filler, end_tokens,
+                   guard, keep_last),
+      launch.stream));
 }
 
-std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight, OptionalTensor next_weight, double eps) {
+std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight,
+                                        OptionalTensor next_weight, double eps) {
   const Launch launch(x);
   return run_add_rms_norm(x, residual, weight, next_weight, eps, [&](const pdkernels::AddRmsNormArgs& args) {
     check(pdkernels::cuda::add_rms_norm(args, launch.stream));
@@ -128,14 +140,17 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, Optio
 
 Tensor silu_gate(Tensor x) {
   const Launch launch(x);
-  return run_silu_gate(x, [&](const pdkernels::SiluGateArgs& args) { check(pdkernels::cuda::silu_gate(args, launch.stream)); });
+  return run_silu_gate(
+      x, [&](const pdkernels::SiluGateArgs& args) { check(pdkernels::cuda::silu_gate(args, launch.stream)); });
 }
 
-void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache, Tensor lengths,
-                   OptionalTensor counts, OptionalTensor block_table, bool interleaved, OptionalTensor slots) {
+void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
+                   Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
+                   OptionalTensor slots) {
   const Launch launch(qkv);
-  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
-                    [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
+  run_rotate_append(
+      qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
+      [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
 }
 
 void rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
@@ -151,20 +166,22 @@ Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
   });
 }
 
-Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions, OptionalTensor windows,
-                int64_t quota, OptionalTensor quotas, std::optional<double> threshold, int64_t need, OptionalTensor needs,
-                std::optional<double> factor, bool strict, int64_t seed, int64_t step, OptionalTensor steps) {
+Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions,
+                OptionalTensor windows, int64_t quota, OptionalTensor quotas, std::optional<double> threshold,
+                int64_t need, OptionalTensor needs, std::optional<double> factor, bool strict, int64_t seed,
+                int64_t step, OptionalTensor steps) {
   const Launch launch(tokens);
-  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs, factor, strict, seed,
-                    step, steps, [&](const pdkernels::UnmaskArgs& args) { check(pdkernels::cuda::unmask(args, launch.stream)); });
+  return run_unmask(tokens, ids, confidence, mask_token, positions, windows, quota, quotas, threshold, need, needs,
+                    factor, strict, seed, step, steps,
+                    [&](const pdkernels::UnmaskArgs& args) { check(pdkernels::cuda::unmask(args, launch.stream)); });
 }
 
-Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted, OptionalTensor counts,
-                          std::string update, OptionalTensor block_table) {
+Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
+                          OptionalTensor counts, std::string update, OptionalTensor block_table) {
   const Launch launch(v);
-  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table, [&](const pdkernels::ValueDriftArgs& args) {
-    check(pdkernels::cuda::value_drift_select(args, launch.stream));
-  });
+  return run_value_drift_select(
+      v, v_cache, starts, count, wanted, counts, update, block_table,
+      [&](const pdkernels::ValueDriftArgs& args) { check(pdkernels::cuda::value_drift_select(args, launch.stream)); });
 }
 
 Tensor gather_rows(Tensor x, Tensor index) {
@@ -181,12 +198,12 @@ Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTen
   });
 }
 
-Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps, OptionalTensor positions,
-                            OptionalTensor row_index, std::vector<int64_t> suppress, int64_t top_k, double top_p, double min_p,
-                            std::string law) {
+Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps,
+                            OptionalTensor positions, OptionalTensor row_index, std::vector<int64_t> suppress,
+                            int64_t top_k, double top_p, double min_p, std::string law) {
   const Launch launch(logits);
-  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law,
-                              [&](const pdkernels::TokenStatisticsArgs& args) {
+  return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p,
+                              min_p, law, [&](const pdkernels::TokenStatisticsArgs& args) {
                                 check(pdkernels::cuda::token_statistics(args, launch.stream));
                               });
 }

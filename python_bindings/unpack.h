@@ -1,7 +1,8 @@
 // Tensors -> the argument structs of the kernels.
 //
-// Shapes, dtypes and devices are checked here, once, because this is where it is cheap. The messages are short: the public
-// Python functions catch them and say what is wrong in the words of the caller. Values are checked by the kernels.
+// Shapes, dtypes and devices are checked here, once, because this is where it is cheap. The messages are short: the
+// public Python functions catch them and say what is wrong in the words of the caller. Values are checked by the
+// kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -31,7 +32,8 @@ class Place {
  public:
   explicit Place(const Tensor& t) : index_(t.get_device_index()), cuda_(t.is_cuda()) {}
   void require(const Tensor& t) const {
-    STD_TORCH_CHECK(t.is_cuda() == cuda_ && t.get_device_index() == index_, "pdkernels: all tensors must be on one device");
+    STD_TORCH_CHECK(t.is_cuda() == cuda_ && t.get_device_index() == index_,
+                    "pdkernels: all tensors must be on one device");
   }
 
  private:
@@ -41,7 +43,8 @@ class Place {
 
 inline bool is_wide(const Tensor& t) {
   const ScalarType dtype = t.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int, "pdkernels: index tensors must be int32 or int64");
+  STD_TORCH_CHECK(dtype == ScalarType::Long || dtype == ScalarType::Int,
+                  "pdkernels: index tensors must be int32 or int64");
   return dtype == ScalarType::Long;
 }
 
@@ -95,7 +98,8 @@ inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) 
     const int64_t d = t.dim();
     STD_TORCH_CHECK(d == 4 || d == 5, "pdkernels: cache tensors must have 4 or 5 dimensions");
     const int64_t size = static_cast<int64_t>(t.element_size());
-    RowLayout row{t.stride(d - 4) * size, t.stride(d - 3) * size, t.stride(d - 2) * size, t.size(d - 2), t.size(d - 1) * size};
+    RowLayout row{t.stride(d - 4) * size, t.stride(d - 3) * size, t.stride(d - 2) * size, t.size(d - 2),
+                  t.size(d - 1) * size};
     STD_TORCH_CHECK(t.stride(d - 1) == 1 || t.size(d - 1) <= 1, "pdkernels: the last dimension must be contiguous");
     if (i == 0) {
       side.pages = t.size(d - 4);
@@ -103,9 +107,10 @@ inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) 
       side.row = row;
       side.dtype = t.scalar_type();
     }
-    STD_TORCH_CHECK(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) && side.row.heads == row.heads &&
-                        side.row.head_bytes == row.head_bytes && side.row.page_stride == row.page_stride &&
-                        side.row.slot_stride == row.slot_stride && side.row.head_stride == row.head_stride,
+    STD_TORCH_CHECK(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) &&
+                        side.row.heads == row.heads && side.row.head_bytes == row.head_bytes &&
+                        side.row.page_stride == row.page_stride && side.row.slot_stride == row.slot_stride &&
+                        side.row.head_stride == row.head_stride,
                     "pdkernels: all layers must have the same shape, strides and dtype");
     const int64_t layers = d == 5 ? t.size(0) : 1;
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
@@ -131,13 +136,17 @@ struct Cache {
   PageMap pages;
   int64_t batch;
 
-  Cache(const std::vector<Tensor>& k, const std::vector<Tensor>& v, const OptionalTensor& block_table, const Tensor& lengths)
-      : place(lengths), sides{unpack_side(place, k), unpack_side(place, v)}, batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
+  Cache(const std::vector<Tensor>& k, const std::vector<Tensor>& v, const OptionalTensor& block_table,
+        const Tensor& lengths)
+      : place(lengths),
+        sides{unpack_side(place, k), unpack_side(place, v)},
+        batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
     STD_TORCH_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
                         sides[0].slots == sides[1].slots,
                     "pdkernels: k_cache and v_cache must have the same layers, batch or pages, and slots");
     for (const Side& side : sides) side.require_own_places();
-    STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch, "pdkernels: lengths must have one entry a sequence");
+    STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch,
+                    "pdkernels: lengths must have one entry a sequence");
     STD_TORCH_CHECK(!block_table.has_value() || sides[0].slots > 0, "pdkernels: pages must have at least one slot");
     pages.block_table = index_view(place, block_table, 2, batch);
     pages.num_pages = sides[0].pages;
@@ -149,11 +158,14 @@ struct Cache {
     const std::vector<Tensor>* given[2] = {&k, &v};
     for (int s = 0; s < 2; ++s) {
       sources[s] = unpack_side(place, *given[s]);
-      STD_TORCH_CHECK(sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
-                          sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads && sources[s]->row.head_bytes == sides[s].row.head_bytes,
-                      "pdkernels: new rows must have the cache's layers, heads, head_dim and dtype, and one entry a sequence");
+      STD_TORCH_CHECK(
+          sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
+              sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
+              sources[s]->row.head_bytes == sides[s].row.head_bytes,
+          "pdkernels: new rows must have the cache's layers, heads, head_dim and dtype, and one entry a sequence");
     }
-    STD_TORCH_CHECK(sources[0]->slots == sources[1]->slots, "pdkernels: k_new and v_new must have the same number of rows");
+    STD_TORCH_CHECK(sources[0]->slots == sources[1]->slots,
+                    "pdkernels: k_new and v_new must have the same number of rows");
   }
 
   // Runs `call(CacheView, first_layer)` for as many layers at a time as a launch can carry: one call up to 128 layers.
@@ -208,15 +220,17 @@ void append(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cac
 }
 
 template <class Run>
-void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const Tensor& lengths, const Tensor& counts,
-            const OptionalTensor& source_index, const OptionalTensor& block_table, const Run& run) {
+void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const Tensor& lengths,
+            const Tensor& counts, const OptionalTensor& source_index, const OptionalTensor& block_table,
+            const Run& run) {
   Cache cache(k_cache, v_cache, block_table, lengths);
   CommitArgs args;
   args.lengths = written_view(cache.place, lengths, 1, cache.batch);
   args.counts = index_view(cache.place, counts, 1, cache.batch);
   args.source_index = index_view(cache.place, source_index, 2, cache.batch);
   args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
-  const int64_t launches = (static_cast<int64_t>(cache.sides[0].layers.size()) + kMaxBuffers / 2 - 1) / (kMaxBuffers / 2);
+  const int64_t launches =
+      (static_cast<int64_t>(cache.sides[0].layers.size()) + kMaxBuffers / 2 - 1) / (kMaxBuffers / 2);
   int64_t launch = 0;
   cache.for_launches([&](const CacheView& view, int64_t) {
     args.cache = view;
@@ -250,9 +264,11 @@ void trim(const Tensor& lengths, const Tensor& new_lengths, const Run& run) {
 }
 
 inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, const OptionalTensor& draft_lengths,
-                              const OptionalTensor& end_tokens, const OptionalTensor& refill, const VerdictTensors& out) {
+                              const OptionalTensor& end_tokens, const OptionalTensor& refill,
+                              const VerdictTensors& out) {
   const bool rows = draft.dim() == 3;
-  STD_TORCH_CHECK((rows || draft.dim() == 2) && predictions.dim() == draft.dim(), "pdkernels: draft must be 2-D or 3-D");
+  STD_TORCH_CHECK((rows || draft.dim() == 2) && predictions.dim() == draft.dim(),
+                  "pdkernels: draft must be 2-D or 3-D");
   for (int64_t d = 0; d < draft.dim(); ++d) {
     STD_TORCH_CHECK(draft.size(d) == predictions.size(d), "pdkernels: predictions must have the shape of draft");
   }
@@ -273,7 +289,8 @@ inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, co
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
   args.end_tokens = index_view(place, end_tokens, 1, args.num_end_tokens);
   args.refill = index_view(place, refill, 2, args.batch);
-  STD_TORCH_CHECK(!refill.has_value() || refill->size(1) == args.width, "pdkernels: refill must have the shape of draft");
+  STD_TORCH_CHECK(!refill.has_value() || refill->size(1) == args.width,
+                  "pdkernels: refill must have the shape of draft");
   args.accepted = static_cast<int64_t*>(out.accepted.data_ptr());
   args.next_token = static_cast<int64_t*>(out.next_token.data_ptr());
   args.ended = static_cast<bool*>(out.ended.data_ptr());

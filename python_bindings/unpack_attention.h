@@ -22,27 +22,30 @@ inline Element element_of(const Tensor& t) {
   }
 }
 
-inline HeadsView heads_view(const Place& place, const Tensor& t, ScalarType dtype, int64_t batch, int64_t tokens, int64_t heads,
-                            int64_t head_dim) {
+inline HeadsView heads_view(const Place& place, const Tensor& t, ScalarType dtype, int64_t batch, int64_t tokens,
+                            int64_t heads, int64_t head_dim) {
   place.require(t);
   STD_TORCH_CHECK(t.scalar_type() == dtype, "pdkernels: q, k and v must have one dtype");
-  STD_TORCH_CHECK(t.dim() == 4 && t.size(0) == batch && t.size(1) == tokens && t.size(2) == heads && t.size(3) == head_dim,
-                  "pdkernels: an attention tensor has the wrong shape");
+  STD_TORCH_CHECK(
+      t.dim() == 4 && t.size(0) == batch && t.size(1) == tokens && t.size(2) == heads && t.size(3) == head_dim,
+      "pdkernels: an attention tensor has the wrong shape");
   STD_TORCH_CHECK(t.stride(3) == 1, "pdkernels: the last dimension must be contiguous");
   return {t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
 inline float* row_numbers(const Place& place, const Tensor& t, const AttentionArgs& args) {
   place.require(t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == args.batch * args.q_heads * args.q_len,
-                  "pdkernels: lse must be a contiguous float32 tensor (batch, q_heads, q_len)");
+  STD_TORCH_CHECK(
+      t.scalar_type() == ScalarType::Float && t.is_contiguous() && t.numel() == args.batch * args.q_heads * args.q_len,
+      "pdkernels: lse must be a contiguous float32 tensor (batch, q_heads, q_len)");
   return static_cast<float*>(t.data_ptr());
 }
 
 // A contiguous int32 tensor of `dim` dimensions, or with a batch in front of them.
 inline int64_t batch_stride(const Place& place, const Tensor& t, int64_t dim, int64_t batch) {
   place.require(t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() && (t.dim() == dim || (t.dim() == dim + 1 && t.size(0) == batch)),
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() &&
+                      (t.dim() == dim || (t.dim() == dim + 1 && t.size(0) == batch)),
                   "pdkernels: a plan's tensors must be contiguous, of int32, with at most a batch dimension in front");
   return t.dim() == dim ? 0 : t.stride(0);
 }
@@ -50,16 +53,17 @@ inline int64_t batch_stride(const Place& place, const Tensor& t, int64_t dim, in
 inline const int32_t* words(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
 
 // The lists of one side, all in their given order.
-inline TileLists tile_lists(const Place& place, const Tensor& offsets, const Tensor& tiles, const Tensor& bitmap_ids, int64_t tokens,
-                            int64_t block, int64_t batch) {
+inline TileLists tile_lists(const Place& place, const Tensor& offsets, const Tensor& tiles, const Tensor& bitmap_ids,
+                            int64_t tokens, int64_t block, int64_t batch) {
   TileLists lists{};
   lists.offsets = words(offsets), lists.offsets_stride = batch_stride(place, offsets, 1, batch);
   lists.tiles = words(tiles), lists.tiles_stride = batch_stride(place, tiles, 1, batch);
   lists.bitmap_ids = words(bitmap_ids), lists.bitmap_ids_stride = batch_stride(place, bitmap_ids, 1, batch);
   lists.num_tiles = (tokens + block - 1) / block;
   lists.visits = tiles.size(tiles.dim() - 1);
-  STD_TORCH_CHECK(offsets.size(offsets.dim() - 1) == lists.num_tiles + 1 && bitmap_ids.size(bitmap_ids.dim() - 1) == lists.visits,
-                  "pdkernels: the plan must be for as many tokens as there are, and its lists must fit together");
+  STD_TORCH_CHECK(
+      offsets.size(offsets.dim() - 1) == lists.num_tiles + 1 && bitmap_ids.size(bitmap_ids.dim() - 1) == lists.visits,
+      "pdkernels: the plan must be for as many tokens as there are, and its lists must fit together");
   return lists;
 }
 
@@ -70,8 +74,8 @@ inline void set_order(const Place& place, const Tensor& order, int64_t batch, Ti
 
 inline void unpack_bitmaps(const Place& place, const Tensor& bitmaps, AttentionArgs& args) {
   const int64_t words_per_row = (args.block_k + 31) / 32, dim = bitmaps.dim();
-  args.bitmaps = {static_cast<const uint32_t*>(bitmaps.data_ptr()), batch_stride(place, bitmaps, 3, args.batch), bitmaps.size(dim - 3),
-                  args.block_q, words_per_row};
+  args.bitmaps = {static_cast<const uint32_t*>(bitmaps.data_ptr()), batch_stride(place, bitmaps, 3, args.batch),
+                  bitmaps.size(dim - 3), args.block_q, words_per_row};
   STD_TORCH_CHECK(bitmaps.size(dim - 2) == args.block_q && bitmaps.size(dim - 1) == words_per_row,
                   "pdkernels: a plan's bitmaps must have its tile size");
 }
@@ -85,8 +89,8 @@ inline void unpack_plan(const Place& place, const PlanTensors& plan, AttentionAr
 }
 
 // All but the plan.
-inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse, int64_t block_q,
-                         int64_t block_k, double scale, AttentionArgs& args) {
+inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                         int64_t block_q, int64_t block_k, double scale, AttentionArgs& args) {
   const Place place(q);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = element_of(q);
@@ -110,13 +114,15 @@ inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, cons
 }
 
 inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                             const PlanTensors& plan, int64_t block_q, int64_t block_k, double scale, AttentionArgs& args) {
+                             const PlanTensors& plan, int64_t block_q, int64_t block_k, double scale,
+                             AttentionArgs& args) {
   unpack_heads(q, k, v, out, lse, block_q, block_k, scale, args);
   unpack_plan(Place(q), plan, args);
 }
 
 // The part of a plan of (new, new) tokens that a forward pass reads: offsets, tiles and bitmap numbers of the queries.
-inline void unpack_tail(const Place& place, const std::array<Tensor, 3>& lists, const Tensor& bitmaps, SpeculativeArgs& args) {
+inline void unpack_tail(const Place& place, const std::array<Tensor, 3>& lists, const Tensor& bitmaps,
+                        SpeculativeArgs& args) {
   STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
   args.of_q = tile_lists(place, lists[0], lists[1], lists[2], args.q_len, args.block_q, args.batch);
   args.of_k = TileLists{};
@@ -133,7 +139,8 @@ inline void unpack_prefix(const Place& place, const Tensor& k_cache, const Tenso
   STD_TORCH_CHECK(block_table.has_value() ? args.pages.page_size > 0 : args.pages.num_pages == args.batch,
                   "pdkernels: the cache must have a batch entry a sequence, or pages of at least one slot");
   const auto view = [&](const Tensor& t) {
-    return heads_view(place, t, k_cache.scalar_type(), args.pages.num_pages, args.pages.page_size, args.kv_heads, args.head_dim);
+    return heads_view(place, t, k_cache.scalar_type(), args.pages.num_pages, args.pages.page_size, args.kv_heads,
+                      args.head_dim);
   };
   args.k_cache = view(k_cache);
   args.v_cache = view(v_cache);
@@ -144,11 +151,13 @@ inline void unpack_prefix(const Place& place, const Tensor& k_cache, const Tenso
   args.append_rows = 0;
 }
 
-inline void unpack_append(const Place& place, const OptionalTensor& counts, const OptionalTensor& source_index, SpeculativeArgs& args) {
+inline void unpack_append(const Place& place, const OptionalTensor& counts, const OptionalTensor& source_index,
+                          SpeculativeArgs& args) {
   args.op = "speculative_attention_append_";
   for (const HeadsView& cache : {args.k_cache, args.v_cache}) {
-    require_own_places(
-        {{args.pages.num_pages, cache.batch_stride}, {args.pages.page_size, cache.token_stride}, {args.kv_heads, cache.head_stride}});
+    require_own_places({{args.pages.num_pages, cache.batch_stride},
+                        {args.pages.page_size, cache.token_stride},
+                        {args.kv_heads, cache.head_stride}});
   }
   args.counts = index_view(place, counts, 1, args.batch);
   args.source_index = index_view(place, source_index, 2, args.batch);

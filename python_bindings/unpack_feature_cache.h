@@ -9,20 +9,23 @@
 namespace pdkernels::bindings {
 
 template <class Run>
-Tensor run_value_drift_select(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count, const OptionalTensor& wanted,
-                              const OptionalTensor& counts, const std::string& update, const OptionalTensor& block_table, const Run& run) {
+Tensor run_value_drift_select(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
+                              const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
+                              const OptionalTensor& block_table, const Run& run) {
   const Place place(v);
   STD_TORCH_CHECK(v.dim() == 4 && v_cache.dim() == 4, "pdkernels: v and its cache must have 4 dimensions");
   require_like(place, v_cache, v);
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
   STD_TORCH_CHECK(count >= 0, "pdkernels: count must be at least 0");
-  STD_TORCH_CHECK(update == "all" || update == "selected" || update == "none", "pdkernels: update must be all, selected or none");
+  STD_TORCH_CHECK(update == "all" || update == "selected" || update == "none",
+                  "pdkernels: update must be all, selected or none");
   ValueDriftArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
   args.cache = bytes(v_cache), args.cache_row = cache.sides[0].row;
-  if (heads_adjacent(args.v_row) && heads_adjacent(args.cache_row)) merge_heads(args.v_row), merge_heads(args.cache_row);
+  if (heads_adjacent(args.v_row) && heads_adjacent(args.cache_row))
+    merge_heads(args.v_row), merge_heads(args.cache_row);
   args.pages = cache.pages;
   args.batch = cache.batch, args.rows = v.size(1), args.most = count;
   args.starts = index_view(place, starts, 1, args.batch);
@@ -47,7 +50,9 @@ inline Tensor with_whole_rows(const Tensor& t) {
   return t;
 }
 
-inline BatchRows batch_rows(const Tensor& t, int64_t unit = 1) { return {t.data_ptr(), t.stride(0) * unit, t.stride(1) * unit}; }
+inline BatchRows batch_rows(const Tensor& t, int64_t unit = 1) {
+  return {t.data_ptr(), t.stride(0) * unit, t.stride(1) * unit};
+}
 
 template <class Run>
 Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
@@ -68,12 +73,14 @@ Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
 }
 
 template <class Run>
-Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows, const OptionalTensor& index, const Run& run) {
+Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
+                           const OptionalTensor& index, const Run& run) {
   const Place place(x);
   STD_TORCH_CHECK(x.dim() == 3, "pdkernels: x must have 3 dimensions");
   require_like(place, cached, x);
   require_shape(cached, x);
-  STD_TORCH_CHECK(cached.size(2) <= 1 || cached.stride(2) == 1, "pdkernels: cached must have a contiguous last dimension");
+  STD_TORCH_CHECK(cached.size(2) <= 1 || cached.stride(2) == 1,
+                  "pdkernels: cached must have a contiguous last dimension");
   STD_TORCH_CHECK(rows.has_value() == index.has_value(), "pdkernels: rows and index must be given together");
   AddCachedArgs args;
   args.element = row_element(x);
@@ -84,7 +91,8 @@ Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const Optional
   OptionalTensor fresh;
   if (rows.has_value()) {
     require_like(place, *rows, x);
-    STD_TORCH_CHECK(rows->dim() == 3 && rows->size(0) == args.batch && rows->size(1) == args.replaced && rows->size(2) == args.width,
+    STD_TORCH_CHECK(rows->dim() == 3 && rows->size(0) == args.batch && rows->size(1) == args.replaced &&
+                        rows->size(2) == args.width,
                     "pdkernels: rows must have a row for each index");
     fresh = with_whole_rows(*rows);
     args.fresh = batch_rows(*fresh);

@@ -12,7 +12,8 @@ using Drift = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // `chunked`: the kernel wants room for what chunks leave to each other.
 template <class Run>
-Drift run_logit_drift(const Tensor& logits, const OptionalTensor& previous, double min_p, bool chunked, const Run& run) {
+Drift run_logit_drift(const Tensor& logits, const OptionalTensor& previous, double min_p, bool chunked,
+                      const Run& run) {
   const Place place(logits);
   const Rows rows(logits);
   STD_TORCH_CHECK(rows.width > 0, "pdkernels: logits must have at least one token");

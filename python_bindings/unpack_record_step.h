@@ -15,8 +15,10 @@ inline RecordArgs record_args(const Tensor& log, const Tensor& count, const Tens
                     "pdkernels: more must be bool, log, count and entry int64");
   }
   STD_TORCH_CHECK(entry.dim() == 2 && entry.size(1) > 0, "pdkernels: entry must have shape (batch, columns)");
-  STD_TORCH_CHECK(log.dim() == 3 && log.size(1) == entry.size(0) && log.size(2) == entry.size(1), "pdkernels: log must hold entries");
-  STD_TORCH_CHECK(count.dim() == 1 && count.size(0) == 1 && more.dim() == 1 && more.size(0) == 1, "pdkernels: count and more must have shape (1)");
+  STD_TORCH_CHECK(log.dim() == 3 && log.size(1) == entry.size(0) && log.size(2) == entry.size(1),
+                  "pdkernels: log must hold entries");
+  STD_TORCH_CHECK(count.dim() == 1 && count.size(0) == 1 && more.dim() == 1 && more.size(0) == 1,
+                  "pdkernels: count and more must have shape (1)");
   RecordArgs args;
   args.entry = static_cast<const int64_t*>(entry.data_ptr());
   args.batch = entry.size(0);

@@ -11,12 +11,14 @@ namespace pdkernels::bindings {
 inline BatchedRows rows_view(const Place& place, const Tensor& t, ScalarType dtype, int64_t batch, int64_t size) {
   place.require(t);
   STD_TORCH_CHECK(t.scalar_type() == dtype, "pdkernels: rows must have one dtype");
-  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == batch && t.size(2) == size, "pdkernels: a tensor of rows has the wrong shape");
+  STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == batch && t.size(2) == size,
+                  "pdkernels: a tensor of rows has the wrong shape");
   STD_TORCH_CHECK(size <= 1 || t.stride(2) == 1, "pdkernels: the last dimension must be contiguous");
   return {t.data_ptr(), t.stride(0), t.stride(1), t.size(1)};
 }
 
-inline BatchedRows rows_view(const Place& place, const OptionalTensor& t, ScalarType dtype, int64_t batch, int64_t size) {
+inline BatchedRows rows_view(const Place& place, const OptionalTensor& t, ScalarType dtype, int64_t batch,
+                             int64_t size) {
   if (!t.has_value()) return {};
   BatchedRows view = rows_view(place, *t, dtype, batch, size);
   // Given, even if it has no bytes to point to.
@@ -44,9 +46,10 @@ inline bool is_second(const std::string& name, const char* first, const char* se
   return name == second;
 }
 
-inline InjectArgs inject_args(const OptionalTensor& state, const Tensor& embedding, const OptionalTensor& previous, const Tensor& recurrences,
-                              const Tensor& cursor, const Tensor& width, const Tensor& advance, const Tensor& steps, int64_t seed,
-                              double noise, const std::string& schedule, int64_t horizon, const std::string& mixer, double momentum,
+inline InjectArgs inject_args(const OptionalTensor& state, const Tensor& embedding, const OptionalTensor& previous,
+                              const Tensor& recurrences, const Tensor& cursor, const Tensor& width,
+                              const Tensor& advance, const Tensor& steps, int64_t seed, double noise,
+                              const std::string& schedule, int64_t horizon, const std::string& mixer, double momentum,
                               double init_std, const std::string& new_state, bool damp_new, const Tensor& out) {
   const Place place(embedding);
   InjectArgs args;
@@ -69,7 +72,8 @@ inline InjectArgs inject_args(const OptionalTensor& state, const Tensor& embeddi
   args.key[0] = static_cast<uint32_t>(seed);
   args.key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
   const auto finite = [](double x) { return x >= 0 && x <= 3.4e38; };
-  STD_TORCH_CHECK(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1, "pdkernels: an option is out of range");
+  STD_TORCH_CHECK(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1,
+                  "pdkernels: an option is out of range");
   args.noise = static_cast<float>(noise);
   args.momentum = static_cast<float>(momentum);
   args.init_std = static_cast<float>(init_std);
@@ -83,7 +87,8 @@ inline InjectArgs inject_args(const OptionalTensor& state, const Tensor& embeddi
 
 inline Tensor inject_result(const Tensor& embedding) {
   STD_TORCH_CHECK(embedding.dim() == 3, "pdkernels: embedding must have 3 dimensions");
-  return torch::stable::new_empty(embedding, {embedding.size(0), embedding.size(1), 2 * embedding.size(2)}, embedding.scalar_type());
+  return torch::stable::new_empty(embedding, {embedding.size(0), embedding.size(1), 2 * embedding.size(2)},
+                                  embedding.scalar_type());
 }
 
 struct ExitTensors {
@@ -100,8 +105,8 @@ struct ExitTensors {
 
 inline ExitArgs exit_args(const Tensor& x, const Tensor& residual, const Tensor& weight, const OptionalTensor& previous,
                           const Tensor& recurrences, const Tensor& width, const Tensor& advance, double threshold,
-                          const OptionalTensor& older, const OptionalTensor& older_advance, int64_t min_recurrences, double eps,
-                          const ExitTensors& out) {
+                          const OptionalTensor& older, const OptionalTensor& older_advance, int64_t min_recurrences,
+                          double eps, const ExitTensors& out) {
   const Place place(x);
   ExitArgs args;
   args.element = element_of(x);
@@ -118,8 +123,9 @@ inline ExitArgs exit_args(const Tensor& x, const Tensor& residual, const Tensor&
                   "pdkernels: older must come with older_advance and previous");
   args.state = rows_view(place, out.state, dtype, args.batch, args.size);
   place.require(weight);
-  STD_TORCH_CHECK(weight.scalar_type() == dtype && weight.dim() == 1 && weight.size(0) == args.size && weight.is_contiguous(),
-                  "pdkernels: weight must be a contiguous vector of the size and dtype of x");
+  STD_TORCH_CHECK(
+      weight.scalar_type() == dtype && weight.dim() == 1 && weight.size(0) == args.size && weight.is_contiguous(),
+      "pdkernels: weight must be a contiguous vector of the size and dtype of x");
   args.weight = weight.data_ptr();
   args.recurrences = counts_view(place, recurrences, args.batch, args.rows);
   args.width = index_view(place, width, 1, args.batch);
@@ -134,12 +140,15 @@ inline ExitArgs exit_args(const Tensor& x, const Tensor& residual, const Tensor&
   return args;
 }
 
-inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions, const Tensor& recurrences, const Tensor& stable,
-                                const Tensor& width, const Tensor& cursor, const Tensor& advance, const Tensor& steps,
-                                const Tensor& remaining, const OptionalTensor& settled, int64_t inner_recurrence, int64_t max_wavefront,
-                                int64_t max_recurrences, int64_t stability, const std::string& rule, int64_t headway,
-                                const OptionalTensor& filler, const OptionalTensor& end_tokens, bool guard, bool keep_last) {
-  STD_TORCH_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2, "pdkernels: tokens must have 2 dimensions");
+inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions, const Tensor& recurrences,
+                                const Tensor& stable, const Tensor& width, const Tensor& cursor, const Tensor& advance,
+                                const Tensor& steps, const Tensor& remaining, const OptionalTensor& settled,
+                                int64_t inner_recurrence, int64_t max_wavefront, int64_t max_recurrences,
+                                int64_t stability, const std::string& rule, int64_t headway,
+                                const OptionalTensor& filler, const OptionalTensor& end_tokens, bool guard,
+                                bool keep_last) {
+  STD_TORCH_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2,
+                  "pdkernels: tokens must have 2 dimensions");
   const Place place(tokens);
   AdvanceArgs args;
   args.batch = tokens.size(0);
@@ -162,15 +171,15 @@ inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions,
   args.remaining = written_view(place, remaining, 1, args.batch);
   if (settled.has_value()) {
     place.require(*settled);
-    STD_TORCH_CHECK(settled->scalar_type() == ScalarType::Bool && settled->dim() == 2 && settled->size(0) == args.batch &&
-                        settled->size(1) == args.rows,
+    STD_TORCH_CHECK(settled->scalar_type() == ScalarType::Bool && settled->dim() == 2 &&
+                        settled->size(0) == args.batch && settled->size(1) == args.rows,
                     "pdkernels: settled must be a bool tensor of the shape of predictions");
     args.settled = static_cast<const bool*>(settled->data_ptr());
     args.settled_stride0 = settled->stride(0);
     args.settled_stride1 = settled->stride(1);
   }
-  STD_TORCH_CHECK(inner_recurrence >= 1 && headway >= 1 && max_recurrences >= 0 && stability >= 0 && max_wavefront >= 0 &&
-                      max_wavefront <= args.room,
+  STD_TORCH_CHECK(inner_recurrence >= 1 && headway >= 1 && max_recurrences >= 0 && stability >= 0 &&
+                      max_wavefront >= 0 && max_wavefront <= args.room,
                   "pdkernels: an option is out of range");
   args.inner_recurrence = inner_recurrence;
   args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;
@@ -181,7 +190,8 @@ inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions,
   args.guard = guard;
   args.keep_last = keep_last;
   args.filler = index_view(place, filler, 2, args.batch);
-  STD_TORCH_CHECK(!filler.has_value() || filler->size(1) == headway - 1, "pdkernels: filler must have headway - 1 columns");
+  STD_TORCH_CHECK(!filler.has_value() || filler->size(1) == headway - 1,
+                  "pdkernels: filler must have headway - 1 columns");
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
   args.end_tokens = index_view(place, end_tokens, 1, args.num_end_tokens);
   return args;

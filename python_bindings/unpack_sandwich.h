@@ -1,4 +1,5 @@
-// Tensors -> the argument structs of the sandwich and logit-drift kernels. As in unpack.h: geometry is checked here, in short words.
+// Tensors -> the argument structs of the sandwich and logit-drift kernels. As in unpack.h: geometry is checked here, in
+// short words.
 #pragma once
 
 #include "pdkernels/sandwich.h"
@@ -63,13 +64,15 @@ inline void require_shape(const Tensor& t, const Tensor& other) {
 }
 
 template <class Run>
-std::tuple<Tensor, Tensor> run_add_rms_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                                            const OptionalTensor& next_weight, double eps, const Run& run) {
+std::tuple<Tensor, Tensor> run_add_rms_norm(const Tensor& x, const OptionalTensor& residual,
+                                            const OptionalTensor& weight, const OptionalTensor& next_weight, double eps,
+                                            const Run& run) {
   const Place place(x);
   const auto weights = [&](const OptionalTensor& t) {
     if (!t.has_value()) return OptionalTensor();
     require_like(place, *t, x);
-    STD_TORCH_CHECK(x.dim() > 0 && t->dim() == 1 && t->size(0) == x.size(x.dim() - 1), "pdkernels: a weight must have shape (E,)");
+    STD_TORCH_CHECK(x.dim() > 0 && t->dim() == 1 && t->size(0) == x.size(x.dim() - 1),
+                    "pdkernels: a weight must have shape (E,)");
     return OptionalTensor(packed(*t));
   };
   std::optional<Rows> other;
@@ -83,10 +86,12 @@ std::tuple<Tensor, Tensor> run_add_rms_norm(const Tensor& x, const OptionalTenso
   const OptionalTensor first = weights(weight), second = weights(next_weight);
   STD_TORCH_CHECK(first || (second && other), "pdkernels: a weight must be given, or a residual and a next weight");
   Tensor y = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
-  Tensor next = torch::stable::new_empty(x, second ? shape_of(x, rows.width) : std::vector<int64_t>{0}, x.scalar_type());
+  Tensor next =
+      torch::stable::new_empty(x, second ? shape_of(x, rows.width) : std::vector<int64_t>{0}, x.scalar_type());
   AddRmsNormArgs args;
   args.element = row_element(x);
-  args.x = rows.view(), args.residual = other ? other->view() : RowsView{}, args.y = {y.data_ptr(), rows.width}, args.next = {next.data_ptr(), rows.width};
+  args.x = rows.view(), args.residual = other ? other->view() : RowsView{}, args.y = {y.data_ptr(), rows.width},
+  args.next = {next.data_ptr(), rows.width};
   args.weight = first ? first->data_ptr() : nullptr, args.next_weight = second ? second->data_ptr() : nullptr;
   args.rows = rows.count, args.width = rows.width, args.eps = static_cast<float>(eps);
   if (args.rows > 0 && args.width > 0) run(args);
@@ -115,24 +120,28 @@ inline const float* rotary_table(const Place& place, const Tensor& t, const Tens
 }
 
 template <class Run>
-void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin, const Tensor& k_cache,
-                       const Tensor& v_cache, const Tensor& lengths, const OptionalTensor& counts, const OptionalTensor& block_table,
-                       bool interleaved, const OptionalTensor& slots, const Run& run) {
+void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin,
+                       const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                       const OptionalTensor& counts, const OptionalTensor& block_table, bool interleaved,
+                       const OptionalTensor& slots, const Run& run) {
   const Place place(qkv);
-  STD_TORCH_CHECK(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4, "pdkernels: qkv and caches must have 4 dimensions");
+  STD_TORCH_CHECK(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4,
+                  "pdkernels: qkv and caches must have 4 dimensions");
   RotateAppendArgs args;
   args.element = row_element(qkv);
   args.qkv = qkv.data_ptr();
   args.batch_stride = qkv.stride(0), args.row_stride = qkv.stride(1), args.head_stride = qkv.stride(2);
   args.batch = qkv.size(0), args.rows = qkv.size(1), args.head_dim = qkv.size(3);
-  STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1, "pdkernels: qkv must have even, contiguous heads");
+  STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1,
+                  "pdkernels: qkv must have even, contiguous heads");
   require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {qkv.size(2), args.head_stride}});
   const Cache cache({k_cache}, {v_cache}, block_table, lengths);
   STD_TORCH_CHECK(cache.batch == args.batch, "pdkernels: lengths must have one entry a sequence");
   for (int s = 0; s < 2; ++s) {
     const Tensor& t = s == 0 ? k_cache : v_cache;
     require_like(place, t, qkv);
-    STD_TORCH_CHECK(t.size(2) == k_cache.size(2) && t.size(3) == args.head_dim, "pdkernels: a cache has the wrong heads");
+    STD_TORCH_CHECK(t.size(2) == k_cache.size(2) && t.size(3) == args.head_dim,
+                    "pdkernels: a cache has the wrong heads");
     args.cache[s] = bytes(t);
     args.cache_rows[s] = cache.sides[s].row;
   }
@@ -159,7 +168,8 @@ void run_rotate_append(const Tensor& qkv, const OptionalTensor& bias, const Tens
 }
 
 template <class Run>
-void run_rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved, const Run& run) {
+void run_rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved,
+                const Run& run) {
   const Place place(x);
   STD_TORCH_CHECK(x.dim() == 4, "pdkernels: x must have 4 dimensions");
   RotateArgs args;
@@ -167,7 +177,8 @@ void run_rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, const Ten
   args.x = x.data_ptr();
   args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
   args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
-  STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1, "pdkernels: x must have even, contiguous heads");
+  STD_TORCH_CHECK(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1,
+                  "pdkernels: x must have even, contiguous heads");
   require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {args.heads, args.head_stride}});
   args.cos = rotary_table(place, cos, cos, args.head_dim), args.sin = rotary_table(place, sin, cos, args.head_dim);
   args.table_rows = cos.size(0);

@@ -1,4 +1,5 @@
-// Tensors -> the argument struct of the vocabulary-statistics kernels. As in unpack.h: geometry is checked here, in short words.
+// Tensors -> the argument struct of the vocabulary-statistics kernels. As in unpack.h: geometry is checked here, in
+// short words.
 #pragma once
 
 #include "pdkernels/token_statistics.h"
@@ -18,16 +19,19 @@ inline std::vector<int64_t> sizes_of(const Tensor& t) {
 }
 
 template <class Run>
-Statistics run_token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step, const OptionalTensor& steps,
-                                const OptionalTensor& positions, const OptionalTensor& row_index, const std::vector<int64_t>& suppress,
-                                int64_t top_k, double top_p, double min_p, const std::string& law, const Run& run) {
+Statistics run_token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step,
+                                const OptionalTensor& steps, const OptionalTensor& positions,
+                                const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
+                                double top_p, double min_p, const std::string& law, const Run& run) {
   const Place place(logits);
   const Rows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
   STD_TORCH_CHECK(rows.width > 0 && rows.width < kWords, "pdkernels: logits must have at least one token");
-  STD_TORCH_CHECK(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1 && step >= 0 && step < kWords,
+  STD_TORCH_CHECK(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1 &&
+                      step >= 0 && step < kWords,
                   "pdkernels: an option is out of range");
-  STD_TORCH_CHECK(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed, "pdkernels: an option is out of range");
+  STD_TORCH_CHECK(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed,
+                  "pdkernels: an option is out of range");
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
   args.logits = rows.view();
@@ -63,7 +67,9 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
 
   std::vector<int64_t> wide = shape;
   wide.push_back(top_k);
-  const auto numbers_out = [&](const std::vector<int64_t>& size, ScalarType dtype) { return torch::stable::new_empty(logits, size, dtype); };
+  const auto numbers_out = [&](const std::vector<int64_t>& size, ScalarType dtype) {
+    return torch::stable::new_empty(logits, size, dtype);
+  };
   Tensor ids = numbers_out(shape, ScalarType::Long), top_ids = numbers_out(wide, ScalarType::Long);
   Tensor probs = numbers_out(shape, ScalarType::Float), top_probs = numbers_out(wide, ScalarType::Float);
   Tensor margin = numbers_out(shape, ScalarType::Float), entropy = numbers_out(shape, ScalarType::Float);

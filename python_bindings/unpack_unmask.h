@@ -12,9 +12,10 @@ using Unmasked = std::tuple<Tensor, Tensor, Tensor>;
 
 template <class Run>
 Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTensor& confidence, int64_t mask_token,
-                    const OptionalTensor& positions, const OptionalTensor& windows, int64_t quota, const OptionalTensor& quotas,
-                    std::optional<double> threshold, int64_t need, const OptionalTensor& needs, std::optional<double> factor,
-                    bool strict, int64_t seed, int64_t step, const OptionalTensor& steps, const Run& run) {
+                    const OptionalTensor& positions, const OptionalTensor& windows, int64_t quota,
+                    const OptionalTensor& quotas, std::optional<double> threshold, int64_t need,
+                    const OptionalTensor& needs, std::optional<double> factor, bool strict, int64_t seed, int64_t step,
+                    const OptionalTensor& steps, const Run& run) {
   const Place place(tokens);
   STD_TORCH_CHECK(tokens.dim() == 2 && ids.dim() == 2, "pdkernels: tokens and ids must have 2 dimensions");
   UnmaskArgs args;
@@ -26,11 +27,12 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
   // Given, even if it has no bytes to point to.
   static float nothing = 0;
   if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
-  STD_TORCH_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates, "pdkernels: every candidate must have a position");
+  STD_TORCH_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates,
+                  "pdkernels: every candidate must have a position");
   if (confidence.has_value()) {
     place.require(*confidence);
-    STD_TORCH_CHECK(confidence->scalar_type() == ScalarType::Float && confidence->dim() == 2 && confidence->size(0) == args.batch &&
-                        confidence->size(1) == args.candidates,
+    STD_TORCH_CHECK(confidence->scalar_type() == ScalarType::Float && confidence->dim() == 2 &&
+                        confidence->size(0) == args.batch && confidence->size(1) == args.candidates,
                     "pdkernels: confidence must be a float32 tensor of the shape of ids");
     args.confidence = static_cast<const float*>(confidence->data_ptr());
     if (args.confidence == nullptr) args.confidence = &nothing;
@@ -41,7 +43,8 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
     const Tensor& t = *windows;
     place.require(t);
     const int64_t last = t.dim() - 1;
-    STD_TORCH_CHECK((last == 1 || last == 2) && t.size(0) == args.batch && t.size(last) == 2, "pdkernels: windows must be pairs");
+    STD_TORCH_CHECK((last == 1 || last == 2) && t.size(0) == args.batch && t.size(last) == 2,
+                    "pdkernels: windows must be pairs");
     if (last == 2) shape.push_back(args.segments = t.size(1));
     args.starts = {t.data_ptr(), t.stride(0), last == 2 ? t.stride(1) : 0, is_wide(t)};
     args.ends = args.starts;
@@ -50,15 +53,17 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
   const int64_t dim = static_cast<int64_t>(shape.size());
   const auto per_segment = [&](const OptionalTensor& t, int64_t number) {
     STD_TORCH_CHECK(t.has_value() || number >= 0, "pdkernels: quota and need must not be negative");
-    STD_TORCH_CHECK(!t.has_value() || dim == 1 || (t->dim() == 2 && t->size(1) == args.segments), "pdkernels: quota and need must fit windows");
+    STD_TORCH_CHECK(!t.has_value() || dim == 1 || (t->dim() == 2 && t->size(1) == args.segments),
+                    "pdkernels: quota and need must fit windows");
     return PerSegment{index_view(place, t, dim, args.batch), number};
   };
   args.quota = per_segment(quotas, quota);
   args.need = per_segment(needs, need);
   args.steps = index_view(place, steps, 1, args.batch);
   STD_TORCH_CHECK(steps.has_value() || (step >= 0 && step <= 0xFFFFFFFF), "pdkernels: step must be in [0, 2**32)");
-  STD_TORCH_CHECK(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict),
-                  "pdkernels: options that do not go together");
+  STD_TORCH_CHECK(
+      mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict),
+      "pdkernels: options that do not go together");
   args.step = step;
   args.mask_token = mask_token;
   args.seed[0] = static_cast<uint32_t>(seed);

@@ -154,7 +154,9 @@ def block_diffusion(
     if refresh not in ("causal", "bidirectional"):
         raise ValueError(f"{op}: refresh must be 'causal' or 'bidirectional', got {refresh!r}.")
     if threshold is not None and steps_per_block is not None:
-        raise ValueError(f"{op}: steps_per_block must be None beside a threshold, got {steps_per_block}. Pass threshold=None.")
+        raise ValueError(
+            f"{op}: steps_per_block must be None beside a threshold, got {steps_per_block}. Pass threshold=None."
+        )
     plain = unadapted(model)
     prompt = list(prompt)
     tokens: list[int] = []

@@ -207,12 +207,24 @@ def dllm_cache(
     canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
     given, free = (
         FeatureCache(
-            model, canvas.start, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio,
+            model,
+            canvas.start,
+            prompt_interval=prompt_interval,
+            gen_interval=gen_interval,
+            transfer_ratio=transfer_ratio,
             baseline=baseline,
         )
         for _ in range(2)
-    )  # fmt: skip
+    )
     return unmask_by_quota(
-        canvas, guided_at_intervals(given, free, canvas, guidance, guidance_interval), op="dllm_cache", block_size=block_size,
-        steps=steps, remasking=remasking, temperature=temperature, no_end=no_end, late_end=late_end, seed=seed,
-    )  # fmt: skip
+        canvas,
+        guided_at_intervals(given, free, canvas, guidance, guidance_interval),
+        op="dllm_cache",
+        block_size=block_size,
+        steps=steps,
+        remasking=remasking,
+        temperature=temperature,
+        no_end=no_end,
+        late_end=late_end,
+        seed=seed,
+    )

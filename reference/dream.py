@@ -97,9 +97,16 @@ def dream(
             break
         canvas.forwards += 1
         guesses = guess(
-            canvas, forward(canvas.tokens), window, temperature=temperature, seed=seed, law="sampling", top_p=top_p,
-            top_k=top_k, score=SCORES[algorithm],
-        )  # fmt: skip
+            canvas,
+            forward(canvas.tokens),
+            window,
+            temperature=temperature,
+            seed=seed,
+            law="sampling",
+            top_p=top_p,
+            top_k=top_k,
+            score=SCORES[algorithm],
+        )
         uniform = dict(zip(guesses.tokens, random_order(seed, canvas.forwards, list(guesses.tokens))))
         if algorithm == "origin":
             guesses = Guesses(guesses.tokens, uniform)

@@ -80,7 +80,9 @@ def fast_dllm_v2(
     start = canvas.start // block_size * block_size
     if start and not canvas.done:
         canvas.forwards += 1
-        for first in range(0, start, block_size):  # which see no block behind them, in the published forward by its mask
+        for first in range(
+            0, start, block_size
+        ):  # which see no block behind them, in the published forward by its mask
             logits = rewritten(model, canvas, first, first + block_size, past)
         commit(logits, (canvas.start, canvas.start + (start == canvas.start)))
     while not canvas.done:

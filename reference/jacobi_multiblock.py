@@ -164,7 +164,9 @@ def jacobi_multiblock(
         draft = predictions[accepted - 1 : -1]  # empty if the block is complete
         rejected = predictions[accepted:-1]
         if draft:
-            pool.append(committed[block_start:] + draft + [token for block in pseudo for token in block.accepted + block.draft])
+            pool.append(
+                committed[block_start:] + draft + [token for block in pseudo for token in block.accepted + block.draft]
+            )
 
         fresh = _fresh(seed, len(trace), block_size, history)
         newest = len(pseudo[-1].accepted) if pseudo else len(committed) - block_start
@@ -216,7 +218,9 @@ def jacobi_multiblock_published(
         max_iterations: forwards per call.
     """
     if blocks not in (1, 2):
-        raise ValueError(f"pdkernels.jacobi_multiblock_published: blocks must be 1 or 2, got {blocks}. Use jacobi_multiblock.")
+        raise ValueError(
+            f"pdkernels.jacobi_multiblock_published: blocks must be 1 or 2, got {blocks}. Use jacobi_multiblock."
+        )
     prompt = list(prompt)
     if max_new_tokens == 0:
         return JacobiMultiblockResult([], 0, [])

@@ -104,7 +104,14 @@ def linear_self_speculation(
             forwards += 1
             mask = block_causal(start + block_size, block_size, prefix_len=start)
             guesses = denoise(
-                drafter, prefix, block, mask, mask_token=mask_token, temperature=temperature, seed=seed, forward=forwards
+                drafter,
+                prefix,
+                block,
+                mask,
+                mask_token=mask_token,
+                temperature=temperature,
+                seed=seed,
+                forward=forwards,
             )
             chosen = confident(guesses.confidence, slots, threshold)
             for slot in chosen:
@@ -131,7 +138,9 @@ def linear_self_speculation(
     return LinearSelfSpeculationResult(tokens, forwards, trace)
 
 
-def verdicts(p: Tensor, q: Tensor, guesses: Sequence[int], positions: Sequence[int], seed: int, forward: int) -> list[int]:
+def verdicts(
+    p: Tensor, q: Tensor, guesses: Sequence[int], positions: Sequence[int], seed: int, forward: int
+) -> list[int]:
     """The tokens that stand at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
     The law of such a token is p if that of the guess is q (Leviathan et al., "Fast inference from transformers via speculative

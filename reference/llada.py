@@ -72,7 +72,9 @@ def unmask_by_quota(
             elif late_end:
                 # Same words, so a draw that was no end token is the same one without them.
                 rest = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=canvas.end_tokens)
-                confidence = {p: 0.0 if t in canvas.end_tokens else rest.confidence[p] for p, t in guesses.tokens.items()}
+                confidence = {
+                    p: 0.0 if t in canvas.end_tokens else rest.confidence[p] for p, t in guesses.tokens.items()
+                }
                 guesses = Guesses(guesses.tokens, confidence)
             canvas.commit(guesses, surest(guesses.confidence, quota=quota), window)
     return canvas.result()
@@ -130,6 +132,14 @@ def llada(
     canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
     forward = bidirectional(model)
     return unmask_by_quota(
-        canvas, guided(forward, forward, canvas, guidance), op="llada", block_size=block_size, steps=steps, remasking=remasking,
-        temperature=temperature, no_end=no_end, late_end=late_end, seed=seed,
-    )  # fmt: skip
+        canvas,
+        guided(forward, forward, canvas, guidance),
+        op="llada",
+        block_size=block_size,
+        steps=steps,
+        remasking=remasking,
+        temperature=temperature,
+        no_end=no_end,
+        late_end=late_end,
+        seed=seed,
+    )

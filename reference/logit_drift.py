@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 
-def logit_drift(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def logit_drift(
+    logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``(argmax, entropy, kl, minp_kl)`` of each row; shapes as in ``pdkernels.logit_drift``.
 
     >>> _, entropy, kl, _ = logit_drift(torch.tensor([0.0, 0.0]))
@@ -23,7 +25,12 @@ def logit_drift(logits: Tensor, previous: Tensor | None = None, min_p: float = 0
     then = torch.full_like(now, -math.log(logits.shape[-1])) if previous is None else _log_law(previous)
     law = now.exp()
     entropy = -(law * (law + 1e-10).log()).sum(-1)
-    return logits.argmax(-1), entropy, _divergence(then, now), _divergence(_levelled(then, min_p), _levelled(now, min_p))
+    return (
+        logits.argmax(-1),
+        entropy,
+        _divergence(then, now),
+        _divergence(_levelled(then, min_p), _levelled(now, min_p)),
+    )
 
 
 def _log_law(logits: Tensor) -> Tensor:

@@ -69,7 +69,9 @@ class Canvas:
     (True, [4, 7])
     """
 
-    def __init__(self, prompt: Sequence[int], max_new_tokens: int, mask_token: int, end_tokens: Sequence[int] = ()) -> None:
+    def __init__(
+        self, prompt: Sequence[int], max_new_tokens: int, mask_token: int, end_tokens: Sequence[int] = ()
+    ) -> None:
         self.start, self.end = len(prompt), len(prompt) + max_new_tokens
         self.tokens = [*prompt, *[mask_token] * max_new_tokens]
         self.mask_token, self.end_tokens = mask_token, tuple(end_tokens)
@@ -243,7 +245,9 @@ def steps_per_block(op: str, steps: int | None, windows: Sequence[Window]) -> li
     if steps is None:
         return [end - start for start, end in windows]
     if steps < 1 or steps % max(len(windows), 1):
-        raise ValueError(f"pdkernels.{op}: steps must be a multiple of the number of blocks ({len(windows)}), got {steps}.")
+        raise ValueError(
+            f"pdkernels.{op}: steps must be a multiple of the number of blocks ({len(windows)}), got {steps}."
+        )
     return [steps // max(len(windows), 1)] * len(windows)
 
 

@@ -12,7 +12,9 @@ from torch import Tensor
 Mask = tuple[Tensor, Tensor]
 
 
-def _evaluate(rows: Sequence[Any], columns: Sequence[Any], sees: Callable[[Any, Any], bool], positions: Sequence[int]) -> Mask:
+def _evaluate(
+    rows: Sequence[Any], columns: Sequence[Any], sees: Callable[[Any, Any], bool], positions: Sequence[int]
+) -> Mask:
     visible = torch.tensor([[bool(sees(q, k)) for k in columns] for q in rows], dtype=torch.bool)
     return visible.view(len(rows), len(columns)), torch.tensor(list(positions), dtype=torch.int64)
 
@@ -49,7 +51,12 @@ class _Packed(NamedTuple):
 
 
 def noise_aware_causal(
-    prompt_len: int, block_size: int, num_blocks: int, conditioning: str = "noisy", window: int | None = None, layout: str = "streams"
+    prompt_len: int,
+    block_size: int,
+    num_blocks: int,
+    conditioning: str = "noisy",
+    window: int | None = None,
+    layout: str = "streams",
 ) -> Mask:
     """Jacobi Forcing, the table of its three trainers. "Own" is the same block, and a key not behind the query.
 

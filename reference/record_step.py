@@ -9,7 +9,9 @@ def record_step_(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle
     """Shapes as in ``pdkernels.record_step_``. A graph's condition takes a kernel: `handle` must be None."""
     at, steps = int(count), len(log)
     if handle is not None:
-        raise NotImplementedError("pdkernels.record_step_: handle must be None for the reference, which no graph can hold.")
+        raise NotImplementedError(
+            "pdkernels.record_step_: handle must be None for the reference, which no graph can hold."
+        )
     if not 0 <= at < steps:
         raise ValueError(f"pdkernels.record_step_: count must be in [0, {steps - 1}], got {at}.")
     log[at] = entry

@@ -144,7 +144,9 @@ def recurrence_inject(
         old = inside & (counts > 0)
         for b, i in (old & ~there).nonzero().tolist():
             place = f"{state.shape[1]} rows, and row {i} of sequence {b} was row {i + int(advance[b])}"
-            raise ValueError(f"pdkernels.recurrence_inject: state must have the rows that recurrences counts, got {place}.")
+            raise ValueError(
+                f"pdkernels.recurrence_inject: state must have the rows that recurrences counts, got {place}."
+            )
         if new_state == "copied":
             newest = torch.where(old, index, -1).amax(1) if rows else index.new_zeros(batch)
             copy = last.gather(1, newest.clamp(min=0)[:, None, None].expand(-1, -1, size)) if rows else last

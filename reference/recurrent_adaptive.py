@@ -143,7 +143,9 @@ def recurrent_adaptive(
     [6, 6, 6]
     """
     if criterion not in THRESHOLDS:
-        raise ValueError(f"pdkernels.recurrent_adaptive: criterion must be one of {tuple(THRESHOLDS)}, got {criterion!r}.")
+        raise ValueError(
+            f"pdkernels.recurrent_adaptive: criterion must be one of {tuple(THRESHOLDS)}, got {criterion!r}."
+        )
     if check_every < 1:
         raise ValueError(f"pdkernels.recurrent_adaptive: check_every must be at least 1, got {check_every}.")
     if max_new_tokens == 0:

@@ -50,7 +50,9 @@ class RecurrentPast:
         """Keep the first `rows` fresh rows of every slot; the other fresh rows are gone."""
         for slot, fresh in enumerate(self.fresh):
             if fresh is None or len(fresh[0]) < rows:
-                raise ValueError(f"pdkernels.RecurrentPast: slot {slot} must hold {rows} fresh rows. Run all parts first.")
+                raise ValueError(
+                    f"pdkernels.RecurrentPast: slot {slot} must hold {rows} fresh rows. Run all parts first."
+                )
         for slot, (k, v) in enumerate(self.fresh):
             self.frozen[slot] = self.seen(slot, k[:rows], v[:rows])
         self.fresh = [None] * len(self.fresh)
@@ -86,7 +88,8 @@ class RecurrentDepthReference:
     def __init__(self, weights: Mapping[str, Tensor], *, rope_theta: float = 50000.0, norm_eps: float = 1e-6) -> None:
         self.weights, self.rope_theta, self.norm_eps = dict(weights), rope_theta, norm_eps
         self.layers = [
-            sorted({int(name.split(".")[2]) for name in weights if name.startswith(f"transformer.{part}.")}) for part in PARTS
+            sorted({int(name.split(".")[2]) for name in weights if name.startswith(f"transformer.{part}.")})
+            for part in PARTS
         ]
         self.vocab_size, self.hidden_size = self["wte.weight"].shape
         self.heads, self.head_dim = self["core_block.0.attn.qk_bias"].shape[-2:]

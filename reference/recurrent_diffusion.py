@@ -20,16 +20,7 @@ from torch import Tensor
 
 from .jacobi import fillers
 from .philox import random_words
-from .recurrent_sampling import (
-    Init,
-    RecurrentModel,
-    RecurrentResult,
-    RecurrentStep,
-    choose,
-    forward,
-    refine,
-    rows,
-)
+from .recurrent_sampling import Init, RecurrentModel, RecurrentResult, RecurrentStep, choose, forward, refine, rows
 
 EXITS = ("latent-diff", "fixed", "token-stability", "latent-acceleration")
 
@@ -138,8 +129,16 @@ def recurrent_diffusion(
     >>> len(result.tokens), result.forwards, [step.frozen for step in result.trace]
     (5, 6, [0, 1, 1, 1, 1])
     """
-    check_options(exit=exit, rule=rule, mixer=mixer, schedule=schedule, new_state=new_state, headway=headway,
-                  inner_recurrence=inner_recurrence, max_wavefront=max_wavefront)  # fmt: skip
+    check_options(
+        exit=exit,
+        rule=rule,
+        mixer=mixer,
+        schedule=schedule,
+        new_state=new_state,
+        headway=headway,
+        inner_recurrence=inner_recurrence,
+        max_wavefront=max_wavefront,
+    )
     if max_new_tokens == 0:
         return RecurrentResult([], 0, 0, [])
     most = 4 * recurrences if max_recurrences is None else max_recurrences
@@ -222,7 +221,15 @@ def recurrent_diffusion(
 
 
 def check_options(
-    *, exit: str, rule: str, mixer: str, schedule: str, new_state: str, headway: int, inner_recurrence: int, max_wavefront: int
+    *,
+    exit: str,
+    rule: str,
+    mixer: str,
+    schedule: str,
+    new_state: str,
+    headway: int,
+    inner_recurrence: int,
+    max_wavefront: int,
 ) -> None:
     """Raises ValueError for a name that is none of the known ones, or a size below 1."""
     known = {

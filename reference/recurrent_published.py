@@ -37,7 +37,9 @@ Guess = Callable[[int, int], list[int]]
 
 
 class PublishedResult(NamedTuple):
-    tokens: list[int]  # frozen tokens without the prompt: maybe more than were asked for, and not cut behind a stop token
+    tokens: list[
+        int
+    ]  # frozen tokens without the prompt: maybe more than were asked for, and not cut behind a stop token
     forwards: int  # sampler steps, and the prompt's forward
     trace: list[RecurrentStep]  # `distance` as far as there is one: of rows 0, 1, ..., maybe fewer than the wave has
     standing: int  # steps after which the wave could not grow by `headway`

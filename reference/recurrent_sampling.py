@@ -39,7 +39,9 @@ class RecurrentStep(NamedTuple):
     cursor: int  # everything before it is frozen
     tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
     predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
-    distance: list[float]  # how far each state moved since the last step, relative; inf where there is nothing to compare
+    distance: list[
+        float
+    ]  # how far each state moved since the last step, relative; inf where there is nothing to compare
     frozen: int  # predictions[:frozen] became text, and the cursor moves by as much
 
 
@@ -99,7 +101,12 @@ def filtered(
 
 
 def choose(
-    logits: Tensor, positions: Sequence[int], temperature: float, top_p: float | None, min_p: float | None, seed: int,
+    logits: Tensor,
+    positions: Sequence[int],
+    temperature: float,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int,
     top_k: int | None = None,
 ) -> list[int]:
     """The token of each of `positions` by its row of `logits` ``(R, V)``; the argmax at temperature 0.
@@ -110,7 +117,9 @@ def choose(
     return draw(filtered(logits, temperature, top_p, min_p, top_k), positions, temperature, seed, OWN)
 
 
-def refine(model: RecurrentModel, state: Tensor, e: Tensor, start: int, past: RecurrentPast, recurrences: int) -> Tensor:
+def refine(
+    model: RecurrentModel, state: Tensor, e: Tensor, start: int, past: RecurrentPast, recurrences: int
+) -> Tensor:
     """The state after `recurrences` more recurrences."""
     for _ in range(recurrences):
         state = model.core(state, e, start, past)

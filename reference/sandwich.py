@@ -51,7 +51,9 @@ def silu_gate(x: Tensor) -> Tensor:
 
 def _turned(wide: Tensor, cos: Tensor, sin: Tensor, style: str) -> Tensor:
     """`wide` is ``(B, R, heads, D)``, the cosines and sines of its rows are ``(B, R, D)``."""
-    swapped = wide.roll(wide.shape[-1] // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    swapped = (
+        wide.roll(wide.shape[-1] // 2, -1) if style == "half" else wide.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    )
     return wide * cos.unsqueeze(2) + swapped * sin.unsqueeze(2)
 
 

@@ -13,17 +13,7 @@ import torch
 from .autoregressive import Model
 from .dllm_cache import FeatureCache
 from .masked_model import MaskedTransformerReference
-from .masked_sampling import (
-    Canvas,
-    Forward,
-    Guesses,
-    MaskedResult,
-    Window,
-    bidirectional,
-    blocks,
-    guess,
-    surest,
-)
+from .masked_sampling import Canvas, Forward, Guesses, MaskedResult, Window, bidirectional, blocks, guess, surest
 
 
 def horizon(
@@ -137,7 +127,12 @@ def slowfast(
     op = "pdkernels.slowfast"
     if cycle not in ("last", "mean", "published"):
         raise ValueError(f"{op}: cycle must be 'last', 'mean' or 'published', got {cycle!r}.")
-    sizes = {"max_exploration": (max_exploration, 0), "window": (window, 1), "k_slow": (k_slow, 0), "k_fast": (k_fast, 1)}
+    sizes = {
+        "max_exploration": (max_exploration, 0),
+        "window": (window, 1),
+        "k_slow": (k_slow, 0),
+        "k_fast": (k_fast, 1),
+    }
     for name, (value, least) in sizes.items():
         if value < least:
             raise ValueError(f"{op}: {name} must be at least {least}, got {value}.")
@@ -145,11 +140,17 @@ def slowfast(
     if prompt_interval is None:
         if gen_interval != 1 or transfer_ratio != 0:
             actual = f"{gen_interval} and {transfer_ratio}"
-            raise ValueError(f"{op}: gen_interval and transfer_ratio must be 1 and 0 without prompt_interval, got {actual}.")
+            raise ValueError(
+                f"{op}: gen_interval and transfer_ratio must be 1 and 0 without prompt_interval, got {actual}."
+            )
         forward: Forward = bidirectional(model)
     else:
         forward = FeatureCache(
-            model, canvas.start, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
+            model,
+            canvas.start,
+            prompt_interval=prompt_interval,
+            gen_interval=gen_interval,
+            transfer_ratio=transfer_ratio,
         )
 
     def look(span: Window, rows: int) -> Guesses:
@@ -160,9 +161,17 @@ def slowfast(
     for start, stop in blocks(canvas, block_size):
         while canvas.masks((start, stop)) and not canvas.done:
             end = horizon(
-                canvas, lambda span=(start, stop): look(span, canvas.end), (start, stop), max_exploration=max_exploration, window=window,
-                variance=variance, tau_min=tau_min, tau_high=tau_high, k_slow=k_slow, cycle=cycle,
-            )  # fmt: skip
+                canvas,
+                lambda span=(start, stop): look(span, canvas.end),
+                (start, stop),
+                max_exploration=max_exploration,
+                window=window,
+                variance=variance,
+                tau_min=tau_min,
+                tau_high=tau_high,
+                k_slow=k_slow,
+                cycle=cycle,
+            )
             rows = canvas.end
             while canvas.masks((start, end)) and not canvas.done:
                 guesses = look((start, end), rows)

@@ -24,7 +24,9 @@ def random_order(seed: int, step: int, positions: Sequence[int]) -> list[float]:
     >>> [round(u, 3) for u in random_order(0, 1, [7, 8])]
     [0.812, 0.626]
     """
-    counter = torch.tensor([[0, position, step & WORD, ORDER] for position in positions], dtype=torch.int64).reshape(-1, 4)
+    counter = torch.tensor([[0, position, step & WORD, ORDER] for position in positions], dtype=torch.int64).reshape(
+        -1, 4
+    )
     words = philox4x32(counter, torch.tensor([seed & WORD, (seed >> 32) & WORD]))[:, 0]
     return ((words.double() + 0.5) / 2**32).tolist()
 
@@ -83,11 +85,19 @@ def unmask_(
     """``(committed, remaining, done)``; as `pdkernels.unmask_`, where tensors stand in for `quota`, `need` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
-    spans = [[(0, length)] for _ in range(batch)] if windows is None else (windows if windows.dim() == 3 else windows[:, None]).tolist()
+    spans = (
+        [[(0, length)] for _ in range(batch)]
+        if windows is None
+        else (windows if windows.dim() == 3 else windows[:, None]).tolist()
+    )
     places = [list(range(length)) for _ in range(batch)] if positions is None else positions.tolist()
 
     def numbers(tensor: Tensor | None, value: int) -> list[list[int]]:
-        return [[value] * len(row) for row in spans] if tensor is None else (tensor if tensor.dim() == 2 else tensor[:, None]).tolist()
+        return (
+            [[value] * len(row) for row in spans]
+            if tensor is None
+            else (tensor if tensor.dim() == 2 else tensor[:, None]).tolist()
+        )
 
     wanted, needed = numbers(quotas, quota), numbers(needs, need)
     for b in range(batch):
@@ -118,7 +128,9 @@ def unmask_(
             remaining.append(row[start:end].count(mask_token))
     done = [left == 0 for left in remaining]
     columns = ((committed, torch.int64), (remaining, torch.int64), (done, torch.bool))
-    first, second, third = (torch.tensor(column, dtype=dtype, device=tokens.device).reshape(shape) for column, dtype in columns)
+    first, second, third = (
+        torch.tensor(column, dtype=dtype, device=tokens.device).reshape(shape) for column, dtype in columns
+    )
     return first, second, third
 
 

@@ -22,7 +22,9 @@ def verify_draft(
     for b, (rows, answers) in enumerate(zip(drafts, models)):
         length = width if draft_lengths is None else int(draft_lengths[b])
         if not 0 <= length <= width:
-            raise ValueError(f"pdkernels.verify_draft: draft_lengths must be in [0, {width}], got {length} for sequence {b}.")
+            raise ValueError(
+                f"pdkernels.verify_draft: draft_lengths must be in [0, {width}], got {length} for sequence {b}."
+            )
         filler = [0] * width if refill is None else refill[b].tolist()
         if length == 0:
             verdicts.append((0, -1, False, filler, 0))

@@ -12,7 +12,9 @@ import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036  before anything an older Python would stumble over
     found = ".".join(str(part) for part in sys.version_info[:3])
-    sys.exit(f"pdkernels: Python 3.10 or newer is needed, but this is {found}. Run: make PYTHON=python3.12 (or another one)")
+    sys.exit(
+        f"pdkernels: Python 3.10 or newer is needed, but this is {found}. Run: make PYTHON=python3.12 (or another one)"
+    )
 
 import json
 import os
@@ -109,10 +111,14 @@ def environment() -> Path:
     shared = torch is not None and numbers(torch) >= (2, 11)
     say(f"making .venv{f', with torch {torch} as installed for {here}' if shared else ''}")
     options = ["--clear", "--system-site-packages"] if shared else ["--clear"]
-    made = subprocess.run([str(here), "-m", "venv", *options, str(ROOT / ".venv")], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        [str(here), "-m", "venv", *options, str(ROOT / ".venv")], capture_output=True, text=True, check=False
+    )
     if made.returncode != 0:
         shutil.rmtree(ROOT / ".venv", ignore_errors=True)
-        fail(f"no virtual environment could be made. Debian and Ubuntu need: apt-get install python3-venv\n{made.stdout}{made.stderr}")
+        fail(
+            f"no virtual environment could be made. Debian and Ubuntu need: apt-get install python3-venv\n{made.stdout}{made.stderr}"
+        )
     return python
 
 

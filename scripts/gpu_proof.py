@@ -77,7 +77,13 @@ class Part:
         self.log.write_text("")
 
     def run(
-        self, name: str, command: list[str | Path], *, environment: dict[str, str] | None = None, needs: str = "", share: float = 1.0
+        self,
+        name: str,
+        command: list[str | Path],
+        *,
+        environment: dict[str, str] | None = None,
+        needs: str = "",
+        share: float = 1.0,
     ) -> tuple[Step, str]:
         """Runs one step in its share of the time that is left. `needs`: what its output has to hold beside a good exit code."""
         command = [str(part) for part in command]
@@ -87,7 +93,13 @@ class Part:
             try:
                 settings = dict(os.environ, PYTHONUNBUFFERED="1", **(environment or {}))
                 process = subprocess.Popen(
-                    command, cwd=ROOT, env=settings, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                    command,
+                    cwd=ROOT,
+                    env=settings,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
                 )
                 code = process.wait(max(1.0, share * (self.ends - start)))
             except subprocess.TimeoutExpired:
@@ -105,14 +117,27 @@ class Part:
         last = (said.strip().splitlines() or [""])[-1]
         step = Step(name, plain(" ".join(command)), code, round(time.monotonic() - start, 1), plain(last))
         self.steps.append(step)
-        print(f"         {name}: {'ok' if code == 0 else f'FAILED ({code})'} in {step.seconds:.0f} s: {last[:150]}", flush=True)
+        print(
+            f"         {name}: {'ok' if code == 0 else f'FAILED ({code})'} in {step.seconds:.0f} s: {last[:150]}",
+            flush=True,
+        )
         return step, said
 
     def test(self, name: str, *arguments: str, environment: dict[str, str] | None = None, share: float = 1.0) -> None:
         """A run of pytest, recorded test by test."""
         with tempfile.TemporaryDirectory() as folder:
             record = Path(folder) / "tests.jsonl"
-            command = [self.python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.harness.record", *arguments]
+            command = [
+                self.python,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "tests.harness.record",
+                *arguments,
+            ]
             environment = {"PDKERNELS_TEST_RECORD": str(record), **(environment or {})}
             step, _ = self.run(name, command, environment=environment, share=share)
             step.found = test_summary(record)
@@ -123,7 +148,9 @@ class Part:
 
 def ask(*command: str | Path) -> str:
     try:
-        return subprocess.run([str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        return subprocess.run(
+            [str(c) for c in command], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except OSError:
         return ""
 
@@ -132,8 +159,20 @@ def run_tests(part: Part) -> None:
     cores = os.cpu_count() or 1
     workers = max(1, min(12, cores - 2))
     # A kernel that never ends takes its worker along, not the run.
-    options = ["-n", str(workers), "--dist", "worksteal", "--max-worker-restart", "50", "-o", "faulthandler_timeout=200",
-               "-o", "faulthandler_exit_on_timeout=true", "-m", "not slow"]  # fmt: skip
+    options = [
+        "-n",
+        str(workers),
+        "--dist",
+        "worksteal",
+        "--max-worker-restart",
+        "50",
+        "-o",
+        "faulthandler_timeout=200",
+        "-o",
+        "faulthandler_exit_on_timeout=true",
+        "-m",
+        "not slow",
+    ]
     # Every worker would start compilers of its own for torch.compile.
     threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads)
@@ -151,7 +190,15 @@ def run_checkers(part: Part) -> None:
     goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []
 
     def check(checker: str) -> None:
-        command = [tool, "--tool", checker, "--error-exitcode", "9", *(goes_on if checker == "memcheck" else []), *driver]
+        command = [
+            tool,
+            "--tool",
+            checker,
+            "--error-exitcode",
+            "9",
+            *(goes_on if checker == "memcheck" else []),
+            *driver,
+        ]
         step, said = part.run(checker, command, needs=r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards")
         step.found = sanitizer_summary(said)
 
@@ -166,7 +213,11 @@ def run_captures(part: Part) -> None:
     part.run("what a device loop needs", [part.python, "-c", "" if part.dry else looked])
     part.test("capture and replay", "tests/ops", "tests/integrations", "-k", "capture or cuda_graph or device_loop")
     times = ["--benchmark-only", f"--benchmark-json={part.out / 'device_loop.json'}"]
-    part.test("generations with and without a host", "bench/bench_device_loop.py", *(["--benchmark-disable"] if part.dry else times))
+    part.test(
+        "generations with and without a host",
+        "bench/bench_device_loop.py",
+        *(["--benchmark-disable"] if part.dry else times),
+    )
 
 
 def run_benchmarks(part: Part) -> None:
@@ -178,7 +229,9 @@ def run_benchmarks(part: Part) -> None:
         # Those that come later keep some of the time whatever the first ones do.
         share = 1.0 if index == len(files) - 1 else 0.7
         selected = "cuda and not fp32"
-        part.test(f"benchmarks: {name}", f"bench/bench_{name}.py", "-k", selected, *mode, environment=environment, share=share)
+        part.test(
+            f"benchmarks: {name}", f"bench/bench_{name}.py", "-k", selected, *mode, environment=environment, share=share
+        )
 
 
 PARTS = {1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMARKS, run_benchmarks)}
@@ -186,7 +239,9 @@ PARTS = {1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMA
 
 def prove(part: Part, gpu: str, driver: str) -> bool:
     cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
-    step, said = part.run("build", [sys.executable, "scripts/bootstrap.py", "-c", "import sys; print(sys.executable)"], environment=cuda)
+    step, said = part.run(
+        "build", [sys.executable, "scripts/bootstrap.py", "-c", "import sys; print(sys.executable)"], environment=cuda
+    )
     if step.returncode == 0:
         part.python = said.strip().splitlines()[-1]
     PARTS[part.number](part)
@@ -198,7 +253,10 @@ def prove(part: Part, gpu: str, driver: str) -> bool:
         "gpu": gpu or None,
         "driver": driver or None,
         "versions": json.loads(facts) if facts else None,
-        "nvcc": (re.search(r"release ([\d.]+)", ask(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version")) or [None, None])[1],
+        "nvcc": (
+            re.search(r"release ([\d.]+)", ask(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc", "--version"))
+            or [None, None]
+        )[1],
         "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - part.start, 1),
         "ok": all(step.returncode == 0 for step in part.steps),
@@ -206,7 +264,10 @@ def prove(part: Part, gpu: str, driver: str) -> bool:
     }
     path = part.out / f"part-{part.number}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"part {part.number}: {'ok' if report['ok'] else 'FAILED'} in {report['seconds']:.0f} s; wrote {path}", flush=True)
+    print(
+        f"part {part.number}: {'ok' if report['ok'] else 'FAILED'} in {report['seconds']:.0f} s; wrote {path}",
+        flush=True,
+    )
     return report["ok"]
 
 
@@ -216,7 +277,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together (default: %(default)s)")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
-    gpu, _, driver = ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition("\n")[0].partition(", ")
+    gpu, _, driver = (
+        ask("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").partition("\n")[0].partition(", ")
+    )
     if not gpu and not options.dry_run:
         sys.exit("gpu_proof: nvidia-smi shows no GPU. What can be done without one: --dry-run")
     folder = re.sub(r"[^a-z0-9]+", "-", gpu.lower().removeprefix("nvidia ")).strip("-") or "local"

@@ -24,7 +24,11 @@ def test_summary(record: Path) -> dict[str, Any]:
         "failed": len(failures),
         "skipped": outcomes["skipped"],
         "failures": failures,
-        "skips": dict(Counter(line["said"].removeprefix("Skipped: ") for line in lines if line["outcome"] == "skipped").most_common()),
+        "skips": dict(
+            Counter(
+                line["said"].removeprefix("Skipped: ") for line in lines if line["outcome"] == "skipped"
+            ).most_common()
+        ),
         "slowest": {line["test"]: line["seconds"] for line in slowest},
     }
 

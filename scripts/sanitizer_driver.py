@@ -52,11 +52,19 @@ def spoil(rng: random.Random, tensors: list[torch.Tensor | None]) -> None:
 
 def kv_case(rng: random.Random) -> kv_cases.Case:
     return kv_cases.make_case(
-        rng.randrange(2**20), layers=rng.randint(1, 3), batch=rng.randint(1, 3), capacity=rng.randint(1, 24), heads=rng.randint(1, 3),
-        head_dim=rng.choice([1, 3, 8, 16, 33]), v_head_dim=rng.choice([None, 6]), dtype=rng.choice(kv_cases.DTYPES),
-        layout=rng.choice(kv_cases.LAYOUTS), page_size=rng.choice([None, 1, 3, 16]),
-        index_dtype=rng.choice([torch.int32, torch.int64]), offset=rng.randint(0, 3),
-    )  # fmt: skip
+        rng.randrange(2**20),
+        layers=rng.randint(1, 3),
+        batch=rng.randint(1, 3),
+        capacity=rng.randint(1, 24),
+        heads=rng.randint(1, 3),
+        head_dim=rng.choice([1, 3, 8, 16, 33]),
+        v_head_dim=rng.choice([None, 6]),
+        dtype=rng.choice(kv_cases.DTYPES),
+        layout=rng.choice(kv_cases.LAYOUTS),
+        page_size=rng.choice([None, 1, 3, 16]),
+        index_dtype=rng.choice([torch.int32, torch.int64]),
+        offset=rng.randint(0, 3),
+    )
 
 
 def run_kv(rng: random.Random, device: torch.device, bad: bool, call: Run) -> None:
@@ -76,11 +84,18 @@ def run_kv(rng: random.Random, device: torch.device, bad: bool, call: Run) -> No
 
 
 def append(ops: object, c: kv_cases.Case) -> None:
-    ops.kv_append_(*([kv_cases.as_list(x) for x in (c.k, c.v, c.k_new, c.v_new)]), c.lengths, counts=c.counts, block_table=c.block_table)
+    ops.kv_append_(
+        *([kv_cases.as_list(x) for x in (c.k, c.v, c.k_new, c.v_new)]),
+        c.lengths,
+        counts=c.counts,
+        block_table=c.block_table,
+    )
 
 
 def commit(ops: object, c: kv_cases.Case) -> None:
-    ops.kv_commit_(kv_cases.as_list(c.k), kv_cases.as_list(c.v), c.lengths, c.counts, c.source_index, block_table=c.block_table)
+    ops.kv_commit_(
+        kv_cases.as_list(c.k), kv_cases.as_list(c.v), c.lengths, c.counts, c.source_index, block_table=c.block_table
+    )
 
 
 def trim(ops: object, c: kv_cases.Case) -> None:
@@ -95,7 +110,11 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
     lengths = torch.randint(0, width + 1, (batch,), dtype=dtype)
     if bad:
         spoil(rng, [draft, predictions, lengths])
-    options = {"draft_lengths": lengths, "end_tokens": torch.tensor([1], dtype=dtype), "refill": torch.full((batch, width), 7, dtype=dtype)}
+    options = {
+        "draft_lengths": lengths,
+        "end_tokens": torch.tensor([1], dtype=dtype),
+        "refill": torch.full((batch, width), 7, dtype=dtype),
+    }
     try:
         moved = {name: t.to(device) for name, t in options.items()}
         actual = [t.cpu() for t in pd.verify_draft(draft.to(device), predictions.to(device), **moved)]
@@ -125,16 +144,23 @@ def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
 
 def run_attention(rng: random.Random, device: torch.device, bad: bool, backward: bool) -> None:
     parts = [rng.randint(0, 50) for _ in range(4)]
-    mask = rng.choice([
-        pd.masks.noise_aware_causal(parts[0], 8, parts[1] // 8), pd.masks.pack([pd.masks.causal(parts[0])], length=parts[0] + parts[1]),
-        pd.masks.causal(parts[0], parts[1]), pd.masks.dual_stream(parts[0], 8)[parts[1] // 4 :, parts[2] // 4 :],
-    ])  # fmt: skip
+    mask = rng.choice(
+        [
+            pd.masks.noise_aware_causal(parts[0], 8, parts[1] // 8),
+            pd.masks.pack([pd.masks.causal(parts[0])], length=parts[0] + parts[1]),
+            pd.masks.causal(parts[0], parts[1]),
+            pd.masks.dual_stream(parts[0], 8)[parts[1] // 4 :, parts[2] // 4 :],
+        ]
+    )
     plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
     if rng.random() < 0.5:
         plan = pd.masks.TilePlan.stack([plan, plan])
     dtype, head_dim = rng.choice([torch.float32, torch.float16, torch.bfloat16]), rng.choice([16, 24, 72])
     heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
-    q, k, v = (torch.randn(2, n, h, head_dim).to(dtype) for n, h in ((mask.q_len, heads), (mask.kv_len, kv_heads), (mask.kv_len, kv_heads)))
+    q, k, v = (
+        torch.randn(2, n, h, head_dim).to(dtype)
+        for n, h in ((mask.q_len, heads), (mask.kv_len, kv_heads), (mask.kv_len, kv_heads))
+    )
     if bad:  # values of a plan are the planner's; what a caller can get wrong are shapes
         k = k[:, :, :, :-8] if rng.random() < 0.5 else k[:1]
     leaves = [x.to(device).requires_grad_(backward) for x in (q, k, v)]
@@ -149,23 +175,41 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
     results = [(out, exact)]
     if backward:
         grad = torch.randn(out.shape).to(dtype)
-        results += zip(torch.autograd.grad(out, leaves, grad.to(device)), torch.autograd.grad(exact, expected, grad.double()))
+        results += zip(
+            torch.autograd.grad(out, leaves, grad.to(device)), torch.autograd.grad(exact, expected, grad.double())
+        )
     for actual, wanted in results:
         assert actual.numel() == 0 or (actual.double().cpu() - wanted).abs().max() < 0.2, "not what the reference does"
 
 
 def run_speculative(rng: random.Random, device: torch.device, bad: bool, append: bool) -> None:
-    mask = rng.choice([pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40))])
+    mask = rng.choice(
+        [pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40))]
+    )
     slots = rng.randint(0, 300)
     lengths = [rng.choice([0, slots, rng.randint(0, slots)]) for _ in range(rng.randint(1, 3))]
     heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
     case = speculative_cases.make_inputs(
-        mask.q_len, lengths, slots=slots, heads=heads, kv_heads=kv_heads, head_dim=rng.choice([16, 24, 72]), dtype=rng.choice(DTYPES)
+        mask.q_len,
+        lengths,
+        slots=slots,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=rng.choice([16, 24, 72]),
+        dtype=rng.choice(DTYPES),
     )
     # Of nothing, a choice can name nothing.
-    rows = speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"])) if mask.q_len else speculative_cases.Rows()
+    rows = (
+        speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"]))
+        if mask.q_len
+        else speculative_cases.Rows()
+    )
     if page_size := rng.choice([0, 1, 5, 16]):
-        case = speculative_cases.with_room(case, rows, page_size) if append else speculative_cases.in_pages(case, page_size)
+        case = (
+            speculative_cases.with_room(case, rows, page_size)
+            if append
+            else speculative_cases.in_pages(case, page_size)
+        )
     plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
     if rng.random() < 0.5:
         plan = pd.masks.TilePlan.stack([plan] * len(lengths))
@@ -192,10 +236,15 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool, append:
 
 def random_rows(rng: random.Random, bad: bool) -> recurrence_cases.Rows:
     rows = recurrence_cases.make_rows(
-        rng.randrange(2**20), batch=rng.randint(1, 3), rows=rng.randint(1, 5), size=rng.choice([1, 7, 33, 64, 1100]),
-        dtype=rng.choice(recurrence_cases.DTYPES), index_dtype=rng.choice([torch.int32, torch.int64]),
-        style=rng.choice(recurrence_cases.STYLES), first_step=rng.random() < 0.2,
-    )  # fmt: skip
+        rng.randrange(2**20),
+        batch=rng.randint(1, 3),
+        rows=rng.randint(1, 5),
+        size=rng.choice([1, 7, 33, 64, 1100]),
+        dtype=rng.choice(recurrence_cases.DTYPES),
+        index_dtype=rng.choice([torch.int32, torch.int64]),
+        style=rng.choice(recurrence_cases.STYLES),
+        first_step=rng.random() < 0.2,
+    )
     if bad:
         rows = rows._replace(recurrences=rows.recurrences.contiguous())
         spoil(rng, [rows.width, rows.advance, rows.cursor, rows.recurrences, rows.older_advance])
@@ -211,7 +260,9 @@ def run_inject(rng: random.Random, device: torch.device, bad: bool) -> None:
         return
     if not bad:
         expected = recurrence.recurrence_inject(*rows.inject_arguments(), **options)
-        assert torch.equal(recurrence_cases.bits(actual), recurrence_cases.bits(expected)), "not what the reference does"
+        assert torch.equal(recurrence_cases.bits(actual), recurrence_cases.bits(expected)), (
+            "not what the reference does"
+        )
 
 
 def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
@@ -225,13 +276,17 @@ def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
         return
     if not bad:
         state, distance, _ = recurrence.recurrence_exit(*rows.exit_arguments(), threshold=1.4, **older)
-        close = torch.allclose(actual[0].float(), state.float(), rtol=0.02, atol=1e-3) and torch.allclose(actual[1], distance, rtol=0.02, atol=0.02)
+        close = torch.allclose(actual[0].float(), state.float(), rtol=0.02, atol=1e-3) and torch.allclose(
+            actual[1], distance, rtol=0.02, atol=0.02
+        )
         assert close, "not what the reference does"
 
 
 def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
     dtype = rng.choice([torch.int32, torch.int64])
-    case = recurrence_cases.make_advance(rng.randrange(2**20), batch=rng.randint(1, 3), room=rng.choice([1, 2, 6, 200]), dtype=dtype)
+    case = recurrence_cases.make_advance(
+        rng.randrange(2**20), batch=rng.randint(1, 3), room=rng.choice([1, 2, 6, 200]), dtype=dtype
+    )
     if bad:
         spoil(rng, [case.wave.width, case.wave.cursor, case.wave.remaining, case.wave.tokens, case.wave.recurrences])
     wave, options = case.moved(device)
@@ -241,15 +296,21 @@ def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert bad, "good values were refused"
         return
     if not bad:
-        recurrence.recurrence_advance_(*case.wave, **{**case.options, "max_wavefront": case.options["max_wavefront"] or 0})
+        recurrence.recurrence_advance_(
+            *case.wave, **{**case.options, "max_wavefront": case.options["max_wavefront"] or 0}
+        )
         assert all(torch.equal(a.cpu(), b) for a, b in zip(wave, case.wave)), "not what the reference does"
 
 
 def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
     case = unmask_cases.make_case(
-        rng.randrange(2**20), batch=rng.randint(1, 3), length=rng.choice([1, 2, 33, 300]), rule=rng.choice(unmask_cases.RULES),
-        segments=rng.choice([None, 0, 1, 4]), dtype=rng.choice([torch.int32, torch.int64]),
-    )  # fmt: skip
+        rng.randrange(2**20),
+        batch=rng.randint(1, 3),
+        length=rng.choice([1, 2, 33, 300]),
+        rule=rng.choice(unmask_cases.RULES),
+        segments=rng.choice([None, 0, 1, 4]),
+        dtype=rng.choice([torch.int32, torch.int64]),
+    )
     if bad:
         spoil(rng, [case.tokens, case.ids, *(x for x in case.options.values() if isinstance(x, torch.Tensor))])
     tokens, ids = case.tokens.to(device, copy=True), case.ids.to(device)
@@ -260,7 +321,9 @@ def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
         assert bad, "good values were refused"
         return
     if not bad:
-        assert not unmask_cases.differs(unmask_cases.Outcome(*(x.cpu() for x in (tokens, *result))), unmask_cases.expected(case))
+        assert not unmask_cases.differs(
+            unmask_cases.Outcome(*(x.cpu() for x in (tokens, *result))), unmask_cases.expected(case)
+        )
 
 
 def attempt(bad: bool, call: Callable[[], object]) -> Any:
@@ -275,7 +338,9 @@ def attempt(bad: bool, call: Callable[[], object]) -> Any:
 def assert_near(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], tolerance: float = 0.1) -> None:
     for a, b in zip(actual, wanted):
         a, b = a.double().cpu(), b.double()
-        assert a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True), "not what the reference does"
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True), (
+            "not what the reference does"
+        )
 
 
 def apart(rows: int, width: int, dtype: torch.dtype, rng: random.Random) -> torch.Tensor:
@@ -290,8 +355,15 @@ def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> No
         other = other[:, :-1]
     if op == "add_rms_norm":
         weights = [torch.ones(width - bad).to(dtype), torch.ones(width).to(dtype)]
-        found = attempt(bad, lambda: pd.add_rms_norm(x.to(device), x.to(device), weights[0].to(device), next_weight=weights[1].to(device)))
-        wanted = reference.sandwich.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights)) if not bad else ()
+        found = attempt(
+            bad,
+            lambda: pd.add_rms_norm(
+                x.to(device), x.to(device), weights[0].to(device), next_weight=weights[1].to(device)
+            ),
+        )
+        wanted = (
+            reference.sandwich.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights)) if not bad else ()
+        )
     elif op == "silu_gate":
         x = x[:, : width - bad]
         found = attempt(bad, lambda: [pd.silu_gate(x.to(device))])
@@ -304,11 +376,22 @@ def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> No
 
 
 def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
-    dtype, batch, rows, capacity, head_dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6), 20, rng.choice([2, 8, 18])
-    qkv, (k, v) = torch.randn(batch, rows, 4, head_dim).to(dtype), torch.zeros(2, batch, capacity, 1, head_dim).to(dtype)
+    dtype, batch, rows, capacity, head_dim = (
+        rng.choice(DTYPES),
+        rng.randint(1, 3),
+        rng.randint(1, 6),
+        20,
+        rng.choice([2, 8, 18]),
+    )
+    qkv, (k, v) = (
+        torch.randn(batch, rows, 4, head_dim).to(dtype),
+        torch.zeros(2, batch, capacity, 1, head_dim).to(dtype),
+    )
     angles = torch.rand(capacity, head_dim)
     lengths = torch.randint(0, capacity - rows + 1, (batch,)) + (capacity if bad else 0)
-    slots = torch.stack([torch.randperm(rows) - rng.randint(0, 1) for _ in range(batch)]) if rng.random() < 0.5 else None
+    slots = (
+        torch.stack([torch.randperm(rows) - rng.randint(0, 1) for _ in range(batch)]) if rng.random() < 0.5 else None
+    )
     on_device = [t.to(device, copy=True) for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
     options = {} if slots is None else {"slots": slots.to(device)}
     attempt(bad, lambda: pd.rotate_append_(on_device[0], None, *on_device[1:], **options))
@@ -319,7 +402,13 @@ def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
 
 
 def run_rotate_rows(rng: random.Random, device: torch.device, bad: bool) -> None:
-    dtype, batch, rows, positions, head_dim = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6), 20, rng.choice([2, 8, 18, 32])
+    dtype, batch, rows, positions, head_dim = (
+        rng.choice(DTYPES),
+        rng.randint(1, 3),
+        rng.randint(1, 6),
+        20,
+        rng.choice([2, 8, 18, 32]),
+    )
     x, angles = torch.randn(batch, rows, rng.randint(1, 40), head_dim).to(dtype), torch.rand(positions, head_dim)
     at = torch.randint(0, positions, rng.choice([(rows,), (batch, rows)])) + (positions if bad else 0)
     style, turned = rng.choice(["half", "interleaved"]), x.to(device, copy=True)
@@ -334,7 +423,13 @@ def run_statistics(rng: random.Random, device: torch.device, bad: bool, head: bo
     dtype, rows, width = rng.choice(DTYPES), rng.randint(1, 5), rng.choice([3, 700, 9001])
     x, weight = apart(rows, 16 if head else width, dtype, rng), apart(width if head else 1, 16, dtype, rng)
     index = torch.randint(-1, rows, (7,)) + (rows if bad else 0)
-    options = {"temperature": rng.choice([0.0, 0.7]), "top_p": rng.choice([1.0, 0.8]), "suppress": [1], "top_k": 2, "law": "sampling"}
+    options = {
+        "temperature": rng.choice([0.0, 0.7]),
+        "top_p": rng.choice([1.0, 0.8]),
+        "suppress": [1],
+        "top_k": 2,
+        "law": "sampling",
+    }
     call, tensors = (pd.linear_token_statistics, (x, weight)) if head else (pd.token_statistics, (x,))
     found = attempt(bad, lambda: call(*(t.to(device) for t in tensors), row_index=index.to(device), **options))
     if not bad:
@@ -354,7 +449,10 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
         call, tensors = pd.add_cached_rows_, (x, cached, torch.randn(batch, chosen, width).to(dtype), index)
     else:
         starts = torch.randint(0, 4, (batch,)) + (99 if bad else 0)
-        call, tensors = partial(pd.value_drift_select_, count=chosen), (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts)
+        call, tensors = (
+            partial(pd.value_drift_select_, count=chosen),
+            (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts),
+        )
     wanted = call(*(t.clone() for t in tensors), backend="reference") if not bad else None
     found = attempt(bad, lambda: call(*(t.clone().to(device) for t in tensors)))
     if not bad and op != "value_drift_select_":

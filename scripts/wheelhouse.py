@@ -31,7 +31,10 @@ def main() -> None:
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", options.python]
     target += [part for system in SYSTEMS for part in ("--platform", system)]
     folder = ROOT / "wheelhouse"
-    subprocess.run([sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", *target, "-d", folder, *pins], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "-q", *target, "-d", folder, *pins],
+        check=True,
+    )
     left_out = tuple(f"{name.replace('-', '_')}-" for name in options.without)
     for wheel in folder.glob("*.whl"):
         if wheel.name.startswith(left_out):  # another package asked for it

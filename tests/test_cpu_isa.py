@@ -57,7 +57,9 @@ def test_what_is_compiled_for_a_level_stays_in_its_namespace(level: str) -> None
         assert objects == []
         return
     assert len(objects) == len(list((ROOT / "csrc/cpu/simd").glob("*.cpp")))
-    listing = subprocess.run(["nm", "-C", "--defined-only", *objects], capture_output=True, text=True, check=True).stdout
+    listing = subprocess.run(
+        ["nm", "-C", "--defined-only", *objects], capture_output=True, text=True, check=True
+    ).stdout
     defined = [line.split(" ", 2) for line in listing.splitlines() if line.count(" ") >= 2]
     foreign = [name for _, kind, name in defined if kind in "TWVBDu" and f"pdkernels::cpu::{level}::" not in name]
     assert defined and foreign == []

@@ -70,7 +70,9 @@ def test_sums_are_held_out_and_reproducible() -> None:
 
 
 def test_every_solution_fits_into_the_limit() -> None:
-    assert max(len(problem.steps) for problem in islice(arithmetic(0, held_out=True), 2000)) < make_task("sums", 1).limit
+    assert (
+        max(len(problem.steps) for problem in islice(arithmetic(0, held_out=True), 2000)) < make_task("sums", 1).limit
+    )
 
 
 def test_source_is_cut_out_of_held_out_files() -> None:
@@ -132,8 +134,12 @@ def test_chosen_methods_and_widths() -> None:
     found, skipped = contenders(models, ["linear_self_speculation", "jacobi", "jacobi"], [8, 2, 8])
     assert [c.label for c in found if c.model == "plain"] == ["autoregressive", "jacobi, 8", "jacobi, 2"]
     assert [c.label for c in found if c.model == "tri-mode"] == [
-        "autoregressive", "linear_self_speculation, 8", "linear_self_speculation, 2", "jacobi, 8", "jacobi, 2"
-    ]  # fmt: skip
+        "autoregressive",
+        "linear_self_speculation, 8",
+        "linear_self_speculation, 2",
+        "jacobi, 8",
+        "jacobi, 2",
+    ]
     assert skipped == [
         "plain with linear_self_speculation: the model has no mask token; a tri-mode model such as tiny-trimode has one"
     ]
@@ -184,7 +190,9 @@ def test_an_answer_counts_if_it_is_exactly_right(monkeypatch: pytest.MonkeyPatch
     assert (row.right, row.problems, row.identical) == (2, 8, 8)
     (batched,) = rows_of([], task, batch_size=3)
     assert (batched.right, batched.problems, batched.identical) == (2, 8, 8)
-    monkeypatch.setitem(decoding._METHODS, "autoregressive", writes(known | dict(zip(task.prompts, right, strict=True))))
+    monkeypatch.setitem(
+        decoding._METHODS, "autoregressive", writes(known | dict(zip(task.prompts, right, strict=True)))
+    )
     assert rows_of([], task)[0].right == 8
 
 
@@ -263,13 +271,18 @@ def test_block_diffusion_promises_nothing() -> None:
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
     model, task = small_model(), small_task(limit=15)
-    competing = [Contender("small", "linear_self_speculation", 4), Contender("small", "quadratic_self_speculation", 3),
-                 Contender("small", "jacobi", 5)]  # fmt: skip
+    competing = [
+        Contender("small", "linear_self_speculation", 4),
+        Contender("small", "quadratic_self_speculation", 3),
+        Contender("small", "jacobi", 5),
+    ]
     for row in rows_of(competing, task, model, batch_size=batch_size):
         tokens = forwards = cycles = drafted = 0
         for prompt in task.prompts:
             options = Contender("small", row.method, row.width).options
-            stats = decoding.generate(model, prompt, row.method, max_new_tokens=15, end_tokens=(), trace=True, **options).stats
+            stats = decoding.generate(
+                model, prompt, row.method, max_new_tokens=15, end_tokens=(), trace=True, **options
+            ).stats
             tokens, forwards, cycles = tokens + stats.tokens, forwards + stats.forwards, cycles + len(stats.trace[0])
             drafted += sum(step.accepted - 1 for step in stats.trace[0])
         assert (row.batch_size, row.tokens) == (batch_size, tokens)
@@ -312,8 +325,12 @@ def test_speed_is_the_median_against_greedy_beside_it(monkeypatch: pytest.Monkey
 def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     timed, task = Timed(monkeypatch, {}), small_task(4)
     shares: list[float] = []
-    rows_of([Contender("small", "jacobi", 4), Contender("small", "jacobi", 8)], task, batch_size=2,
-            progress=lambda what, share: shares.append(share))  # fmt: skip
+    rows_of(
+        [Contender("small", "jacobi", 4), Contender("small", "jacobi", 8)],
+        task,
+        batch_size=2,
+        progress=lambda what, share: shares.append(share),
+    )
     warm_up, a, b = tuple(task.warm_up[:2]), tuple(task.prompts[:2]), tuple(task.prompts[2:])
     greedy, four, eight = ("autoregressive", None), ("jacobi", 4), ("jacobi", 8)
     assert timed.calls == [
@@ -336,7 +353,9 @@ def test_the_fastest_width_is_found_on_prompts_that_are_not_counted(monkeypatch:
 
 def test_what_cannot_be_compared() -> None:
     model = small_model()
-    with pytest.raises(ValueError, match=r"pdkernels.evaluation: competing must begin with autoregressive for small, got jacobi, 4\."):
+    with pytest.raises(
+        ValueError, match=r"pdkernels.evaluation: competing must begin with autoregressive for small, got jacobi, 4\."
+    ):
         evaluate({"small": model}, [Contender("small", "jacobi", 4)], small_task())
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         rows_of([], small_task(), batch_size=0)
@@ -365,16 +384,35 @@ def test_json_is_what_the_report_reads(measured: list[Row], tmp_path: Path) -> N
     assert len(rows) == 8
     for row, original in zip(rows, measured, strict=True):
         assert row["op"] == "evaluation" and row["group"] == f"evaluation, {original.task}"
-        for name in ("task", "model", "method", "width", "problems", "batch_size", "tokens", "right", "identical", "ties", "lossless",
-                     "tokens_per_forward", "tokens_per_second", "speedup", "tokens_per_cycle", "accepted_per_cycle"):  # fmt: skip
+        for name in (
+            "task",
+            "model",
+            "method",
+            "width",
+            "problems",
+            "batch_size",
+            "tokens",
+            "right",
+            "identical",
+            "ties",
+            "lossless",
+            "tokens_per_forward",
+            "tokens_per_second",
+            "speedup",
+            "tokens_per_cycle",
+            "accepted_per_cycle",
+        ):
             assert row[name] == getattr(original, name)
         assert {"device", "threads", "python", "torch", "pdkernels"} <= row.keys()
         assert row["contender"] == original.label and row["max_us"] >= row["iqr_us"] >= 0
     sums, source = (report.TABLES[f"evaluation {task}"](rows).splitlines() for task in ("sums", "source"))
     assert "exact match" in sums[0] and "exact match" not in source[0]
     assert [line.split(" | ")[0] for line in source[2:6]] == [
-        "| small: autoregressive", "| small: jacobi, 4", "| small: wrong", "| small: block_diffusion, 4"
-    ]  # fmt: skip
+        "| small: autoregressive",
+        "| small: jacobi, 4",
+        "| small: wrong",
+        "| small: block_diffusion, 4",
+    ]
     assert sums[4].endswith("| 0% | - | - | - | - | - | no, 0 of 2 |") and " yes |" in sums[3]
     assert report.TABLES["evaluation sums"]([]) == report.TABLES["evaluation picture"]([]) == "not measured"
     assert "images/bench_evaluation.png" in report.TABLES["evaluation picture"](rows)
@@ -385,7 +423,9 @@ def test_the_picture_is_drawn(measured: list[Row], tmp_path: Path, monkeypatch: 
 
     figures = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **more: (figures.append(self), save(self, *rest, **more))[1])
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *rest, **more: (figures.append(self), save(self, *rest, **more))[1]
+    )
     rows = [benchmark["extra_info"] for benchmark in as_json(measured)["benchmarks"]]
     plot(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")

@@ -20,10 +20,20 @@ from pdkernels.models.transformer import Transformer, TransformerConfig
 
 def small_model(**changes: object) -> Transformer:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 258, "hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 16, "intermediate_size": 16}
+    sizes = {
+        "vocab_size": 258,
+        "hidden_size": 16,
+        "layers": 1,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "intermediate_size": 16,
+    }
     config = TransformerConfig(**sizes, **({"attention": "bidirectional", "predicts": "own"} | changes))
     tokenizer = ByteTokenizer()
-    return Transformer(config, tokenizer=tokenizer, end_tokens=tokenizer.end_tokens, mask_token=257).requires_grad_(False)
+    return Transformer(config, tokenizer=tokenizer, end_tokens=tokenizer.end_tokens, mask_token=257).requires_grad_(
+        False
+    )
 
 
 def test_the_yardstick_comes_first_and_every_option_is_known() -> None:
@@ -46,8 +56,10 @@ def test_methods_for_other_models_are_skipped() -> None:
     models = {"masked": small_model(), "plain": small_model(attention="causal", predicts="next")}
     competing, skipped = evaluation.contenders(models, ["slowfast", "recurrent_static"])
     assert [(contender.model, contender.method) for contender in competing] == [
-        ("masked", "llada"), ("masked", "slowfast"), ("plain", "autoregressive"),
-    ]  # fmt: skip
+        ("masked", "llada"),
+        ("masked", "slowfast"),
+        ("plain", "autoregressive"),
+    ]
     assert skipped == [
         "masked with recurrent_static: that method is for models of another kind, such as tiny-recurrent",
         "plain with slowfast: that method is for models of another kind, such as tiny-masked",
@@ -60,28 +72,39 @@ def test_a_task_for_a_canvas() -> None:
     assert task.limit == 60 and len(task.prompts) == 20
     assert all(len(problem.steps) < 60 for problem in task.problems)
     assert any(len(problem.steps) >= 60 for problem in evaluation.make_task("sums", 20).problems)
-    with pytest.raises(ValueError, match=r"pdkernels.evaluation.make_task: canvas must have room for 6 different sums, got 12\."):
+    with pytest.raises(
+        ValueError, match=r"pdkernels.evaluation.make_task: canvas must have room for 6 different sums, got 12\."
+    ):
         evaluation.make_task("sums", 1, canvas=12)
 
 
 def test_a_contest_of_few() -> None:
     """Figures that a run by hand gives too."""
     model, task = small_model(), evaluation.make_task("sums", 2, canvas=60)
-    competing = [evaluation.Contender("some", "llada"), evaluation.Contender("some", "fast_dllm", settings=(("block_size", 8),))]
+    competing = [
+        evaluation.Contender("some", "llada"),
+        evaluation.Contender("some", "fast_dllm", settings=(("block_size", 8),)),
+    ]
     rows = evaluation.evaluate({"some": model}, competing, task)
     assert [row.verdict for row in rows][0] == "is greedy" and not any(row.broken for row in rows)
     for row in rows:
         results = [
-            decoding.generate(model, prompt, row.method, max_new_tokens=60, **dict(row.settings)) for prompt in task.prompts
+            decoding.generate(model, prompt, row.method, max_new_tokens=60, **dict(row.settings))
+            for prompt in task.prompts
         ]
         assert row.tokens == sum(result.stats.tokens for result in results)
         forwards = sum(result.stats.forwards for result in results)
         assert row.tokens_per_forward == pytest.approx(row.tokens / forwards)
-    with pytest.raises(ValueError, match=r"pdkernels.evaluation: competing must begin with llada for some, got fast_dllm, block_size 8\."):
+    with pytest.raises(
+        ValueError,
+        match=r"pdkernels.evaluation: competing must begin with llada for some, got fast_dllm, block_size 8\.",
+    ):
         evaluation.evaluate({"some": model}, competing[1:], task)
 
 
-def step(window: tuple[int, int], committed: dict[int, int], confidence: dict[int, float], tokens: list[int]) -> MaskedStep:
+def step(
+    window: tuple[int, int], committed: dict[int, int], confidence: dict[int, float], tokens: list[int]
+) -> MaskedStep:
     return MaskedStep(tokens, committed, confidence, window)
 
 
@@ -94,9 +117,19 @@ def test_pictures(tmp_path: Path) -> None:
     plot_canvas(trace, tmp_path / "canvas.png", tokenizer=ByteTokenizer(), mask_token=mask)
     picture = matplotlib.image.imread(tmp_path / "canvas.png")
     assert picture.ndim == 3 and picture.std() > 0.05
-    with pytest.raises(ValueError, match=r"pdkernels.evaluation.plot_canvas: trace must hold steps, got an empty one\."):
+    with pytest.raises(
+        ValueError, match=r"pdkernels.evaluation.plot_canvas: trace must hold steps, got an empty one\."
+    ):
         plot_canvas([], tmp_path / "none.png")
-    row = {"method": "slowfast", "right": 3, "problems": 4, "speedup": 2.0, "tokens_per_forward": 3.0, "model": "m", "contender": "slowfast"}
+    row = {
+        "method": "slowfast",
+        "right": 3,
+        "problems": 4,
+        "speedup": 2.0,
+        "tokens_per_forward": 3.0,
+        "model": "m",
+        "contender": "slowfast",
+    }
     plot_masked([row, {**row, "method": "llada", "contender": "llada"}], tmp_path / "rows.png")
     assert matplotlib.image.imread(tmp_path / "rows.png").std() > 0.05
     with pytest.raises(ValueError, match="rows must hold figures of masked-diffusion methods on sums, got none"):
@@ -106,7 +139,19 @@ def test_pictures(tmp_path: Path) -> None:
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdkernels.models.load", lambda name: small_model())
     monkeypatch.setitem(evaluation.FAMILIES, "masked", evaluation.FAMILIES["masked"]._replace(canvas=60))
-    arguments = ["eval", "--family", "masked", "--model", "some", "--method", "slowfast", "--problems", "2", "--plot", str(tmp_path / "a.png")]
+    arguments = [
+        "eval",
+        "--family",
+        "masked",
+        "--model",
+        "some",
+        "--method",
+        "slowfast",
+        "--problems",
+        "2",
+        "--plot",
+        str(tmp_path / "a.png"),
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "llada" in result.output and "slowfast" in result.output and (tmp_path / "a.png").exists()

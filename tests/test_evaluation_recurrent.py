@@ -10,7 +10,16 @@ import torch
 
 from pdkernels import decoding
 from pdkernels.decoding.result import RecurrentStep
-from pdkernels.evaluation import Contender, as_json, contenders, evaluate, extra_memory, make_task, plot_recurrent, plot_wave
+from pdkernels.evaluation import (
+    Contender,
+    as_json,
+    contenders,
+    evaluate,
+    extra_memory,
+    make_task,
+    plot_recurrent,
+    plot_wave,
+)
 from pdkernels.evaluation.recurrent import _Live
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
@@ -19,9 +28,16 @@ from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfi
 def small_model() -> RecurrentDepth:
     torch.manual_seed(5)
     config = RecurrentDepthConfig(
-        vocab_size=257, hidden_size=32, heads=2, head_dim=16, intermediate_size=24, prelude_layers=1, core_layers=1, coda_layers=1,
+        vocab_size=257,
+        hidden_size=32,
+        heads=2,
+        head_dim=16,
+        intermediate_size=24,
+        prelude_layers=1,
+        core_layers=1,
+        coda_layers=1,
         mean_recurrence=3,
-    )  # fmt: skip
+    )
     return RecurrentDepth(config, tokenizer=ByteTokenizer(), end_tokens=(256,)).requires_grad_(False)
 
 
@@ -39,8 +55,11 @@ def test_the_contenders_of_a_recurrent_model() -> None:
     found, skipped = contenders({"small": small_model()})
     assert skipped == [] and found[0] == STATIC and len(set(found)) == len(found)
     assert {contender.method for contender in found} == {
-        "recurrent_static", "recurrent_adaptive", "recurrent_self_speculation", "recurrent_diffusion"
-    }  # fmt: skip
+        "recurrent_static",
+        "recurrent_adaptive",
+        "recurrent_self_speculation",
+        "recurrent_diffusion",
+    }
     for contender in found:
         assert set(contender.options) <= set(decoding.method_options(contender.method))
         defaults = {name: decoding.default_option(contender.method, name) for name in contender.options}
@@ -48,16 +67,25 @@ def test_the_contenders_of_a_recurrent_model() -> None:
 
 
 def test_methods_go_with_their_models() -> None:
-    config = TransformerConfig(vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16)
+    config = TransformerConfig(
+        vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16
+    )
     plain = Transformer(config, tokenizer=ByteTokenizer(), end_tokens=(256,))
     found, skipped = contenders({"small": small_model(), "plain": plain}, ["recurrent_diffusion", "jacobi"], [4])
     assert [contender.label for contender in found if contender.model == "small"] == [
-        "recurrent_static", "recurrent_diffusion", "jacobi, 4"
-    ]  # fmt: skip
+        "recurrent_static",
+        "recurrent_diffusion",
+        "jacobi, 4",
+    ]
     assert [contender.label for contender in found if contender.model == "plain"] == ["autoregressive", "jacobi, 4"]
-    assert skipped == ["plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"]
+    assert skipped == [
+        "plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"
+    ]
     for_others = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
-    assert all(decoding.suits(name, plain) != (name.startswith("recurrent_") or name in for_others) for name in decoding.available())
+    assert all(
+        decoding.suits(name, plain) != (name.startswith("recurrent_") or name in for_others)
+        for name in decoding.available()
+    )
 
 
 def test_fewer_recurrences_promise_nothing() -> None:
@@ -67,7 +95,11 @@ def test_fewer_recurrences_promise_nothing() -> None:
 
 def test_figures_of_a_recurrent_model() -> None:
     task = make_task("sums", 3)._replace(limit=6)
-    competing = [STATIC, with_options("recurrent_self_speculation", draft_recurrences=3), with_options("recurrent_diffusion", threshold=3.0)]
+    competing = [
+        STATIC,
+        with_options("recurrent_self_speculation", draft_recurrences=3),
+        with_options("recurrent_diffusion", threshold=3.0),
+    ]
     static, speculating, diffusing = evaluate({"small": small_model()}, competing, task, memory=True)
     assert static.yardstick and static.verdict == "is greedy" and static.speedup == 1
     assert not speculating.lossless and speculating.tokens_per_cycle >= 1
@@ -95,7 +127,9 @@ def test_memory_counts_what_lives_at_once() -> None:
 def test_memory_grows_with_the_wavefront() -> None:
     model = small_model()
     options = {"max_new_tokens": 24, "end_tokens": (), "threshold": 1e-9, "max_recurrences": 64, "inner_recurrence": 2}
-    small, large = (extra_memory(model, "a prompt", "recurrent_diffusion", max_wavefront=rows, **options) for rows in (2, 24))
+    small, large = (
+        extra_memory(model, "a prompt", "recurrent_diffusion", max_wavefront=rows, **options) for rows in (2, 24)
+    )
     cache = 2 * 3 * 2 * 16 * 4  # K and V of three layers, one position
     assert large - small >= (24 - 2) * (cache + 2 * 32 * 4), "the wave's rows need a cache and states"
 
@@ -108,23 +142,36 @@ def figures_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     figures: list[Any] = []
     save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *rest, **more: (figures.append(self), save(self, *rest, **more))[1])
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *rest, **more: (figures.append(self), save(self, *rest, **more))[1]
+    )
     return figures
 
 
 def row(method: str, speed: float, right: int, **settings: Any) -> dict[str, Any]:
-    return {"method": method, "tokens_per_second": speed, "right": right, "problems": 20, "speedup": 1.0, "settings": settings,
-            "extra_memory": 10**6}  # fmt: skip
+    return {
+        "method": method,
+        "tokens_per_second": speed,
+        "right": right,
+        "problems": 20,
+        "speedup": 1.0,
+        "settings": settings,
+        "extra_memory": 10**6,
+    }
 
 
 def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = figures_of(monkeypatch)
     rows = [
-        row("recurrent_static", 50, 16), row("recurrent_static", 200, 8, recurrences=2), row("recurrent_adaptive", 100, 16),
-        row("recurrent_diffusion", 150, 16), row("recurrent_diffusion", 180, 12, inner_recurrence=2),
-        row("recurrent_diffusion", 90, 15, max_wavefront=2), row("recurrent_diffusion", 120, 14, threshold=0.1),
+        row("recurrent_static", 50, 16),
+        row("recurrent_static", 200, 8, recurrences=2),
+        row("recurrent_adaptive", 100, 16),
+        row("recurrent_diffusion", 150, 16),
+        row("recurrent_diffusion", 180, 12, inner_recurrence=2),
+        row("recurrent_diffusion", 90, 15, max_wavefront=2),
+        row("recurrent_diffusion", 120, 14, threshold=0.1),
         row("autoregressive", 1, 1),
-    ]  # fmt: skip
+    ]
     plot_recurrent(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
     axes = {axis.get_title(): axis for axis in figures[0].axes}

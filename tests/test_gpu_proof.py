@@ -32,8 +32,9 @@ def test_what_a_checker_says_is_summed_up() -> None:
     found = proof_summaries.sanitizer_summary(RACE)
     assert found["verdict"].startswith("RACECHECK SUMMARY: 1 hazard") and found["called"] == ["verify_draft"]
     assert found["found"] == {
-        "Error: Race reported between Write access, pdkernels::cuda::verify": 1, "and Read access, pdkernels::cuda::verify": 1
-    }  # fmt: skip
+        "Error: Race reported between Write access, pdkernels::cuda::verify": 1,
+        "and Read access, pdkernels::cuda::verify": 1,
+    }
     assert proof_summaries.sanitizer_summary("Killed")["verdict"] == "none"
 
 
@@ -46,7 +47,9 @@ def test_every_benchmark_has_a_part() -> None:
 
 def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = gpu_proof.Part(tmp_path, 1, gpu_proof.time.monotonic() + 60, dry=True)
-    late, _ = part.run("late", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(50)"], share=0.05)
+    late, _ = part.run(
+        "late", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(50)"], share=0.05
+    )
     empty, _ = part.run("empty", [sys.executable, "-c", "print('nothing')"], needs="all is well")
     fine, said = part.run("fine", [sys.executable, "-c", "print('all is well')"], needs="all is well")
     lost, _ = part.run("lost", ["/no/such/program"])
@@ -61,9 +64,24 @@ def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     record = tmp_path / "tests.jsonl"
     settings = os.environ | {"PDKERNELS_BENCH_DRY": "1", "PDKERNELS_TEST_RECORD": str(record), "OMP_NUM_THREADS": "1"}
     # Device loops need a driver.
-    files = [f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names if name != "device_loop"]
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.harness.record", "-k", "not fp32", "--benchmark-disable"]
-    ran = subprocess.run([sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=settings, capture_output=True, text=True)
+    files = [
+        f"bench/bench_{name}.py" for names in gpu_proof.BENCHMARKS.values() for name in names if name != "device_loop"
+    ]
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-p",
+        "tests.harness.record",
+        "-k",
+        "not fp32",
+        "--benchmark-disable",
+    ]
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files], cwd=ROOT, env=settings, capture_output=True, text=True
+    )
     found = proof_summaries.test_summary(record)
     assert ran.returncode == 0 and found["passed"] > 80 and found["failed"] == 0, ran.stdout[-3000:]
     seen = [json.loads(line)["test"] for line in record.read_text().splitlines()]
@@ -77,7 +95,9 @@ def test_attention_on_a_gpu_is_judged_head_by_head(monkeypatch: pytest.MonkeyPat
     case = attention.Case("noise-aware", (64, 4), 32, torch.bfloat16, True, (6, 2))
     inputs = draw(case, "cpu")
     attention.check("pdkernels", attention.ours(case, inputs), case, "cuda")
-    short = attention.Contender(lambda q, k, v: 0.9 * attention.ours(case, inputs).attention(q, k, v), inputs, lambda x: x)
+    short = attention.Contender(
+        lambda q, k, v: 0.9 * attention.ours(case, inputs).attention(q, k, v), inputs, lambda x: x
+    )
     with pytest.raises(AssertionError, match="error over budget"):
         attention.check("pdkernels", short, case, "cuda")
     attention.oracle.cache_clear()

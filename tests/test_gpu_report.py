@@ -16,12 +16,28 @@ from bench.dry_run import dry_run
 from tests.harness.pretended_gpu import without_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {"device": "Made Up", "copy_gb_per_s": 4000.0, "read_gb_per_s": 4200.0, "bf16_tflops": 800.0, "fp32_tflops": 50.0}
+FLOORS = {
+    "device": "Made Up",
+    "copy_gb_per_s": 4000.0,
+    "read_gb_per_s": 4200.0,
+    "bf16_tflops": 800.0,
+    "fp32_tflops": 50.0,
+}
 
 
 def result(contender: str, group: str, median: float, ratio: float, **facts: object) -> dict:
-    extra = {"op": "silu", "contender": contender, "median_us": median, "ratio_to_baseline": ratio, "device": "Made Up", "torch": "2.11.0",
-             "pdkernels": "0", "timed_by": "graph replay", "dtype": "bf16", **facts}  # fmt: skip
+    extra = {
+        "op": "silu",
+        "contender": contender,
+        "median_us": median,
+        "ratio_to_baseline": ratio,
+        "device": "Made Up",
+        "torch": "2.11.0",
+        "pdkernels": "0",
+        "timed_by": "graph replay",
+        "dtype": "bf16",
+        **facts,
+    }
     return {"group": group, "extra_info": extra, "stats": {"iqr": 4e-7, "max": 1e-3}}
 
 
@@ -72,7 +88,17 @@ def test_no_gpu_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_dry_run_leads_to_a_table(tmp_path: Path) -> None:
     result = tmp_path / "gpu/linear.json"
     result.parent.mkdir()
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "bench/bench_linear_token_statistics.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "bench/bench_linear_token_statistics.py",
+    ]
     # A worker of xdist passes its name on, and pytest-benchmark measures nothing where it finds one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     settings = inherited | {"PDKERNELS_BENCH_DRY": "1", "OMP_NUM_THREADS": "1"}
@@ -96,7 +122,9 @@ def test_the_clock_of_a_gpu_and_its_floors() -> None:
         assert x.tolist() == [3, 3, 3] and all(t > 0 for t in took) and clock() == sum(took)
         assert gpu_clock.replay(lambda: x.add_(1)) is not None and x.tolist()[0] >= 6
         floors = gpu_clock.floors()
-        assert set(FLOORS) | {"shortest_launch_us"} == set(floors) and all(floors[name] >= 0 for name in FLOORS if name != "device")
+        assert set(FLOORS) | {"shortest_launch_us"} == set(floors) and all(
+            floors[name] >= 0 for name in FLOORS if name != "device"
+        )
     for cached in (gpu_clock.eviction, gpu_clock.floors):
         cached.cache_clear()
 

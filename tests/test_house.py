@@ -113,7 +113,9 @@ def test_reference_imports_nothing_of_ours() -> None:
 
 def test_kernels_know_neither_torch_nor_python() -> None:
     foreign = re.compile(r'#include\s*[<"](torch|ATen|c10|pybind11|Python\.h)')
-    assert [relative(path) for path in SOURCES if path.is_relative_to(ROOT / "csrc") and foreign.search(path.read_text())] == []
+    assert [
+        relative(path) for path in SOURCES if path.is_relative_to(ROOT / "csrc") and foreign.search(path.read_text())
+    ] == []
     for path in (ROOT / "csrc/include").rglob("*.h"):
         quoted = re.findall(r'#include\s*"([^"]+)"', path.read_text())
         assert all(name.startswith("pdkernels/") for name in quoted), relative(path)
@@ -138,24 +140,40 @@ def test_every_op_is_public_and_shown(op: str) -> None:
     assert text and "Example:" in text and ">>>" in text and "Args:" in text
 
 
-@pytest.mark.parametrize("module", ["pdkernels", *(f"pdkernels.{path.parent.name}" for path in sorted(PACKAGE.glob("*/__init__.py")))])
+@pytest.mark.parametrize(
+    "module", ["pdkernels", *(f"pdkernels.{path.parent.name}" for path in sorted(PACKAGE.glob("*/__init__.py")))]
+)
 def test_every_public_name_has_a_docstring(module: str) -> None:
     loaded = importlib.import_module(module)
     assert loaded.__doc__
     public = {name: getattr(loaded, name) for name in loaded.__all__}
     documented = (inspect.isclass, inspect.isroutine, inspect.ismodule)
     # What a class takes over from its base would be found too: each needs words of its own.
-    assert [name for name, value in public.items() if any(kind(value) for kind in documented) and not vars(value).get("__doc__", value.__doc__)] == []
+    assert [
+        name
+        for name, value in public.items()
+        if any(kind(value) for kind in documented) and not vars(value).get("__doc__", value.__doc__)
+    ] == []
 
 
 def test_every_environment_variable_is_in_show_config() -> None:
     reads = re.compile(r'(?:environ|getenv)\W[^\n]*?"(PDKERNELS_\w+)"')
     folders = ("pdkernels", "csrc", "python_bindings")
-    read = {name for path in SOURCES if path.relative_to(ROOT).parts[0] in folders for name in reads.findall(path.read_text())}
+    read = {
+        name
+        for path in SOURCES
+        if path.relative_to(ROOT).parts[0] in folders
+        for name in reads.findall(path.read_text())
+    }
     assert read == set(config.ENVIRONMENT)
 
 
 def test_linter_finds_nothing() -> None:
     ruff = pytest.importorskip("ruff")
-    found = subprocess.run([ruff.find_ruff_bin(), "check", "--no-cache", "--output-format=concise"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        [ruff.find_ruff_bin(), "check", "--no-cache", "--output-format=concise"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     assert found.returncode == 0, found.stdout + found.stderr

@@ -39,7 +39,9 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     arguments = [str(part) for part in command]
-    answer = subprocess.run(arguments, cwd=cwd, env=ours | (environment or {}), capture_output=True, text=True, check=False)
+    answer = subprocess.run(
+        arguments, cwd=cwd, env=ours | (environment or {}), capture_output=True, text=True, check=False
+    )
     assert (answer.returncode != 0) == fails, answer.stdout + answer.stderr
     return answer
 
@@ -65,14 +67,20 @@ def new_environment(folder: Path, *, packages: bool = True) -> Path:
     venv.create(folder, with_pip=False, symlinks=True)
     interpreter = folder / "bin/python"
     if packages:
-        site = Path(python("import sysconfig; print(sysconfig.get_path('purelib'))", executable=interpreter).stdout.strip())
-        folders = dict.fromkeys([sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])])
+        site = Path(
+            python("import sysconfig; print(sysconfig.get_path('purelib'))", executable=interpreter).stdout.strip()
+        )
+        folders = dict.fromkeys(
+            [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), str(Path(torch.__file__).parents[1])]
+        )
         (site / "these.pth").write_text("\n".join(folders) + "\n")
     return interpreter
 
 
 def pip(interpreter: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check", *arguments, **options)
+    return run(
+        sys.executable, "-m", "pip", "--python", interpreter, "--disable-pip-version-check", *arguments, **options
+    )
 
 
 def elsewhere(build: Path) -> dict[str, str]:
@@ -110,7 +118,9 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
     expected = {str(path.relative_to(ROOT)) for path in tracked}
-    expected |= {f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")}
+    expected |= {
+        f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
+    }
     expected |= {"pdkernels/_ops.so", f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}", "pdkernels/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("LICENSE") for name in names)
@@ -130,7 +140,9 @@ def test_sdist_holds_all_sources(tmp_path: Path) -> None:
     run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
     archive = next(tmp_path.glob("*.tar.gz"))
     names = {name.partition("/")[2] for name in run("tar", "-tzf", archive).stdout.split()}
-    sources = [path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")]
+    sources = [
+        path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")
+    ]
     wanted = {".py", ".h", ".cpp", ".cu", ".safetensors", ".typed"}
     missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
     assert not missing
@@ -211,7 +223,10 @@ def test_sentences_about_torch(setup_py: ModuleType, monkeypatch: pytest.MonkeyP
     assert (found, version) == (Path(torch.__file__).parent, torch.__version__)
     for folders, sentence in [
         ([], "torch must be installed before pdkernels is built. Run: pip install 'torch>=2.11'"),
-        ([fake_torch(tmp_path / "old", "2.10.1+cu128")], "torch 2.11 or newer is needed, but 2.10.1[+]cu128 is installed"),
+        (
+            [fake_torch(tmp_path / "old", "2.10.1+cu128")],
+            "torch 2.11 or newer is needed, but 2.10.1[+]cu128 is installed",
+        ),
         ([fake_torch(tmp_path / "bare", "2.13.0")], "has no C[+][+] headers"),
     ]:
         monkeypatch.setattr(setup_py, "package_folders", lambda folders=folders: iter(folders))
@@ -248,7 +263,9 @@ def test_sentences_about_python(setup_py: ModuleType, monkeypatch: pytest.Monkey
 
 def test_a_failing_build_ends_with_one_sentence() -> None:
     environment = {"PATH": "", "CXX": "no-such-compiler"}
-    answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, environment=environment, fails=True)
+    answer = run(
+        sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, environment=environment, fails=True
+    )
     assert answer.stderr.strip().splitlines()[-1].startswith("pdkernels: no C++ compiler was found.")
     assert "Traceback" not in answer.stderr
 
@@ -290,7 +307,9 @@ def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
     source = (ROOT / "scripts/bootstrap.py").read_text()
     ast.parse(source, feature_version=(3, 7))
     answer = python(f"import sys; sys.version_info = (3, 8, 10); exec({source!r})", fails=True)
-    assert answer.stderr.strip().startswith("pdkernels: Python 3.10 or newer is needed, but this is 3.8.10. Run: make PYTHON=")
+    assert answer.stderr.strip().startswith(
+        "pdkernels: Python 3.10 or newer is needed, but this is 3.8.10. Run: make PYTHON="
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ binaries
@@ -328,7 +347,11 @@ def test_a_second_build_does_nothing() -> None:
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-@pytest.mark.parametrize("unit", [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), *sorted((ROOT / "python_bindings").glob("*.cpp"))], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "unit",
+    [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), *sorted((ROOT / "python_bindings").glob("*.cpp"))],
+    ids=lambda path: path.stem,
+)
 def test_compiles_for_aarch64(unit: Path) -> None:
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:
@@ -338,7 +361,15 @@ def test_compiles_for_aarch64(unit: Path) -> None:
     import pybind11
 
     folders = [Path(torch.__file__).parent / "include", pybind11.get_include(), sysconfig.get_path("include")]
-    flags = ["-std=c++20", "-fsyntax-only", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror", "-DTORCH_TARGET_VERSION=0x020b000000000000"]
+    flags = [
+        "-std=c++20",
+        "-fsyntax-only",
+        "-fvisibility=hidden",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DTORCH_TARGET_VERSION=0x020b000000000000",
+    ]
     facts = [f'-DPDKERNELS_{name}="0"' for name in ("VERSION", "TORCH_VERSION", "CUDA_ARCHS")]
     includes = [f"-I{ROOT}/csrc/include", f"-I{ROOT}/csrc/cpu", *(f"-isystem{folder}" for folder in folders)]
     run(compiler, *flags, *facts, *includes, unit)
@@ -355,7 +386,9 @@ def test_clean_build_takes_less_than_three_minutes(checkout: Path, capsys: pytes
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
     with capsys.disabled():
-        print(f"\nclean build: {seconds:.0f} s of processor time, {len(re.findall('^.[0-9]+/', answer.stdout, re.M))} steps")
+        print(
+            f"\nclean build: {seconds:.0f} s of processor time, {len(re.findall('^.[0-9]+/', answer.stdout, re.M))} steps"
+        )
     assert seconds < 360
     assert (checkout / "pdkernels/_ops.so").is_file()
 
@@ -375,7 +408,11 @@ def test_bootstrap_prepares_an_environment_once(checkout: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--editable"]], ids=["install", "editable"])
 def test_isolated_build_takes_the_torch_that_is_there(checkout: Path, tmp_path: Path, options: list[str]) -> None:
-    tried = subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "ninja"], capture_output=True, check=False)
+    tried = subprocess.run(
+        [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "ninja"],
+        capture_output=True,
+        check=False,
+    )
     if tried.returncode != 0:
         pytest.skip("no package index")
     interpreter = new_environment(tmp_path / "venv")

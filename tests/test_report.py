@@ -13,13 +13,24 @@ from bench.bench_speculative_attention import APPENDING
 
 
 def result(op: str, contender: str, median: float, ratio: float, **sizes: object) -> dict:
-    extra = {"op": op, "contender": contender, "median_us": median, "ratio_to_baseline": ratio, "device": "Made Up", "threads": 2,
-             "torch": "2.13.0", "pdkernels": "0", **sizes}  # fmt: skip
+    extra = {
+        "op": op,
+        "contender": contender,
+        "median_us": median,
+        "ratio_to_baseline": ratio,
+        "device": "Made Up",
+        "threads": 2,
+        "torch": "2.13.0",
+        "pdkernels": "0",
+        **sizes,
+    }
     return {"group": op, "extra_info": extra, "stats": {"iqr": 4e-7, "max": 1e-3}}
 
 
 def cells(text: str) -> list[list[str]]:
-    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line.startswith("| ")]
+    return [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines() if line.startswith("| ")
+    ]
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-// A plan is trusted with addresses, so its numbers are looked at before a kernel runs: a few words for each visited tile.
+// A plan is trusted with addresses, so its numbers are looked at before a kernel runs: a few words for each visited
+// tile.
 #pragma once
 
 #include <vector>
@@ -12,7 +13,8 @@ inline void check_lists(const char* op, const TileLists& lists, int64_t batch, i
   const auto require = [op](bool fine, const char* what) {
     if (!fine) fail(op, std::string("plan must ") + what + ". Make plans with SegmentMask.plan().");
   };
-  const bool own_lists = lists.offsets_stride != 0 || lists.tiles_stride != 0 || lists.bitmap_ids_stride != 0 || lists.order_stride != 0;
+  const bool own_lists =
+      lists.offsets_stride != 0 || lists.tiles_stride != 0 || lists.bitmap_ids_stride != 0 || lists.order_stride != 0;
   std::vector<char> seen(lists.num_tiles);
   for (int64_t b = 0; b < (own_lists ? batch : 1); ++b) {
     seen.assign(lists.num_tiles, 0);

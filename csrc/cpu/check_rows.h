@@ -9,18 +9,17 @@ inline std::string range(int64_t low, int64_t high) {
   return "be in [" + std::to_string(low) + ", " + std::to_string(high) + "]";
 }
 
-inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b, int64_t length, int64_t count, int64_t max_rows,
-                   const std::string& lengths = "lengths") {
+inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b, int64_t length, int64_t count,
+                   int64_t max_rows, const std::string& lengths = "lengths") {
   const int64_t capacity = pages.capacity();
   switch (fault) {
     case Fault::none:
     case Fault::source:  // reported where the row is known
-    case Fault::page:
-      return;
+    case Fault::page: return;
     case Fault::length:
-      fail(op, b, lengths, range(0, capacity), length, "The cache holds " + std::to_string(capacity) + " rows a sequence.");
-    case Fault::count:
-      fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
+      fail(op, b, lengths, range(0, capacity), length,
+           "The cache holds " + std::to_string(capacity) + " rows a sequence.");
+    case Fault::count: fail(op, b, "counts", range(0, max_rows), count, "Only the rows given can be written.");
     case Fault::room:
       fail(op, b, lengths + " + counts", "be at most the capacity " + std::to_string(capacity), length + count,
            "Make the cache larger, reserve more pages, or write fewer rows.");
@@ -35,8 +34,8 @@ inline void require_pages(const char* op, const PageMap& pages, int64_t b, int64
   for (int64_t page = first / pages.page_size; page <= last_page; ++page) {
     const int64_t id = pages.block_table.load(b, page);
     if (id < 0 || id >= pages.num_pages) {
-      fail(op, b, "block_table[" + std::to_string(b) + ", " + std::to_string(page) + "]", range(0, pages.num_pages - 1), id,
-           remedy);
+      fail(op, b, "block_table[" + std::to_string(b) + ", " + std::to_string(page) + "]", range(0, pages.num_pages - 1),
+           id, remedy);
     }
   }
 }

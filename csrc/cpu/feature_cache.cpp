@@ -1,4 +1,5 @@
-// Steps that recompute only some rows, on the CPU: values are checked here, and rows gathered; simd/feature_cache.cpp computes.
+// Steps that recompute only some rows, on the CPU: values are checked here, and rows gathered; simd/feature_cache.cpp
+// computes.
 #include <cstring>
 
 #include "check_rows.h"
@@ -32,17 +33,18 @@ void gather_rows(const GatherRowsArgs& args) {
     }
   }
   constexpr int64_t kBytesPerThread = 64 * 1024;  // below that, waking another thread costs more than it saves
-  parallel_for(0, args.batch * args.picked, 1 + kBytesPerThread / (args.row_bytes + 1), [&](int64_t begin, int64_t end) {
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t b = item / args.picked, at = args.index.load(b, item % args.picked);
-      char* to = args.out + item * args.row_bytes;
-      if (at < 0) {
-        std::memset(to, 0, args.row_bytes);
-      } else {
-        std::memcpy(to, args.x.row<char>(b, at), args.row_bytes);
-      }
-    }
-  });
+  parallel_for(0, args.batch * args.picked, 1 + kBytesPerThread / (args.row_bytes + 1),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t item = begin; item < end; ++item) {
+                   const int64_t b = item / args.picked, at = args.index.load(b, item % args.picked);
+                   char* to = args.out + item * args.row_bytes;
+                   if (at < 0) {
+                     std::memset(to, 0, args.row_bytes);
+                   } else {
+                     std::memcpy(to, args.x.row<char>(b, at), args.row_bytes);
+                   }
+                 }
+               });
 }
 
 void add_cached_rows(const AddCachedArgs& args) {
@@ -52,7 +54,8 @@ void add_cached_rows(const AddCachedArgs& args) {
       const int64_t at = args.index.load(b, j);
       if (!args.in_range(at)) fail(op, b, entry(b, j), range(-1, args.rows - 1), at, "-1 replaces nothing.");
       if (!args.in_order(b, j)) {
-        fail(op, b, entry(b, j), "be larger than the one before it, or -1 at the end", at, "Sort the rows of each sequence.");
+        fail(op, b, entry(b, j), "be larger than the one before it, or -1 at the end", at,
+             "Sort the rows of each sequence.");
       }
     }
   }

@@ -1,7 +1,7 @@
 // KV cache append, commit and trim on the CPU.
 //
-// Everything is checked before the first byte is written. One work item is one buffer (a layer's K or V) of one sequence:
-// items touch disjoint bytes, so they run on any thread in any order with the same result.
+// Everything is checked before the first byte is written. One work item is one buffer (a layer's K or V) of one
+// sequence: items touch disjoint bytes, so they run on any thread in any order with the same result.
 #include <cstring>
 #include <vector>
 
@@ -81,7 +81,8 @@ void kv_append(const AppendArgs& args) {
   for (int64_t b = 0; b < cache.batch; ++b) {
     const int64_t length = args.lengths.load(b);
     const int64_t count = args.count(b);
-    report("kv_append_", check_extent(cache.pages, length, count, args.max_rows), cache.pages, b, length, count, args.max_rows);
+    report("kv_append_", check_extent(cache.pages, length, count, args.max_rows), cache.pages, b, length, count,
+           args.max_rows);
     require_pages("kv_append_", cache.pages, b, length, count);
     most = count > most ? count : most;
   }
@@ -98,8 +99,8 @@ void kv_append(const AppendArgs& args) {
       const int64_t count = args.count(b);
       for (int64_t i = 0; i < count; ++i) {
         const Slot at = cache.pages.locate(b, length + i);
-        copy_row(cache.buffers.base[buffer] + row.row_offset(at.page, at.slot), row, source + i * source_row.slot_stride,
-                 source_row);
+        copy_row(cache.buffers.base[buffer] + row.row_offset(at.page, at.slot), row,
+                 source + i * source_row.slot_stride, source_row);
       }
     }
   });
@@ -126,7 +127,8 @@ void kv_commit(const CommitArgs& args) {
       require_pages(op, pages, b, length + source, 1);
     }
     plans.push_back(plan_moves(args, b, length, count));
-    most = static_cast<int64_t>(plans.back().moves.size()) > most ? static_cast<int64_t>(plans.back().moves.size()) : most;
+    most =
+        static_cast<int64_t>(plans.back().moves.size()) > most ? static_cast<int64_t>(plans.back().moves.size()) : most;
   }
   if (most > 0) {
     const int64_t buffers = 2 * static_cast<int64_t>(cache.layers);

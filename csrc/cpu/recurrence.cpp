@@ -1,5 +1,5 @@
-// The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. What is decided
-// about tokens is a few integers a sequence: one thread and plain loops.
+// The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. What
+// is decided about tokens is a few integers a sequence: one thread and plain loops.
 #include "pdkernels/recurrence.h"
 
 #include "fault.h"
@@ -12,12 +12,14 @@ namespace {
 void check_width(const char* op, const IndexView& width, int64_t b, int64_t most) {
   const int64_t w = width.load(b);
   if (w < 0 || w > most) {
-    fail(op, b, "width", "be in [0, " + std::to_string(most) + "]", w, "It counts the rows of a wave; 0 marks a finished sequence.");
+    fail(op, b, "width", "be in [0, " + std::to_string(most) + "]", w,
+         "It counts the rows of a wave; 0 marks a finished sequence.");
   }
 }
 
 void check_sign(const char* op, const char* name, const IndexView& numbers, int64_t b) {
-  if (numbers.load(b) < 0) fail(op, b, name, "not be negative", numbers.load(b), "Pass what recurrence_advance_ left there.");
+  if (numbers.load(b) < 0)
+    fail(op, b, name, "not be negative", numbers.load(b), "Pass what recurrence_advance_ left there.");
 }
 
 }  // namespace
@@ -30,8 +32,9 @@ void recurrence_inject(const InjectArgs& args) {
     check_sign(op, "advance", args.advance, b);
     for (int64_t i = 0; args.state.given() && i < args.width.load(b); ++i) {
       if (args.recurrences.load(b, i) <= 0 || args.state.has(args.before(b, i))) continue;
-      fail(op, "state must have the rows that recurrences counts, got " + std::to_string(args.state.rows) + " rows, and row " +
-                   std::to_string(i) + " of sequence " + std::to_string(b) + " was row " + std::to_string(args.before(b, i)) + ".");
+      fail(op, "state must have the rows that recurrences counts, got " + std::to_string(args.state.rows) +
+                   " rows, and row " + std::to_string(i) + " of sequence " + std::to_string(b) + " was row " +
+                   std::to_string(args.before(b, i)) + ".");
     }
   }
   PDK_DISPATCH(recurrence_inject, args)

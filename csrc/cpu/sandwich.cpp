@@ -1,4 +1,5 @@
-// What lies between the matrix products of a sandwich block, on the CPU: values are checked here, simd/sandwich.cpp computes.
+// What lies between the matrix products of a sandwich block, on the CPU: values are checked here, simd/sandwich.cpp
+// computes.
 #include "check_rows.h"
 #include "kernels.h"
 #include "simd/dispatch.h"
@@ -21,8 +22,8 @@ void require_slots(const char* op, const RotateAppendArgs& args, int64_t b, int6
            "A row stands at lengths + slots, a place of the cache; -1 is padding.");
     }
     if (!args.in_tables(length, slot + 1)) {
-      fail(op, b, "lengths + slots", "be less than the " + std::to_string(args.positions) + " positions of the tables", length + slot,
-           "Make longer tables.");
+      fail(op, b, "lengths + slots", "be less than the " + std::to_string(args.positions) + " positions of the tables",
+           length + slot, "Make longer tables.");
     }
     require_pages(op, args.pages, b, length + slot, 1);
   }
@@ -40,8 +41,8 @@ void rotate_append(const RotateAppendArgs& args) {
       continue;
     }
     if (!args.in_tables(length, count)) {
-      fail(op, b, "lengths + counts", "be at most the " + std::to_string(args.positions) + " positions of the tables", length + count,
-           "Make longer tables.");
+      fail(op, b, "lengths + counts", "be at most the " + std::to_string(args.positions) + " positions of the tables",
+           length + count, "Make longer tables.");
     }
     require_pages(op, args.pages, b, length, count);
   }

@@ -20,17 +20,22 @@ constexpr int64_t kGrain = 4096;
 void check_windows(const UnmaskArgs& args, int64_t b) {
   const auto text = [&](int64_t g) {
     std::string pair = "[";
-    return pair.append(std::to_string(args.start(b, g))).append(", ").append(std::to_string(args.end(b, g))).append("]");
+    return pair.append(std::to_string(args.start(b, g)))
+        .append(", ")
+        .append(std::to_string(args.end(b, g)))
+        .append("]");
   };
   const std::string place = " for sequence " + std::to_string(b) + ". ";
   for (int64_t g = 0; g < args.segments; ++g) {
     if (args.window_fits(b, g)) continue;
-    fail(kOp, "windows must lie in [0, " + std::to_string(args.length) + "] and not end before they start, got " + text(g) + place +
-                  "A window is a half-open range of tokens.");
+    fail(kOp, "windows must lie in [0, " + std::to_string(args.length) + "] and not end before they start, got " +
+                  text(g) + place + "A window is a half-open range of tokens.");
   }
   for (int64_t g = 0; g < args.segments; ++g) {
     for (int64_t h = 0; h < g; ++h) {
-      if (args.overlap(b, g, h)) fail(kOp, "windows must not overlap, got " + text(h) + " and " + text(g) + place + "A token belongs to one segment.");
+      if (args.overlap(b, g, h))
+        fail(kOp, "windows must not overlap, got " + text(h) + " and " + text(g) + place +
+                      "A token belongs to one segment.");
     }
   }
 }
@@ -40,12 +45,13 @@ void check_positions(const UnmaskArgs& args, int64_t b, std::vector<int64_t>& la
   for (int64_t r = 0; r < args.candidates; ++r) {
     const int64_t p = args.position(b, r);
     if (!args.position_fits(b, r)) {
-      fail(kOp, b, "positions", "be in [-1, " + std::to_string(args.length - 1) + "]", p, "-1 stands for no candidate.");
+      fail(kOp, b, "positions", "be in [-1, " + std::to_string(args.length - 1) + "]", p,
+           "-1 stands for no candidate.");
     }
     if (p < 0) continue;
     if (last_seen[p] == b + 1) {
-      fail(kOp, "positions must be distinct in a sequence, got " + std::to_string(p) + " twice for sequence " + std::to_string(b) +
-                    ". A token takes one guess.");
+      fail(kOp, "positions must be distinct in a sequence, got " + std::to_string(p) + " twice for sequence " +
+                    std::to_string(b) + ". A token takes one guess.");
     }
     last_seen[p] = b + 1;
   }
@@ -96,11 +102,13 @@ void unmask(const UnmaskArgs& args) {
   }
   const std::unique_ptr<uint64_t[]> keys(new uint64_t[args.batch * args.candidates]);
   const int64_t work = args.length + args.segments * args.candidates;
-  parallel_for(0, args.batch, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)), [&](int64_t first, int64_t last) {
-    for (int64_t b = first; b < last; ++b) {
-      for (int64_t g = 0; g < args.segments; ++g) unmask_segment(args, b, g, keys.get() + b * args.candidates);
-    }
-  });
+  parallel_for(0, args.batch, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work)),
+               [&](int64_t first, int64_t last) {
+                 for (int64_t b = first; b < last; ++b) {
+                   for (int64_t g = 0; g < args.segments; ++g)
+                     unmask_segment(args, b, g, keys.get() + b * args.candidates);
+                 }
+               });
 }
 
 }  // namespace pdkernels::cpu

@@ -48,8 +48,8 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
-// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T a warp; calls that share it
-// need no barrier between them.
+// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T a warp; calls that
+// share it need no barrier between them.
 template <int kThreads, class T>
 __device__ T block_sum(T x, T* room) {
   x = warp_sum(x);

@@ -1,5 +1,5 @@
-// Steps that recompute only some rows, on CUDA. Everything is bytes and launches: rows are read once, in packs of 16 bytes where
-// they are aligned, and the choice among a sequence's rows stays on the device.
+// Steps that recompute only some rows, on CUDA. Everything is bytes and launches: rows are read once, in packs of 16
+// bytes where they are aligned, and the choice among a sequence's rows stays on the device.
 #include "kernels.h"
 #include "launch.h"
 #include "packs.h"
@@ -7,8 +7,8 @@
 namespace pdkernels::cuda {
 namespace {
 
-constexpr int kRowThreads = 128;      // a row of 4096 half-precision values is four packs for each
-constexpr int kRowBlocksPerSm = 8;    // of its own choice ptxas aims at more and spills
+constexpr int kRowThreads = 128;    // a row of 4096 half-precision values is four packs for each
+constexpr int kRowBlocksPerSm = 8;  // of its own choice ptxas aims at more and spills
 constexpr int kChoiceThreads = 512;
 
 // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
@@ -16,7 +16,8 @@ __device__ bool sequence_fits(const ValueDriftArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
   if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;
   bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += blockDim.x) fine = fine && args.pages.holds(args.pages.locate(b, start + i));
+  for (int64_t i = threadIdx.x; i < count; i += blockDim.x)
+    fine = fine && args.pages.holds(args.pages.locate(b, start + i));
   return __syncthreads_and(fine);
 }
 
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
       if (warp < own) my_lower += lower_of[warp], my_equal += equal_of[warp];
       lower += lower_of[warp], equal += equal_of[warp];
     }
-    if (is_lower || (is_equal && my_equal < cut.ties)) index[my_lower + (my_equal < cut.ties ? my_equal : cut.ties)] = i;
+    if (is_lower || (is_equal && my_equal < cut.ties))
+      index[my_lower + (my_equal < cut.ties ? my_equal : cut.ties)] = i;
   }
 }
 
@@ -93,7 +95,8 @@ __global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_
   const char* fresh = args.fresh(b, row);
   char* cached = args.cached(b, args.starts.load(b) + row);
   for (int64_t at = threadIdx.x * sizeof(Word); at < args.v_row.row_bytes(); at += kRowThreads * sizeof(Word)) {
-    *reinterpret_cast<Word*>(cached + args.cache_row.byte_offset(at)) = *reinterpret_cast<const Word*>(fresh + args.v_row.byte_offset(at));
+    *reinterpret_cast<Word*>(cached + args.cache_row.byte_offset(at)) =
+        *reinterpret_cast<const Word*>(fresh + args.v_row.byte_offset(at));
   }
 }
 
@@ -104,7 +107,8 @@ __global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs
   const bool given = args.fits(row) && row >= 0;
   const Word* from = given ? reinterpret_cast<const Word*>(args.x.row<const char>(b, row)) : nullptr;
   Word* to = reinterpret_cast<Word*>(args.out + (b * args.picked + j) * args.row_bytes);
-  for (int64_t at = threadIdx.x; at < args.row_bytes / static_cast<int64_t>(sizeof(Word)); at += kRowThreads) to[at] = given ? from[at] : Word{};
+  for (int64_t at = threadIdx.x; at < args.row_bytes / static_cast<int64_t>(sizeof(Word)); at += kRowThreads)
+    to[at] = given ? from[at] : Word{};
 }
 
 // A block a row, which looks through the sequence's indices for its own.
@@ -147,7 +151,8 @@ dim3 grid_of(int64_t rows, int64_t batch) { return dim3(static_cast<unsigned>(ro
 
 cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
-  const int64_t word = widest_word(reinterpret_cast<int64_t>(args.v) | reinterpret_cast<int64_t>(args.cache) | bits_of(args.v_row) | bits_of(args.cache_row));
+  const int64_t word = widest_word(reinterpret_cast<int64_t>(args.v) | reinterpret_cast<int64_t>(args.cache) |
+                                   bits_of(args.v_row) | bits_of(args.cache_row));
   if (args.rows > 0) {
     with_element(args.element, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
@@ -172,10 +177,11 @@ cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream) 
 
 cudaError_t gather_rows(const GatherRowsArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.picked == 0 || args.row_bytes == 0) return cudaSuccess;
-  with_word(widest_word(bits_of<char>(args.x) | reinterpret_cast<int64_t>(args.out) | args.row_bytes), [&](auto* vector) {
-    using Word = std::remove_pointer_t<decltype(vector)>;
-    PDK_LAUNCH(gather_rows_kernel<Word>, grid_of(args.picked, args.batch), dim3(kRowThreads), 0, stream, args);
-  });
+  with_word(
+      widest_word(bits_of<char>(args.x) | reinterpret_cast<int64_t>(args.out) | args.row_bytes), [&](auto* vector) {
+        using Word = std::remove_pointer_t<decltype(vector)>;
+        PDK_LAUNCH(gather_rows_kernel<Word>, grid_of(args.picked, args.batch), dim3(kRowThreads), 0, stream, args);
+      });
   return cudaGetLastError();
 }
 
@@ -186,7 +192,8 @@ cudaError_t add_cached_rows(const AddCachedArgs& args, cudaStream_t stream) {
     constexpr int kSize = 16 / sizeof(T);
     const int64_t out = reinterpret_cast<int64_t>(args.out) | args.width * static_cast<int64_t>(sizeof(T));
     if (widest_word(bits_of<T>(args.x) | bits_of<T>(args.cached) | bits_of<T>(args.fresh) | out) == 16) {
-      PDK_LAUNCH((add_cached_rows_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+      PDK_LAUNCH((add_cached_rows_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream,
+                 args);
     } else {
       PDK_LAUNCH((add_cached_rows_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
     }

@@ -1,4 +1,5 @@
-// Every CUDA launcher: raw pointers in, kernels on a stream out. Nothing allocates, synchronises or reads device values.
+// Every CUDA launcher: raw pointers in, kernels on a stream out. Nothing allocates, synchronises or reads device
+// values.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,8 +1,8 @@
 // KV cache append, commit and trim on CUDA: byte movers with one launch for all layers, K and V, and all sequences.
 //
 // Lengths, counts and indices live on the device and are checked there: a sequence with anything out of range is left
-// exactly as it was, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row) of
-// one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
+// exactly as it was, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row)
+// of one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
 #include "kernels.h"
 #include "launch.h"
 #include "packs.h"
@@ -32,7 +32,8 @@ struct Tile {
 };
 
 template <class V>
-__global__ void __launch_bounds__(kThreads) kv_append_kernel(const __grid_constant__ AppendArgs args, int64_t tile_bytes) {
+__global__ void __launch_bounds__(kThreads)
+    kv_append_kernel(const __grid_constant__ AppendArgs args, int64_t tile_bytes) {
   const int64_t b = blockIdx.y;
   const int64_t buffer = blockIdx.z;
   const CacheView& cache = args.cache;
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(kThreads) kv_append_kernel(const __grid_consta
   const int64_t count = args.count(b);
   if (check_extent(cache.pages, length, count, args.max_rows) != Fault::none) return;
   bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) fine = fine && check_append_row(args, b, length, i) == Fault::none;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads)
+    fine = fine && check_append_row(args, b, length, i) == Fault::none;
   if (!__syncthreads_and(fine)) return;
 
   const int side = cache.side(buffer);
@@ -59,9 +61,11 @@ __global__ void __launch_bounds__(kThreads) kv_append_kernel(const __grid_consta
   }
 }
 
-// All rows of the tile are staged in shared memory before the first is written: any pattern of sources is safe in place.
+// All rows of the tile are staged in shared memory before the first is written: any pattern of sources is safe in
+// place.
 template <class V>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) kv_commit_kernel(const __grid_constant__ CommitArgs args, int64_t tile_bytes) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    kv_commit_kernel(const __grid_constant__ CommitArgs args, int64_t tile_bytes) {
   PDK_DYNAMIC_SHARED(V, staged);  // [count][tile.width]
   const int64_t b = blockIdx.y;
   const int64_t buffer = blockIdx.z;
@@ -70,7 +74,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) kv_commit_kernel(const
   const int64_t count = args.counts.load(b);
   if (check_extent(cache.pages, length, count, args.max_rows) != Fault::none) return;
   bool fine = true;
-  for (int64_t i = threadIdx.x; i < count; i += kThreads) fine = fine && check_commit_row(args, b, length, i) == Fault::none;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads)
+    fine = fine && check_commit_row(args, b, length, i) == Fault::none;
   if (!__syncthreads_and(fine)) return;
 
   const RowLayout& row = cache.rows[cache.side(buffer)];
@@ -100,7 +105,8 @@ __global__ void __launch_bounds__(kThreads) kv_advance_kernel(const __grid_const
   const int64_t count = args.counts.load(b);
   bool fine = check_extent(args.cache.pages, length, count, args.max_rows) == Fault::none;
   if (fine && args.source_index.given()) {
-    for (int64_t i = threadIdx.x; i < count; i += kThreads) fine = fine && check_commit_row(args, b, length, i) == Fault::none;
+    for (int64_t i = threadIdx.x; i < count; i += kThreads)
+      fine = fine && check_commit_row(args, b, length, i) == Fault::none;
   }
   if (__syncthreads_and(fine) && threadIdx.x == 0) args.lengths.store(length + count, b);
 }
@@ -138,7 +144,8 @@ int64_t widest_row(const CacheView& cache) {
 
 dim3 move_grid(const CacheView& cache, int64_t tile_bytes) {
   const int64_t tiles = (widest_row(cache) + tile_bytes - 1) / tile_bytes;
-  return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(cache.batch), static_cast<unsigned>(2 * cache.layers));
+  return dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(cache.batch),
+              static_cast<unsigned>(2 * cache.layers));
 }
 
 }  // namespace
@@ -166,11 +173,12 @@ cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream) {
     const int64_t tile_bytes = room < kTileBytes ? room : kTileBytes;
     with_word(bytes, [&](auto* vector) {
       using V = std::remove_pointer_t<decltype(vector)>;
-      PDK_LAUNCH(kv_commit_kernel<V>, move_grid(cache, tile_bytes), dim3(kThreads), tile_bytes * args.max_rows, stream, args,
-                 tile_bytes);
+      PDK_LAUNCH(kv_commit_kernel<V>, move_grid(cache, tile_bytes), dim3(kThreads), tile_bytes * args.max_rows, stream,
+                 args, tile_bytes);
     });
   }
-  if (args.advance) PDK_LAUNCH(kv_advance_kernel, dim3(static_cast<unsigned>(cache.batch)), dim3(kThreads), 0, stream, args);
+  if (args.advance)
+    PDK_LAUNCH(kv_advance_kernel, dim3(static_cast<unsigned>(cache.batch)), dim3(kThreads), 0, stream, args);
   return cudaGetLastError();
 }
 

@@ -21,7 +21,7 @@
 
 #define PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, ...) \
   kernel<<<(grid), (block), (dynamic_shared_bytes), (stream)>>>(__VA_ARGS__)
-#define PDK_DYNAMIC_SHARED(type, name)                                 \
+#define PDK_DYNAMIC_SHARED(type, name)                                \
   extern __shared__ __align__(16) unsigned char pdk_dynamic_shared[]; \
   type* name = reinterpret_cast<type*>(pdk_dynamic_shared)
 

@@ -1,5 +1,5 @@
-// The distance between two laws of the next token, on CUDA: a block a row, two passes over its logits. The second one mostly finds
-// them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_drift.cpp.
+// The distance between two laws of the next token, on CUDA: a block a row, two passes over its logits. The second one
+// mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_drift.cpp.
 #include "kernels.h"
 #include "launch.h"
 #include "packs.h"
@@ -11,7 +11,8 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerSm = 1;  // of its own choice ptxas aims at more and spills
 
-// The largest logit so far with its first place, and the sum of exponentials below it. A NaN is not the largest: it shows in the sum.
+// The largest logit so far with its first place, and the sum of exponentials below it. A NaN is not the largest: it
+// shows in the sum.
 struct Peak {
   float largest, total;
   int64_t place;
@@ -27,7 +28,8 @@ struct Peak {
   // Of equal peaks the first place counts. A peak of nothing but -inf has a total of 0, or NaN.
   __device__ void join(float other_largest, float other_total, int64_t other_place) {
     const float top = other_largest > largest ? other_largest : largest;
-    const float mine = largest == top ? 1.0f : expf(largest - top), others = other_largest == top ? 1.0f : expf(other_largest - top);
+    const float mine = largest == top ? 1.0f : expf(largest - top),
+                others = other_largest == top ? 1.0f : expf(other_largest - top);
     total = total * mine + other_total * others;
     if (other_largest > largest || (other_largest == largest && other_place < place)) place = other_place;
     largest = top;
@@ -120,27 +122,31 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) logit_drift_kernel(Log
     const Pack<T, kSize> x = Pack<T, kSize>::load(logits, pack);
     const Pack<T, kSize> y = uniform ? x : Pack<T, kSize>::load(previous, pack);
     for (int j = 0; j < kSize; ++j) {
-      const float below_now = to_float(x.at[j]) - now.largest, log_now = below_now - now.log_total, p_now = expf(log_now);
+      const float below_now = to_float(x.at[j]) - now.largest, log_now = below_now - now.log_total,
+                  p_now = expf(log_now);
       const bool low_now = below_now < args.log_min_p;
       sums.entropy -= p_now * logf(p_now + 1e-10f);
       sums.now += p_now;
       sums.kept_now += low_now ? 0.0f : p_now;
       sums.low_now += low_now;
       const float below_then = to_float(y.at[j]) - then.largest;
-      const float log_then = uniform ? log_level : below_then - then.log_total, p_then = uniform ? level : expf(log_then);
+      const float log_then = uniform ? log_level : below_then - then.log_total,
+                  p_then = uniform ? level : expf(log_then);
       const bool low_then = !uniform && below_then < args.log_min_p;
       sums.kl += divergence(p_then, log_then, log_now);
       sums.then += p_then;
       sums.kept_then += low_then ? 0.0f : p_then;
       sums.low_then += low_then;
-      sums.minp_kl += divergence(low_then ? level : p_then, low_then ? log_level : log_then, low_now ? log_level : log_now);
+      sums.minp_kl +=
+          divergence(low_then ? level : p_then, low_then ? log_level : log_then, low_now ? log_level : log_now);
     }
   }
   const auto total = [&](auto x) { return block_sum<kThreads>(static_cast<double>(x), room.sums); };
   const auto levelled = [&](float kept, int low) { return total(kept) + total(low) / static_cast<double>(width); };
   const double entropy = total(sums.entropy) / total(sums.now);
   const double kl = total(sums.kl) / (uniform ? 1.0 : total(sums.then));
-  const double levelled_now = levelled(sums.kept_now, sums.low_now), levelled_then = uniform ? 1.0 : levelled(sums.kept_then, sums.low_then);
+  const double levelled_now = levelled(sums.kept_now, sums.low_now),
+               levelled_then = uniform ? 1.0 : levelled(sums.kept_then, sums.low_then);
   const double minp_kl = total(sums.minp_kl) / levelled_then + log(levelled_now / levelled_then);
   if (threadIdx.x != 0) return;
   args.argmax[row] = argmax;

@@ -1,4 +1,5 @@
-// Neighbouring elements of a row in one access, where all rows are aligned to 16 bytes; bytes in words as wide as they allow.
+// Neighbouring elements of a row in one access, where all rows are aligned to 16 bytes; bytes in words as wide as they
+// allow.
 #pragma once
 
 #include "elements.h"

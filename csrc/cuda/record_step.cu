@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) record_step_kernel(RecordArgs args, bool conditional, cudaGraphConditionalHandle handle) {
+__global__ void __launch_bounds__(kThreads)
+    record_step_kernel(RecordArgs args, bool conditional, cudaGraphConditionalHandle handle) {
   const int64_t at = *args.count;
   const bool room = args.has_room(at);
   const int64_t size = args.size();

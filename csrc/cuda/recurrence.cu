@@ -1,5 +1,6 @@
-// A step of the recurrent-depth sampler on CUDA, one launch an op. What varies from step to step is read on the device; a value out of
-// range there is taken as the nearest one that is allowed, and recurrence_advance_ leaves its sequence alone.
+// A step of the recurrent-depth sampler on CUDA, one launch an op. What varies from step to step is read on the device;
+// a value out of range there is taken as the nearest one that is allowed, and recurrence_advance_ leaves its sequence
+// alone.
 #include "elements.h"
 #include "kernels.h"
 #include "launch.h"
@@ -48,10 +49,12 @@ __device__ void store(const Pack<T>& pack, T* to, int64_t count) {
   }
 }
 
-// --- recurrence_inject: a thread makes one pack of the state and one of the embedding ---------------------------------------
+// --- recurrence_inject: a thread makes one pack of the state and one of the embedding
+// ---------------------------------------
 
 template <class T, bool kWide>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) recurrence_inject_kernel(const __grid_constant__ InjectArgs args) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    recurrence_inject_kernel(const __grid_constant__ InjectArgs args) {
   constexpr int kSize = Pack<T>::kSize;
   const int64_t b = blockIdx.z, i = blockIdx.y;
   const int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kSize;
@@ -94,15 +97,18 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) recurrence_inject_kern
   if (blended && args.momentum != 0.0f) {
     const Pack<T> previous = load<T, kWide>(args.previous.row<const T>(b, args.before(b, i)) + at, count);
     for (int j = 0; j < kSize; ++j) {
-      embedding.value[j] = from_float<T>(blend<Rounded>(keep, to_float(embedding.value[j]), args.momentum, to_float(previous.value[j])));
+      embedding.value[j] =
+          from_float<T>(blend<Rounded>(keep, to_float(embedding.value[j]), args.momentum, to_float(previous.value[j])));
     }
   } else if (!blended && args.damp_new) {
-    for (int j = 0; j < kSize; ++j) embedding.value[j] = from_float<T>(Rounded::multiply(to_float(embedding.value[j]), keep));
+    for (int j = 0; j < kSize; ++j)
+      embedding.value[j] = from_float<T>(Rounded::multiply(to_float(embedding.value[j]), keep));
   }
   store<T, kWide>(embedding, to_embedding, count);
 }
 
-// --- recurrence_exit: a block a row -----------------------------------------------------------------------------------------
+// --- recurrence_exit: a block a row
+// -----------------------------------------------------------------------------------------
 
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_constant__ ExitArgs args, bool staged) {
@@ -168,7 +174,8 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
   args.write(b, i, !known ? INFINITY : moved == 0.0f && length == 0.0f ? 0.0f : moved / length);
 }
 
-// --- recurrence_advance_: a block a sequence --------------------------------------------------------------------------------
+// --- recurrence_advance_: a block a sequence
+// --------------------------------------------------------------------------------
 
 constexpr int kAdvanceThreads = 128;
 constexpr int kAdvanceWarps = kAdvanceThreads / kWarp;
@@ -213,7 +220,8 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
   if (thread == 0) next.write(args, b);
   if (next.wave == 0) return;
   // Place 0 is read for itself alone, the others from the predictions.
-  for (int64_t j = thread; j < next.tokens; j += kAdvanceThreads) args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
+  for (int64_t j = thread; j < next.tokens; j += kAdvanceThreads)
+    args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
   // Rows move towards the front, a run of them at a time: all of it is read before any of it is written.
   for (int64_t start = 0; start < args.room; start += kAdvanceThreads) {
     const int64_t i = start + thread;
@@ -227,19 +235,22 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
   }
 }
 
-// --- launches ---------------------------------------------------------------------------------------------------------------
+// --- launches
+// ---------------------------------------------------------------------------------------------------------------
 
 // Whether all of a view's rows start at multiples of 16 bytes.
 bool aligned(const BatchedRows& view, int64_t element_bytes) {
   if (!view.given()) return true;
-  const int64_t bits = reinterpret_cast<int64_t>(view.data) | view.batch_stride * element_bytes | view.row_stride * element_bytes;
+  const int64_t bits =
+      reinterpret_cast<int64_t>(view.data) | view.batch_stride * element_bytes | view.row_stride * element_bytes;
   return bits % 16 == 0;
 }
 
 template <class T>
 void launch_inject(const InjectArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T), kTile = static_cast<int64_t>(kThreads) * Pack<T>::kSize;
-  const dim3 grid(static_cast<unsigned>((args.size + kTile - 1) / kTile), static_cast<unsigned>(args.rows), static_cast<unsigned>(args.batch));
+  const dim3 grid(static_cast<unsigned>((args.size + kTile - 1) / kTile), static_cast<unsigned>(args.rows),
+                  static_cast<unsigned>(args.batch));
   const bool wide = args.size * kBytes % 16 == 0 && aligned(args.state, kBytes) && aligned(args.embedding, kBytes) &&
                     aligned(args.previous, kBytes) && aligned(args.out, kBytes);
   if (wide) PDK_LAUNCH((recurrence_inject_kernel<T, true>), grid, dim3(kThreads), 0, stream, args);
@@ -250,9 +261,9 @@ template <class T>
 void launch_exit(const ExitArgs& args, cudaStream_t stream) {
   constexpr int64_t kBytes = sizeof(T);
   const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>(args.batch));
-  const bool wide = args.size * kBytes % 16 == 0 && reinterpret_cast<int64_t>(args.weight) % 16 == 0 && aligned(args.x, kBytes) &&
-                    aligned(args.residual, kBytes) && aligned(args.previous, kBytes) && aligned(args.older, kBytes) &&
-                    aligned(args.state, kBytes);
+  const bool wide = args.size * kBytes % 16 == 0 && reinterpret_cast<int64_t>(args.weight) % 16 == 0 &&
+                    aligned(args.x, kBytes) && aligned(args.residual, kBytes) && aligned(args.previous, kBytes) &&
+                    aligned(args.older, kBytes) && aligned(args.state, kBytes);
   const int64_t bytes = args.size * static_cast<int64_t>(sizeof(float));
   const bool staged = bytes <= kStagedBytes;
   const size_t room = staged ? static_cast<size_t>(bytes) : 0;
@@ -264,19 +275,22 @@ void launch_exit(const ExitArgs& args, cudaStream_t stream) {
 
 cudaError_t recurrence_inject(const InjectArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.rows == 0 || args.size == 0) return cudaSuccess;
-  with_element(args.element, [&](auto* element) { launch_inject<std::remove_pointer_t<decltype(element)>>(args, stream); });
+  with_element(args.element,
+               [&](auto* element) { launch_inject<std::remove_pointer_t<decltype(element)>>(args, stream); });
   return cudaGetLastError();
 }
 
 cudaError_t recurrence_exit(const ExitArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.rows == 0) return cudaSuccess;
-  with_element(args.element, [&](auto* element) { launch_exit<std::remove_pointer_t<decltype(element)>>(args, stream); });
+  with_element(args.element,
+               [&](auto* element) { launch_exit<std::remove_pointer_t<decltype(element)>>(args, stream); });
   return cudaGetLastError();
 }
 
 cudaError_t recurrence_advance(const AdvanceArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
-  PDK_LAUNCH(recurrence_advance_kernel, dim3(static_cast<unsigned>(args.batch)), dim3(kAdvanceThreads), 0, stream, args);
+  PDK_LAUNCH(recurrence_advance_kernel, dim3(static_cast<unsigned>(args.batch)), dim3(kAdvanceThreads), 0, stream,
+             args);
   return cudaGetLastError();
 }
 

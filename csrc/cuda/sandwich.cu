@@ -1,5 +1,5 @@
-// What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that counts is that
-// every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
+// What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that
+// counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "kernels.h"
 #include "launch.h"
 #include "packs.h"
@@ -61,7 +61,8 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
   for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
     const Elements y = normed(pack), weights = Elements::load(static_cast<const T*>(args.next_weight), pack);
     Elements next;
-    for (int j = 0; j < kSize; ++j) next.at[j] = from_float<T>(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]));
+    for (int j = 0; j < kSize; ++j)
+      next.at[j] = from_float<T>(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]));
     next.store(args.next.row<T>(row), pack);
   }
 }
@@ -84,10 +85,11 @@ __global__ void __launch_bounds__(kThreads) silu_gate_kernel(SiluGateArgs args) 
   out.store(args.out.row<T>(row), pack);
 }
 
-// One of the two packs that hold kSize pairs, as floats in `x`: each number times its cosine, its partner times its sine. The sum is
-// spelled out as one fused operation, so that every kernel gets the same bits.
+// One of the two packs that hold kSize pairs, as floats in `x`: each number times its cosine, its partner times its
+// sine. The sum is spelled out as one fused operation, so that every kernel gets the same bits.
 template <class T, int kSize>
-__device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const float* cos, const float* sin, bool interleaved) {
+__device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const float* cos, const float* sin,
+                                 bool interleaved) {
   constexpr int kFloats = kSize < 4 ? kSize : 4;
   Pack<T, kSize> out;
   for (int begin = 0; begin < kSize; begin += kFloats) {
@@ -101,8 +103,8 @@ __device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const fl
   return out;
 }
 
-// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are pairs, otherwise one
-// pack of each half. A row whose position is not in the tables is left alone.
+// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are
+// pairs, otherwise one pack of each half. A row whose position is not in the tables is left alone.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(const __grid_constant__ RotateArgs args) {
   using Elements = Pack<T, kSize>;
@@ -133,7 +135,8 @@ __global__ void __launch_bounds__(kThreads) rotate_append_kernel(const __grid_co
   const int64_t b = blockIdx.z, row = blockIdx.x;
   const int64_t length = args.lengths.load(b), count = args.count(b);
   // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
-  if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count))) return;
+  if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count)))
+    return;
   bool fine = true;
   for (int64_t i = threadIdx.x; i < args.rows; i += kThreads) fine = fine && args.row_fits(b, i, length, count);
   if (!__syncthreads_and(fine)) return;
@@ -176,8 +179,9 @@ cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
     const RowsView weights[2] = {{args.weight, 0}, {args.next_weight, 0}};
-    const bool packs = args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.residual) && in_packs<T>(args.y) &&
-                       in_packs<T>(args.next) && in_packs<T>(weights[0]) && in_packs<T>(weights[1]);
+    const bool packs = args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.residual) &&
+                       in_packs<T>(args.y) && in_packs<T>(args.next) && in_packs<T>(weights[0]) &&
+                       in_packs<T>(weights[1]);
     const auto launch = [&](auto adds, auto norms) {
       const dim3 grid(static_cast<unsigned>(args.rows));
       if (packs) {
@@ -201,7 +205,9 @@ cudaError_t silu_gate(const SiluGateArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
-    const auto blocks = [&](int64_t size) { return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads)); };
+    const auto blocks = [&](int64_t size) {
+      return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads));
+    };
     if (args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.out)) {
       PDK_LAUNCH((silu_gate_kernel<T, kSize>), blocks(kSize), dim3(kThreads), 0, stream, args);
     } else {
@@ -227,13 +233,17 @@ cudaError_t rotate(const RotateArgs& args, cudaStream_t stream) {
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     constexpr int kSize = 16 / sizeof(T);
-    const RowsView views[5] = {{args.x, args.batch_stride}, {args.x, args.row_stride}, {args.x, args.head_stride},
-                               {const_cast<float*>(args.cos), 0}, {const_cast<float*>(args.sin), 0}};
+    const RowsView views[5] = {{args.x, args.batch_stride},
+                               {args.x, args.row_stride},
+                               {args.x, args.head_stride},
+                               {const_cast<float*>(args.cos), 0},
+                               {const_cast<float*>(args.sin), 0}};
     bool packs = args.head_dim % (2 * kSize) == 0;
     for (const RowsView& view : views) packs = packs && in_packs<T>(view);
     const int64_t items = args.heads * (args.head_dim / (packs ? 2 * kSize : 2));
     const unsigned threads = static_cast<unsigned>(items < kThreads ? (items + 31) / 32 * 32 : kThreads);
-    const dim3 grid(static_cast<unsigned>(args.batch * args.rows), static_cast<unsigned>((items + threads - 1) / threads));
+    const dim3 grid(static_cast<unsigned>(args.batch * args.rows),
+                    static_cast<unsigned>((items + threads - 1) / threads));
     if (packs) {
       PDK_LAUNCH((rotate_kernel<T, kSize>), grid, dim3(threads), 0, stream, args);
     } else {

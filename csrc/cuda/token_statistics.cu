@@ -1,6 +1,6 @@
-// Vocabulary statistics on CUDA. A block looks at one part of a row, whose logits it holds in registers, so they are read once; a warp
-// finds its own first tokens, sums and draw without a barrier, and a second kernel puts the parts of a row together. With filters a
-// kernel before them finds the smallest logit that they leave.
+// Vocabulary statistics on CUDA. A block looks at one part of a row, whose logits it holds in registers, so they are
+// read once; a warp finds its own first tokens, sums and draw without a barrier, and a second kernel puts the parts of
+// a row together. With filters a kernel before them finds the smallest logit that they leave.
 #include "kernels.h"
 #include "launch.h"
 #include "packs.h"
@@ -22,8 +22,8 @@ __device__ uint64_t warp_largest(uint64_t key) {
   return key;
 }
 
-// The `count` first of the keys that the lanes hold, the i-th in lane i, 0 behind the last. `head` is a lane's first key, next(key) the
-// one that follows in it.
+// The `count` first of the keys that the lanes hold, the i-th in lane i, 0 behind the last. `head` is a lane's first
+// key, next(key) the one that follows in it.
 template <class Next>
 __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
   uint64_t mine = 0;
@@ -65,7 +65,8 @@ __device__ Drawn warp_winner(Drawn drawn) {
   return drawn;
 }
 
-// --- filters: a block finds the smallest logit of a row that they leave ------------------------------------------------------------
+// --- filters: a block finds the smallest logit of a row that they leave
+// ------------------------------------------------------------
 
 constexpr int kCutThreads = 512;
 constexpr int kBins = 2048;
@@ -105,7 +106,8 @@ __device__ void find_bin(CutRoom& room, double share) {
     if (lane >= lanes) until += other;
   }
   const Mass all = __shfl_sync(kAll, until, 31);
-  if (share >= 0 && lane == 0) room.target = 1 + static_cast<Mass>(share * static_cast<double>(all - 1));  // at least the first token's
+  if (share >= 0 && lane == 0)
+    room.target = 1 + static_cast<Mass>(share * static_cast<double>(all - 1));  // at least the first token's
   __syncwarp();
   const Mass target = room.target, before = room.before;
   const unsigned reached = __ballot_sync(kAll, before + until >= target);
@@ -145,10 +147,12 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   const double reach = heat * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * heat;
   const float slope = static_cast<float>(1 / heat), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
   const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
-  const auto place_of = [&](float x) { return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1))); };
+  const auto place_of = [&](float x) {
+    return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
+  };
   const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
-  int place = 0;          // the bin of the first level, by distance, where masses spread out
-  uint32_t rank = 0;      // the bits of the cut's rank that the next levels found: equals may be many there
+  int place = 0;      // the bin of the first level, by distance, where masses spread out
+  uint32_t rank = 0;  // the bits of the cut's rank that the next levels found: equals may be many there
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
   for (int level = 0; level < kLevels; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
@@ -158,11 +162,13 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     for_share<T, kSize>(args, row, [&](float x) {
       const int near = place_of(x);
       if (level == 0) {
-        if (near == kBins - 1) behind += mass_of(x); else atomicAdd(&room.bins[near], mass_of(x));
+        if (near == kBins - 1) behind += mass_of(x);
+        else atomicAdd(&room.bins[near], mass_of(x));
       } else if (near == place && x != -INFINITY) {
         const uint32_t mine = rank_of(x);
         const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
-        if (known == 32 || mine >> known == rank >> known) atomicAdd(&room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))], mass_of(x));
+        if (known == 32 || mine >> known == rank >> known)
+          atomicAdd(&room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))], mass_of(x));
       }
     });
     if (level == 0) {
@@ -185,7 +191,8 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
 }
 
-// --- a part of a row ------------------------------------------------------------------------------------------------------------
+// --- a part of a row
+// ------------------------------------------------------------------------------------------------------------
 
 // The tokens of a thread: packs of neighbours, kThreads packs apart, whether rows are loaded in packs or not.
 template <int kSize>
@@ -195,7 +202,8 @@ __device__ int64_t token_at(int64_t begin, int i) {
 
 // This thread's logits; -inf behind the row and where a token is suppressed or below the cut.
 template <class T, bool kPacks>
-__device__ void load_share(const TokenStatisticsArgs& args, const T* row, int64_t begin, int64_t end, float cut, float* logits) {
+__device__ void load_share(const TokenStatisticsArgs& args, const T* row, int64_t begin, int64_t end, float cut,
+                           float* logits) {
   constexpr int kSize = 16 / sizeof(T);
   const bool suppresses = args.suppresses_in(begin, end);
 #pragma unroll
@@ -231,7 +239,9 @@ template <int kSize>
 __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin, float cut, const float* logits) {
   const uint32_t position = args.position(r), step = args.step_of(r);
   const float temperature = static_cast<float>(args.temperature);
-  const auto words_at = [&](int64_t token) { return philox4x32({{static_cast<uint32_t>(token / 4), position, step, 0}}, args.key[0], args.key[1]); };
+  const auto words_at = [&](int64_t token) {
+    return philox4x32({{static_cast<uint32_t>(token / 4), position, step, 0}}, args.key[0], args.key[1]);
+  };
   const auto possible = [&](float x) { return x != -INFINITY && !(x < cut); };
   float rough[kEach], best = -INFINITY;
   PhiloxWords words;
@@ -283,21 +293,26 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
       const uint32_t other = static_cast<uint32_t>(token_key(logits[i], 0) >> 32);
       if (other > rank) rank = other, place = i;
     }
-    return rank == 0 ? uint64_t{0} : static_cast<uint64_t>(rank) << 32 | (0xffffffffu - static_cast<uint32_t>(token_at<kSize>(begin, place)));
+    return rank == 0 ? uint64_t{0}
+                     : static_cast<uint64_t>(rank) << 32 |
+                           (0xffffffffu - static_cast<uint32_t>(token_at<kSize>(begin, place)));
   };
   const uint64_t head = first_of();
   const float largest = key_logit(warp_largest(head));
 
   const double inverse = args.inverse();
-  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse), rest = args.inverse_rest();
-  // Floats of four neighbours, doubles beyond: the largest term is 1, and what is added to it one by one is rounded as often.
+  const float shift = largest == -INFINITY ? 0.0f : largest, slope = static_cast<float>(inverse),
+              rest = args.inverse_rest();
+  // Floats of four neighbours, doubles beyond: the largest term is 1, and what is added to it one by one is rounded as
+  // often.
   double total = 0, weighted = 0;
 #pragma unroll
   for (int first = 0; first < kEach; first += 4) {
     float few = 0, few_weighted = 0;
 #pragma unroll
     for (int i = first; i < first + 4; ++i) {
-      const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near, x = distance + distance * rest, e = expf(x);
+      const float near = (logits[i] - shift) * slope, distance = near < -1e3f ? -1e3f : near,
+                  x = distance + distance * rest, e = expf(x);
       few += e;
       few_weighted += x * e;
     }
@@ -308,7 +323,8 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   if constexpr (kDraws) drawn = draw<kSize>(args, r, begin, cut, logits);
   // Last, because tokens that were found are taken out.
   const uint64_t top = warp_first(args.num_ranked(), head, [&](uint64_t found) {
-    const unsigned token = static_cast<unsigned>(key_id(found) - begin), taken = token / (kThreads * kSize) * kSize + token % kSize;
+    const unsigned token = static_cast<unsigned>(key_id(found) - begin),
+                   taken = token / (kThreads * kSize) * kSize + token % kSize;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) logits[i] = i == static_cast<int>(taken) ? -INFINITY : logits[i];
     return first_of();
@@ -322,7 +338,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   const bool some = lane < kWarps;
   int place = 0;
   const uint64_t first = warp_first(args.num_ranked(), some ? room.top[lane][0] : 0,
-                                  [&](uint64_t) { return ++place < kMaxTopK ? room.top[lane][place] : 0; });
+                                    [&](uint64_t) { return ++place < kMaxTopK ? room.top[lane][place] : 0; });
   const LawSums all = warp_joined(some ? room.sums[lane] : LawSums{-INFINITY, 0, 0}, inverse);
   const Drawn winner = warp_winner(some ? room.drawn[lane] : Drawn{0, 0});
   bool lawless = some && room.sums[lane].total != room.sums[lane].total;
@@ -331,7 +347,8 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   if (lane == 0) part.sums = all, part.drawn = winner.key, part.score = winner.score, part.lawless = lawless;
 }
 
-// --- a row: a warp puts its parts together ----------------------------------------------------------------------------------------
+// --- a row: a warp puts its parts together
+// ----------------------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   const int64_t r = blockIdx.x, num_parts = args.source(r) < 0 ? 0 : args.num_parts();
@@ -353,7 +370,8 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
       if (key == offered) offered = ++place < kMaxTopK ? part.top[place] : 0;
       return found > offered ? found : offered;
     });
-    sums.join(warp_joined(some ? part.sums : LawSums{-INFINITY, 0, 0}, inverse), inverse, [](double x) { return exp(x); });
+    sums.join(warp_joined(some ? part.sums : LawSums{-INFINITY, 0, 0}, inverse), inverse,
+              [](double x) { return exp(x); });
     if (some) drawn.join(part.score, part.drawn);
     lawless = lawless || (some && part.lawless);
   }
@@ -365,7 +383,9 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   const bool missing = first == 0;
   const auto probability = [&](uint64_t key) -> float {
     if (lawless) return NAN;
-    return key == 0 ? 0.0f : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
+    return key == 0
+               ? 0.0f
+               : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
   };
   // Behind the possible tokens come the others, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));
@@ -402,7 +422,8 @@ cudaError_t token_statistics(const TokenStatisticsArgs& args, cudaStream_t strea
     if (packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, true, true>), parts, dim3(kThreads), 0, stream, args);
     if (packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, true, false>), parts, dim3(kThreads), 0, stream, args);
     if (!packs && args.draws()) PDK_LAUNCH((token_part_kernel<T, false, true>), parts, dim3(kThreads), 0, stream, args);
-    if (!packs && !args.draws()) PDK_LAUNCH((token_part_kernel<T, false, false>), parts, dim3(kThreads), 0, stream, args);
+    if (!packs && !args.draws())
+      PDK_LAUNCH((token_part_kernel<T, false, false>), parts, dim3(kThreads), 0, stream, args);
   });
   PDK_LAUNCH(token_row_kernel, rows, dim3(32), 0, stream, args);
   return cudaGetLastError();

@@ -1,5 +1,6 @@
-// Committing guesses on CUDA: a block a segment. Whom the rule lets in is found bit by bit from the top: the keys are counted that
-// reach a bar, which takes as many passes as a key has bits, whatever their number, and needs no memory but the keys themselves.
+// Committing guesses on CUDA: a block a segment. Whom the rule lets in is found bit by bit from the top: the keys are
+// counted that reach a bar, which takes as many passes as a key has bits, whatever their number, and needs no memory
+// but the keys themselves.
 #include "elements.h"
 #include "kernels.h"
 #include "launch.h"
@@ -8,7 +9,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 2;  // of its own choice ptxas aims at more and spills
+constexpr int kBlocksPerSm = 2;        // of its own choice ptxas aims at more and spills
 constexpr int64_t kStagedKeys = 5120;  // 40 KiB of shared memory; of a longer list the keys are made anew in every pass
 
 // Whether a sequence has values that cannot be honoured; every thread of the block gets the answer.
@@ -18,12 +19,13 @@ __device__ bool unfit(const UnmaskArgs& args, int64_t b) {
     bad = bad || !args.window_fits(b, g) || args.quota.load(b, g) < 0 || args.need.load(b, g) < 0;
     for (int64_t h = 0; h < g && !bad; ++h) bad = args.overlap(b, g, h);
   }
-  for (int64_t r = threadIdx.x; args.positions.given() && r < args.candidates; r += kThreads) bad = bad || !args.position_fits(b, r);
+  for (int64_t r = threadIdx.x; args.positions.given() && r < args.candidates; r += kThreads)
+    bad = bad || !args.position_fits(b, r);
   return __syncthreads_or(bad) != 0;
 }
 
-// The largest key for which `holds(key, how many keys reach it)`, which is true up to some key and false from there; 0 if it never is.
-// Or some key that exactly `enough` reach.
+// The largest key for which `holds(key, how many keys reach it)`, which is true up to some key and false from there; 0
+// if it never is. Or some key that exactly `enough` reach.
 template <class Reaching, class Holds>
 __device__ uint64_t last_that(int low_bits, int enough, const Reaching& reaching, const Holds& holds) {
   uint64_t found = 0;
@@ -37,7 +39,8 @@ __device__ uint64_t last_that(int low_bits, int enough, const Reaching& reaching
   return found;
 }
 
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) unmask_kernel(const __grid_constant__ UnmaskArgs args, int64_t staged_keys) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    unmask_kernel(const __grid_constant__ UnmaskArgs args, int64_t staged_keys) {
   PDK_DYNAMIC_SHARED(uint64_t, keys);  // [staged_keys]; a thread reads only what it wrote
   __shared__ int room[kThreads / 32];
   const int64_t b = blockIdx.x / args.segments, g = blockIdx.x % args.segments;
@@ -72,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) unmask_kernel(const __
   uint64_t bar = 1;
   int64_t n = m;
   if (args.rule == UnmaskRule::kFactor) {
-    const uint64_t failing = last_that(low_bits, -1, reaching, [&](uint64_t key, int reached) { return args.fails(key, reached); });
+    const uint64_t failing =
+        last_that(low_bits, -1, reaching, [&](uint64_t key, int reached) { return args.fails(key, reached); });
     n = args.count(m, reaching(failing + 1));
     if (n < m) bar = failing + 1;
   } else {
@@ -81,7 +85,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) unmask_kernel(const __
     n = args.count(b, g, m, passing);
     if (has_bar && n == passing) bar = args.bar;
     else if (n == 0) bar = ~uint64_t{0};
-    else if (n < m) bar = last_that(low_bits, static_cast<int>(n), reaching, [&](uint64_t, int reached) { return reached >= n; });
+    else if (n < m)
+      bar = last_that(low_bits, static_cast<int>(n), reaching, [&](uint64_t, int reached) { return reached >= n; });
   }
   // Every thread has made its keys: from here on tokens change.
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {

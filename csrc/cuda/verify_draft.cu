@@ -9,7 +9,8 @@ constexpr int kWarp = 32;
 constexpr int kWarps = 4;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// The first position in [0, count) for which `stop` holds, or count. Called by a whole warp; every lane gets the answer.
+// The first position in [0, count) for which `stop` holds, or count. Called by a whole warp; every lane gets the
+// answer.
 template <class Stop>
 __device__ int64_t warp_first(int64_t count, const Stop& stop) {
   const int lane = threadIdx.x % kWarp;
@@ -21,7 +22,7 @@ __device__ int64_t warp_first(int64_t count, const Stop& stop) {
   return count;
 }
 
-__global__ void __launch_bounds__(kWarps * kWarp) verify_draft_kernel(VerifyArgs args) {
+__global__ void __launch_bounds__(kWarps* kWarp) verify_draft_kernel(VerifyArgs args) {
   __shared__ int64_t counts[kWarps];
   __shared__ int64_t winners[kWarps];
   const int64_t b = blockIdx.x;

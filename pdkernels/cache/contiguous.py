@@ -54,7 +54,9 @@ class KVCacheBase:
             k_new, v_new: ``(batch, rows, kv_heads, head_dim)``.
             counts: ``(batch,)`` rows that count, None: all.
         """
-        kv_append_(self.k[layer], self.v[layer], k_new, v_new, self.lengths, counts=counts, block_table=self.block_table)
+        kv_append_(
+            self.k[layer], self.v[layer], k_new, v_new, self.lengths, counts=counts, block_table=self.block_table
+        )
 
     def commit_(self, counts: Tensor, source_index: Tensor | None = None) -> None:
         """Keeps accepted draft rows of all layers and lengthens the sequences; see `pdkernels.kv_commit_`."""
@@ -71,7 +73,9 @@ class KVCacheBase:
         """One int a sequence; a single one serves all."""
         values = values.tolist() if isinstance(values, Tensor) else values
         try:
-            return [operator.index(value) for value in (values if isinstance(values, Iterable) else [values] * self.batch)]
+            return [
+                operator.index(value) for value in (values if isinstance(values, Iterable) else [values] * self.batch)
+            ]
         except TypeError:
             raise TypeError(message(op, argument, "be an int, or one a sequence", values)) from None
 

@@ -54,7 +54,11 @@ class PagedKVCache(KVCacheBase):
     ) -> None:
         op = "cache.PagedKVCache"
         num_pages, page_size = integer(op, "num_pages", num_pages, 1), integer(op, "page_size", page_size, 1)
-        width = num_pages if max_pages_per_sequence is None else integer(op, "max_pages_per_sequence", max_pages_per_sequence, 1)
+        width = (
+            num_pages
+            if max_pages_per_sequence is None
+            else integer(op, "max_pages_per_sequence", max_pages_per_sequence, 1)
+        )
         self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
         self.block_table = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)
@@ -87,11 +91,20 @@ class PagedKVCache(KVCacheBase):
         lengths = self._numbers(op, "lengths", lengths)
         check(len(lengths) == self.batch, op, "lengths", f"have {self.batch} entries", len(lengths))
         for length in lengths:
-            check(0 <= length <= self.capacity, op, "lengths", f"be in [0, {self.capacity}]", length, "Raise max_pages_per_sequence.")
+            check(
+                0 <= length <= self.capacity,
+                op,
+                "lengths",
+                f"be in [0, {self.capacity}]",
+                length,
+                "Raise max_pages_per_sequence.",
+            )
         missing = [max(0, -(-n // self.page_size) - len(pages)) for n, pages in zip(lengths, self._pages)]
         if sum(missing) > self._pool.available:
             actual = f"{sum(missing)} more with {self._pool.available} free"
-            raise MemoryError(message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, "Trim, or raise num_pages."))
+            raise MemoryError(
+                message(op, "lengths", f"fit the pool of {self.num_pages} pages", actual, "Trim, or raise num_pages.")
+            )
         for pages, count in zip(self._pages, missing):
             pages += self._pool.allocate(count)
         if any(missing):

@@ -259,10 +259,18 @@ def generate(
         (True, True)
     """
     decode = _method(method)
-    kind = "recurrent-depth models" if isinstance(model, RecurrentDepth) else "models that see both sides" if _sees_both_sides(model) else ""
+    kind = (
+        "recurrent-depth models"
+        if isinstance(model, RecurrentDepth)
+        else "models that see both sides"
+        if _sees_both_sides(model)
+        else ""
+    )
     if kind:  # the methods for other models say themselves what they want
         fitting = [name for name in _METHODS if suits(name, model)]
-        check_type(method in fitting, _OP, "method", f"be for {kind}", repr(method), f"These are: {', '.join(fitting)}.")
+        check_type(
+            method in fitting, _OP, "method", f"be for {kind}", repr(method), f"These are: {', '.join(fitting)}."
+        )
     check_options(method, options)
     session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
     return finished(session, single, method, lambda: decode(session, **options))
@@ -284,7 +292,11 @@ def check_options(method: str, options: dict[str, Any]) -> None:
     accepted = method_options(method)
     for name in options:
         check_type(
-            name in accepted, _OP, "options", f"be options of method {method!r}", repr(name),
+            name in accepted,
+            _OP,
+            "options",
+            f"be options of method {method!r}",
+            repr(name),
             f"It accepts: {', '.join(accepted)}.",
         )
     page_size = options.get("page_size")

@@ -87,9 +87,13 @@ class Canvas:
         new = (self._place >= self.prompt_lengths[:, None]) & (self._place < self.totals[:, None])
         self.tokens = packed.masked_fill(new, mask_token)
         self._answer = self.prompt_lengths[:, None] + self._place[:limit]
-        self._filled = new.long() - 1  # number of the forward that filled a place, 0 while it is open, -1 where it is not ours
+        self._filled = (
+            new.long() - 1
+        )  # number of the forward that filled a place, 0 while it is open, -1 where it is not ours
         # On the device once: a copy from the host in every step would wait for it.
-        self._ends, self._late = (torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, law.late))
+        self._ends, self._late = (
+            torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, law.late)
+        )
         self.forward = torch.zeros_like(self.totals)
         self.going = torch.ones_like(self.totals, dtype=torch.bool)
         self.part = self.going
@@ -159,12 +163,26 @@ class Canvas:
                 without_(logits, token)
             logits, top_p = likeliest(logits, law.top_k, law.temperature, top_p), 1.0
         return token_statistics(
-            logits, temperature=law.temperature, seed=law.seed, step=self.forward[:, None], positions=places, row_index=row,
-            suppress=suppress, top_k=1, top_p=top_p, law=law.law, backend=self._backend,
-        )  # fmt: skip
+            logits,
+            temperature=law.temperature,
+            seed=law.seed,
+            step=self.forward[:, None],
+            positions=places,
+            row_index=row,
+            suppress=suppress,
+            top_k=1,
+            top_p=top_p,
+            law=law.law,
+            backend=self._backend,
+        )
 
     def commit(
-        self, windows: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any
+        self,
+        windows: torch.Tensor,
+        places: torch.Tensor,
+        ids: torch.Tensor,
+        confidence: torch.Tensor | None,
+        **rule: Any,
     ) -> Unmasked:
         """Fill in the surest of `places` as the `rule` of `unmask_` says (quota, threshold, need, factor, strict).
 
@@ -174,9 +192,17 @@ class Canvas:
             scores = self.turns(places) if confidence is None else confidence
             self._records.append(_Record(self.tokens.clone(), self.part, windows, places, scores))
         done = unmask_(
-            self.tokens, ids, confidence, mask_token=self.mask_token, positions=places, windows=windows, seed=self.law.seed,
-            step=self.forward, backend=self._backend, **rule,
-        )  # fmt: skip
+            self.tokens,
+            ids,
+            confidence,
+            mask_token=self.mask_token,
+            positions=places,
+            windows=windows,
+            seed=self.law.seed,
+            step=self.forward,
+            backend=self._backend,
+            **rule,
+        )
         now = (self._filled == 0) & (self.tokens != self.mask_token)
         self._filled = torch.where(now, self.forward[:, None], self._filled)
         return done
@@ -281,7 +307,11 @@ class WholeCanvas:
 
     def _tokens(self) -> torch.Tensor:
         tokens = self._canvas.tokens
-        return tokens if self._copies == 1 else torch.cat([tokens, tokens.masked_fill(self._prompt, self._canvas.mask_token)])
+        return (
+            tokens
+            if self._copies == 1
+            else torch.cat([tokens, tokens.masked_fill(self._prompt, self._canvas.mask_token)])
+        )
 
 
 class KeptCanvas(WholeCanvas):
@@ -300,10 +330,16 @@ class KeptCanvas(WholeCanvas):
         super().__init__(session, canvas, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
-        model, prompt_lengths, parts = session.model, self._canvas.prompt_lengths, 1 if self._guidance_interval == 1 else self._copies
+        model, prompt_lengths, parts = (
+            session.model,
+            self._canvas.prompt_lengths,
+            1 if self._guidance_interval == 1 else self._copies,
+        )
         self._together = self._copies // parts
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
-        self._cache, *self._free = (FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts))
+        self._cache, *self._free = (
+            FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
+        )
         self._prompt_lengths = prompt_lengths.repeat(self._together)
         self.first_row = prompt_lengths - int(model.config.predicts == "next")
 
@@ -325,8 +361,13 @@ def checked_masked_model(op: str, session: Session, mask_token: int | None) -> i
     """The mask token of the session's model, which fills in places that it sees both sides of."""
     model = session.model
     attention = getattr(model.config, "attention", None)
-    check_type(attention == "bidirectional", op, "model", "be a masked-diffusion model (config.attention 'bidirectional')",
-               type(model).__name__ if attention is None else f"attention {attention!r}")  # fmt: skip
+    check_type(
+        attention == "bidirectional",
+        op,
+        "model",
+        "be a masked-diffusion model (config.attention 'bidirectional')",
+        type(model).__name__ if attention is None else f"attention {attention!r}",
+    )
     return checked_mask_token(op, model, mask_token)
 
 

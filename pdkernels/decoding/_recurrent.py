@@ -76,8 +76,14 @@ def checked_sampling(
 def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
     model = session.model
-    check_type(isinstance(model, RecurrentDepth), op, "model", "be a recurrent-depth model", type(model).__name__,
-               "See pdkernels.models.recurrent_depth.")  # fmt: skip
+    check_type(
+        isinstance(model, RecurrentDepth),
+        op,
+        "model",
+        "be a recurrent-depth model",
+        type(model).__name__,
+        "See pdkernels.models.recurrent_depth.",
+    )
     session.recurrences = 0
     return model
 

@@ -30,7 +30,9 @@ def decode_published(session: Session, sampling: Sampling, page_size: int | None
     cache = session.new_cache(page_size, room=2 * options["max_wavefront"])
 
     def init(step: int, positions: torch.Tensor) -> torch.Tensor:
-        return initial_state(torch.tensor(step), positions, model.config.hidden_size, sampling.seed, STATE_STD).to(model.dtype)
+        return initial_state(torch.tensor(step), positions, model.config.hidden_size, sampling.seed, STATE_STD).to(
+            model.dtype
+        )
 
     def sample(logits: torch.Tensor, positions: Sequence[int]) -> list[int]:
         return sampling.draw(logits[None], torch.tensor([list(positions)]))[0].tolist()
@@ -40,9 +42,16 @@ def decode_published(session: Session, sampling: Sampling, page_size: int | None
         return (words[0] % model.config.vocab_size).tolist()
 
     result = recurrent_published(
-        _Parts(model, cache), session.prompts[0], limit, init=init, sample=sample, guess=guess, stop_tokens=session.end_tokens,
-        max_positions=model.config.max_positions, **options,
-    )  # fmt: skip
+        _Parts(model, cache),
+        session.prompts[0],
+        limit,
+        init=init,
+        sample=sample,
+        guess=guess,
+        stop_tokens=session.end_tokens,
+        max_positions=model.config.max_positions,
+        **options,
+    )
     session.forwards = result.forwards
     session.recurrences = options["recurrences"] + options["inner_recurrence"] * len(result.trace)
     session.accepted[0] += [step.frozen for step in result.trace]

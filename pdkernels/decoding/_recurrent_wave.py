@@ -60,7 +60,10 @@ class Wave:
         self._slot = torch.arange(self.room, device=cursor.device)
         self.tokens = cursor.new_zeros(session.batch, self.room + 1)
         self.tokens[:, :1] = start.tokens
-        self._recurrences, self._stable = cursor.new_zeros(session.batch, self.room), cursor.new_zeros(session.batch, self.room)
+        self._recurrences, self._stable = (
+            cursor.new_zeros(session.batch, self.room),
+            cursor.new_zeros(session.batch, self.room),
+        )
         self._remaining = torch.full_like(cursor, limit - 1).masked_fill_(start.ended, 0)
         self.width = self._remaining.clamp(max=1)
         self.advance, self._steps = torch.zeros_like(cursor), torch.zeros_like(cursor)
@@ -87,11 +90,24 @@ class Wave:
         filler = self._filler()
         place = model.place(rows, cache, None if whole else width)
         both = recurrence_inject(
-            self._state, model.prelude(self.tokens[:, :rows], place), self._blended, self._recurrences, cursor, width,
-            self.advance, self._steps, seed=self.sampling.seed, noise=options.noise, schedule=options.schedule,
-            horizon=options.horizon, mixer=options.mixer, momentum=options.momentum, init_std=STATE_STD,
-            new_state=options.new_state, backend=backend,
-        )  # fmt: skip
+            self._state,
+            model.prelude(self.tokens[:, :rows], place),
+            self._blended,
+            self._recurrences,
+            cursor,
+            width,
+            self.advance,
+            self._steps,
+            seed=self.sampling.seed,
+            noise=options.noise,
+            schedule=options.schedule,
+            horizon=options.horizon,
+            mixer=options.mixer,
+            momentum=options.momentum,
+            init_std=STATE_STD,
+            new_state=options.new_state,
+            backend=backend,
+        )
         x, blended = both.chunk(2, -1)
         term = model.embedding_term(blended)
         for _ in range(options.inner_recurrence - 1):
@@ -99,10 +115,20 @@ class Wave:
         x, residual = model.core_parts(x, term, place)
         older, older_advance = self._older or (None, None)
         state, distance, settled = recurrence_exit(
-            x, residual, model.exit_weight, self._state if options.compared else None, self._recurrences, width, self.advance,
-            threshold=options.threshold, older=older, older_advance=older_advance, eps=model.config.norm_eps,
-            min_recurrences=max(1, options.compared) * options.inner_recurrence, backend=backend,
-        )  # fmt: skip
+            x,
+            residual,
+            model.exit_weight,
+            self._state if options.compared else None,
+            self._recurrences,
+            width,
+            self.advance,
+            threshold=options.threshold,
+            older=older,
+            older_advance=older_advance,
+            eps=model.config.norm_eps,
+            min_recurrences=max(1, options.compared) * options.inner_recurrence,
+            backend=backend,
+        )
         places = cursor[:, None] + 1 + self._slot[:rows]
         predictions = self.sampling.draw(model.coda(state, place), places)
         if self._text is not None:
@@ -112,11 +138,27 @@ class Wave:
             self._older = self._state, self.advance.clone()
         self._state, self._blended = state, blended
         recurrence_advance_(
-            self.tokens, predictions, self._recurrences, self._stable, width, cursor, self.advance, self._steps, self._remaining,
-            settled=settled if options.compared else None, inner_recurrence=options.inner_recurrence, max_wavefront=self.room,
-            max_recurrences=options.max_recurrences, stability=options.stability, rule=options.rule, headway=options.headway,
-            filler=filler, end_tokens=self._ends, guard=options.guard, backend=backend,
-        )  # fmt: skip
+            self.tokens,
+            predictions,
+            self._recurrences,
+            self._stable,
+            width,
+            cursor,
+            self.advance,
+            self._steps,
+            self._remaining,
+            settled=settled if options.compared else None,
+            inner_recurrence=options.inner_recurrence,
+            max_wavefront=self.room,
+            max_recurrences=options.max_recurrences,
+            stability=options.stability,
+            rule=options.rule,
+            headway=options.headway,
+            filler=filler,
+            end_tokens=self._ends,
+            guard=options.guard,
+            backend=backend,
+        )
         return predictions, distance
 
     def _filler(self) -> torch.Tensor | None:

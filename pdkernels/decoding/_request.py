@@ -28,7 +28,14 @@ def open_session(
     """A session for checked arguments of `generate`, and whether there was a single prompt instead of a batch."""
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
-    check_type(hasattr(model, "config"), _OP, "model", "be a model", type(model).__name__, "Load one with pdkernels.models.load.")
+    check_type(
+        hasattr(model, "config"),
+        _OP,
+        "model",
+        "be a model",
+        type(model).__name__,
+        "Load one with pdkernels.models.load.",
+    )
     vocabulary = model.config.vocab_size
     given = model.end_tokens if end_tokens is None else end_tokens
     check_type(isinstance(given, Collection), _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
@@ -87,8 +94,14 @@ def _token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[in
         check(len(prompt) > 0, _OP, "prompt", "hold at least one token", "an empty list")
     prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
     for ids in prompts:
-        check(len(ids) > 0, _OP, "prompt", "hold at least one token", "an empty prompt",
-              "Start from a beginning-of-text token if the model has one.")
+        check(
+            len(ids) > 0,
+            _OP,
+            "prompt",
+            "hold at least one token",
+            "an empty prompt",
+            "Start from a beginning-of-text token if the model has one.",
+        )
         low, high = min(ids), max(ids)
         check(low >= 0 and high < vocabulary, _OP, "prompt", f"hold ids in 0 .. {vocabulary - 1}", f"{low} .. {high}")
     return prompts, single
@@ -101,8 +114,14 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, torch.Tensor):
         integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
         check_type(integral, _OP, "prompt", "be an integer tensor", prompt.dtype)
-        check(prompt.dim() == 1, _OP, "prompt", "be a 1-D tensor", f"shape {tuple(prompt.shape)}",
-              "Give a batch as a list of 1-D tensors.")
+        check(
+            prompt.dim() == 1,
+            _OP,
+            "prompt",
+            "be a 1-D tensor",
+            f"shape {tuple(prompt.shape)}",
+            "Give a batch as a list of 1-D tensors.",
+        )
         return prompt.tolist()
     integers = isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt)
     check_type(integers, _OP, "prompt", "be text, a 1-D tensor or a list of ints", type(prompt).__name__)

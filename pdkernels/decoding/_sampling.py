@@ -132,8 +132,14 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     """The id of open slots: `given`, or the model's own."""
     token = getattr(model, "mask_token", None) if given is None else given
-    check(token is not None, op, "mask_token", "be given for a model that has none of its own", None,
-          "Pass the id that the model was trained to fill in.")
+    check(
+        token is not None,
+        op,
+        "mask_token",
+        "be given for a model that has none of its own",
+        None,
+        "Pass the id that the model was trained to fill in.",
+    )
     check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
     vocabulary = model.config.vocab_size
     check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)

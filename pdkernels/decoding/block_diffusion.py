@@ -62,8 +62,14 @@ def decode(
     checked_size(_OP, "block_size", block_size)
     if threshold is not None:
         checked_number(_OP, "threshold", threshold)
-        check(steps_per_block is None, _OP, "steps_per_block", "be None beside a threshold", steps_per_block,
-              "Pass threshold=None.")
+        check(
+            steps_per_block is None,
+            _OP,
+            "steps_per_block",
+            "be None beside a threshold",
+            steps_per_block,
+            "Pass threshold=None.",
+        )
     if steps_per_block is not None:
         checked_size(_OP, "steps_per_block", steps_per_block)
     check(refresh in ("causal", "bidirectional"), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))

@@ -57,20 +57,37 @@ def decode(
         Forwards that the sequences took part in, all together.
     """
     for name, size in (
-        ("prompt_interval", prompt_interval), ("gen_interval", gen_interval), ("guidance_interval", guidance_interval),
-    ):  # fmt: skip
+        ("prompt_interval", prompt_interval),
+        ("gen_interval", gen_interval),
+        ("guidance_interval", guidance_interval),
+    ):
         checked_size(_OP, name, size)
     checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
     checked_name(_OP, "baseline", baseline, ("last", "recomputed"))
     canvas, blocks = begin(
-        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end,
-        late_end=late_end, temperature=temperature, mask_token=mask_token, seed=seed,
-    )  # fmt: skip
+        _OP,
+        session,
+        block_size=block_size,
+        steps=steps,
+        remasking=remasking,
+        guidance=guidance,
+        no_end=no_end,
+        late_end=late_end,
+        temperature=temperature,
+        mask_token=mask_token,
+        seed=seed,
+    )
     check(guidance > 0 or guidance_interval == 1, _OP, "guidance_interval", "be 1 without guidance", guidance_interval)
     if not blocks:
         return canvas.finish()
     forward = KeptCanvas(
-        session, canvas, page_size, guidance_interval, prompt_interval=prompt_interval, gen_interval=gen_interval,
-        transfer_ratio=transfer_ratio, baseline=baseline,
-    )  # fmt: skip
+        session,
+        canvas,
+        page_size,
+        guidance_interval,
+        prompt_interval=prompt_interval,
+        gen_interval=gen_interval,
+        transfer_ratio=transfer_ratio,
+        baseline=baseline,
+    )
     return fill(canvas, forward, blocks, steps, remasking == "random")

@@ -59,8 +59,13 @@ def decode(
     if top_k is not None:
         checked_size(_OP, "top_k", top_k)
     checked_number(_OP, "order_temperature", order_temperature)
-    check(order_temperature == 0 or algorithm != "origin", _OP, "order_temperature", "be 0 with algorithm 'origin'",
-          order_temperature)  # fmt: skip
+    check(
+        order_temperature == 0 or algorithm != "origin",
+        _OP,
+        "order_temperature",
+        "be 0 with algorithm 'origin'",
+        order_temperature,
+    )
     check_sampling(_OP, temperature, seed)
     masks = session.max_new_tokens
     steps = masks if steps is None else steps

@@ -66,22 +66,34 @@ def decode(
     for name, value in (("threshold", threshold), ("factor", factor)):
         if value is not None:
             checked_number(_OP, name, value)
-    check(threshold is None or factor is None, _OP, "factor", "be None beside a threshold", factor, "Pass threshold=None.")
+    check(
+        threshold is None or factor is None, _OP, "factor", "be None beside a threshold", factor, "Pass threshold=None."
+    )
     check(factor != math.inf, _OP, "factor", "be finite", factor)
     check_sampling(_OP, temperature, seed)
     limit = session.max_new_tokens
     blocks = len(blocks_of(limit, block_size))
     if steps is not None:
         checked_size(_OP, "steps", steps)
-        check(threshold is None and factor is None, _OP, "steps", "be None beside a threshold or a factor", steps,
-              "Pass threshold=None and factor=None.")  # fmt: skip
-        check(blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps)
+        check(
+            threshold is None and factor is None,
+            _OP,
+            "steps",
+            "be None beside a threshold or a factor",
+            steps,
+            "Pass threshold=None and factor=None.",
+        )
+        check(
+            blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
+        )
     canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
     if blocks == 0:
         return canvas.finish()
 
     rows = Rows(session, canvas, page_size)
-    next_token = int(cache != "none" and session.model.config.predicts == "next")  # places that an entry fills, and it alone
+    next_token = int(
+        cache != "none" and session.model.config.predicts == "next"
+    )  # places that an entry fills, and it alone
     size = min(block_size, limit)
     behind = limit + block_size  # with a cache: places from the beginning of the block on, on the host
     # The block's first place, counted from the end of the prompt. Sequences that are done may stay behind.
@@ -110,7 +122,9 @@ def decode(
 
         open_ = canvas.masked(block).any(1)
         facts = canvas.poll(open_)
-        entry = cache == "none" or not any(is_open and going for (is_open,), going in zip(facts, canvas.running, strict=True))
+        entry = cache == "none" or not any(
+            is_open and going for (is_open,), going in zip(facts, canvas.running, strict=True)
+        )
         taken = taken + 1
         if entry:  # who is done with its block goes on to the next one; with a cache these are all
             first = torch.where(open_, first, first + block_size).clamp(max=limit)

@@ -60,12 +60,20 @@ def decode(
     mask_token = checked_mask_token(_OP, session.model, mask_token)
     checked_size(_OP, "block_size", block_size)
     checked_size(_OP, "small_block_size", small_block_size)
-    check(small_block_size <= block_size, _OP, "small_block_size", f"be at most block_size ({block_size})", small_block_size)
+    check(
+        small_block_size <= block_size,
+        _OP,
+        "small_block_size",
+        f"be at most block_size ({block_size})",
+        small_block_size,
+    )
     checked_number(_OP, "threshold", threshold)
     checked_flag(_OP, "block_cache", block_cache)
     checked_number(_OP, "top_p", top_p, 1.0)
     check_sampling(_OP, temperature, seed)
-    canvas = Canvas(session, mask_token, Law(temperature, top_p=top_p if temperature else 1.0, law="sampling", seed=seed))
+    canvas = Canvas(
+        session, mask_token, Law(temperature, top_p=top_p if temperature else 1.0, law="sampling", seed=seed)
+    )
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, block_cache, page_size)
@@ -95,7 +103,13 @@ class Blocks:
     """
 
     def __init__(
-        self, session: Session, canvas: Canvas, block_size: int, small_block_size: int, keep: bool, page_size: int | None
+        self,
+        session: Session,
+        canvas: Canvas,
+        block_size: int,
+        small_block_size: int,
+        keep: bool,
+        page_size: int | None,
     ) -> None:
         self._session, self._canvas = session, canvas
         self._size, self._small, self._keep = block_size, small_block_size, keep

@@ -31,7 +31,13 @@ class JacobiSteps(Steps):
     """
 
     def __init__(
-        self, sizes: Session, *, block_size: int | None = None, window: int | None = None, seed: int = 0, page_size: int | None = None
+        self,
+        sizes: Session,
+        *,
+        block_size: int | None = None,
+        window: int | None = None,
+        seed: int = 0,
+        page_size: int | None = None,
     ) -> None:
         length = _checked_length(block_size, window)
         check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
@@ -43,7 +49,9 @@ class JacobiSteps(Steps):
         self.ends = sizes.ends_on(device)
         self.words = filler_words(seed, self.limit, self.slots, device)
         self.slot = torch.arange(self.slots, device=device)
-        self.history = torch.zeros(sizes.batch, sizes.longest + self.limit + self.slots, dtype=torch.int64, device=device)
+        self.history = torch.zeros(
+            sizes.batch, sizes.longest + self.limit + self.slots, dtype=torch.int64, device=device
+        )
         self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
         self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)

@@ -110,7 +110,9 @@ class _Step(NamedTuple):
     length: int  # tokens of a branch
     width: int  # of them, the first that a draft of the batch may take
     tokens: torch.Tensor  # (batch, branches * length)
-    rows: torch.Tensor | None  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks wait for
+    rows: (
+        torch.Tensor | None
+    )  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks wait for
     draft_lengths: torch.Tensor  # (batch,), 0 for a finished sequence
     counts: torch.Tensor | None  # (batch,), None while all go on
 

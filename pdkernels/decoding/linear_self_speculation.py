@@ -64,8 +64,14 @@ class LinearSteps(Steps):
         check_sampling(_OP, temperature, seed)
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, ("compare", "rejection"))
-        check(verification == "compare" or threshold == 0, _OP, "threshold", "be 0 with verification='rejection'", threshold,
-              "Slots filled in later passes depend on others; use verification='compare'.")
+        check(
+            verification == "compare" or threshold == 0,
+            _OP,
+            "threshold",
+            "be 0 with verification='rejection'",
+            threshold,
+            "Slots filled in later passes depend on others; use verification='compare'.",
+        )
         self.model, self.limit = sizes.model, sizes.max_new_tokens
         self.block_size, self.threshold, self.temperature, self.seed = block_size, threshold, temperature, seed
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
@@ -136,9 +142,13 @@ class LinearSteps(Steps):
             self.forward += unfilled.any(1)
             # It only reads the cache: of a draft pass nothing but the draft survives.
             logits = self.model(
-                self.block, cache=self.cache, counts=self.nothing, mask=self.everything, rows=slice(1, None),
+                self.block,
+                cache=self.cache,
+                counts=self.nothing,
+                mask=self.everything,
+                rows=slice(1, None),
                 adapted=self.model.has_adapter,
-            )  # fmt: skip
+            )
             without_(logits, self.mask_token)
             positions = self.cache.lengths[:, None] + self.slot[1:]
             guesses = draw(logits, positions, self.temperature, self.seed, self.forward[:, None])

@@ -47,16 +47,35 @@ def decode(
         Forwards that the sequences took part in, all together.
     """
     canvas, blocks = begin(
-        _OP, session, block_size=block_size, steps=steps, remasking=remasking, guidance=guidance, no_end=no_end,
-        late_end=late_end, temperature=temperature, mask_token=mask_token, seed=seed,
-    )  # fmt: skip
+        _OP,
+        session,
+        block_size=block_size,
+        steps=steps,
+        remasking=remasking,
+        guidance=guidance,
+        no_end=no_end,
+        late_end=late_end,
+        temperature=temperature,
+        mask_token=mask_token,
+        seed=seed,
+    )
     return fill(canvas, WholeCanvas(session, canvas), blocks, steps, remasking == "random")
 
 
 def begin(
-    op: str, session: Session, *, block_size: int | None, steps: int | None, remasking: str, guidance: float, no_end: bool,
-    late_end: bool, temperature: float, mask_token: int | None, seed: int,
-) -> tuple[Canvas, list[tuple[int, int]]]:  # fmt: skip
+    op: str,
+    session: Session,
+    *,
+    block_size: int | None,
+    steps: int | None,
+    remasking: str,
+    guidance: float,
+    no_end: bool,
+    late_end: bool,
+    temperature: float,
+    mask_token: int | None,
+    seed: int,
+) -> tuple[Canvas, list[tuple[int, int]]]:
     """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its places."""
     mask_token = checked_masked_model(op, session, mask_token)
     if block_size is not None:
@@ -70,10 +89,20 @@ def begin(
     blocks = blocks_of(session.max_new_tokens, block_size)
     if steps is not None:
         checked_size(op, "steps", steps)
-        check(not blocks or steps % len(blocks) == 0, op, "steps", f"be a multiple of the number of blocks ({len(blocks)})",
-              steps)  # fmt: skip
-    check(not late_end or remasking != "random", op, "late_end", "be False with remasking='random', which asks no confidence",
-          late_end)  # fmt: skip
+        check(
+            not blocks or steps % len(blocks) == 0,
+            op,
+            "steps",
+            f"be a multiple of the number of blocks ({len(blocks)})",
+            steps,
+        )
+    check(
+        not late_end or remasking != "random",
+        op,
+        "late_end",
+        "be False with remasking='random', which asks no confidence",
+        late_end,
+    )
     ends = session.end_tokens
     law = Law(temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ())
     return Canvas(session, mask_token, law), blocks

@@ -52,10 +52,18 @@ def decode(
         page_size: rows per cache page; None keeps the cache contiguous.
     """
     masks = _checked_masks(draft_len, masks_per_group, label_shift, in_group)
-    check_type(type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__)
+    check_type(
+        type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
+    )
     check(0 <= ensemble_weight <= 1, _OP, "ensemble_weight", "be in [0, 1]", ensemble_weight)
-    check(label_shift == 0 or ensemble_weight == 1, _OP, "ensemble_weight", "be 1 with label_shift=1", ensemble_weight,
-          "No mask is about the verifier's position.")
+    check(
+        label_shift == 0 or ensemble_weight == 1,
+        _OP,
+        "ensemble_weight",
+        "be 1 with label_shift=1",
+        ensemble_weight,
+        "No mask is about the verifier's position.",
+    )
     check(ensemble in ("probability", "logit"), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
     check_sampling(_OP, temperature, seed)
     model = session.model
@@ -188,6 +196,12 @@ def _checked_masks(draft_len: int, masks_per_group: int | None, label_shift: int
     if masks_per_group is None:
         return least
     check_type(type(masks_per_group) is int, _OP, "masks_per_group", "be an int", type(masks_per_group).__name__)
-    check(masks_per_group >= least, _OP, "masks_per_group", f"be at least {least}", masks_per_group,
-          "Every draft token behind the first comes from a mask.")
+    check(
+        masks_per_group >= least,
+        _OP,
+        "masks_per_group",
+        f"be at least {least}",
+        masks_per_group,
+        "Every draft token behind the first comes from a mask.",
+    )
     return masks_per_group

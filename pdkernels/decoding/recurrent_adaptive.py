@@ -113,7 +113,11 @@ def decode(
             if criterion not in _LATENT:
                 seen = model.coda(state, current_place)
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
-                logits = seen if logits is None or still_open == going else torch.where(open_rows[:, None, None], seen, logits)
+                logits = (
+                    seen
+                    if logits is None or still_open == going
+                    else torch.where(open_rows[:, None, None], seen, logits)
+                )
             value = drift.measure(state, logits)
             done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
@@ -146,7 +150,9 @@ def decode(
             unread = None
 
 
-def _record(session: Session, going: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]) -> None:
+def _record(
+    session: Session, going: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
+) -> None:
     """Puts the next token of every sequence in `going` on record, and takes out of it those that end with theirs."""
     for sequence, token in enumerate(tokens):
         if going[sequence]:

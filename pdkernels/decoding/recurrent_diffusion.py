@@ -116,21 +116,41 @@ def decode(
     checked_flag(_OP, "guard", guard)
     if published:
         check(session.batch == 1, _OP, "prompt", "be a single one with published=True", f"a batch of {session.batch}")
-        check(max_wavefront > 1, _OP, "max_wavefront", "be at least 2 with published=True (a wave of 1 never moves)", max_wavefront)
+        check(
+            max_wavefront > 1,
+            _OP,
+            "max_wavefront",
+            "be at least 2 with published=True (a wave of 1 never moves)",
+            max_wavefront,
+        )
         if exit.startswith("latent"):
             remedy = "No distance is less, so nothing would freeze, and the released code has no limit of recurrences."
-            check(threshold > 0, _OP, "threshold", f"be above 0 with published=True and exit={exit!r}", threshold, remedy)
+            check(
+                threshold > 0, _OP, "threshold", f"be above 0 with published=True and exit={exit!r}", threshold, remedy
+            )
         ours = {"rule": rule != "prefix", "guard": not guard, "max_recurrences": max_recurrences is not None}
         for name, given in (ours | {"stability": stability is not None}).items():
-            check(not given, _OP, name, "not be given with published=True", "a value", "The released code has no such thing.")
+            check(
+                not given,
+                _OP,
+                name,
+                "not be given with published=True",
+                "a value",
+                "The released code has no such thing.",
+            )
     if session.max_new_tokens == 0:
         return 0
     if published:
         return decode_published(session, sampling, page_size, recurrences=recurrences, freeze=exit, **common)
     options = WaveOptions(
-        **common, compared=_COMPARED.get(exit, 0), horizon=recurrences, rule=rule, guard=guard, max_recurrences=most,
+        **common,
+        compared=_COMPARED.get(exit, 0),
+        horizon=recurrences,
+        rule=rule,
+        guard=guard,
+        max_recurrences=most,
         stability=steady if exit == "token-stability" else 0,
-    )  # fmt: skip
+    )
     start = prefill(session, recurrences, sampling, page_size)
     return run(session, Wave(session, start, options, sampling), [int(going) for going in start.going])
 

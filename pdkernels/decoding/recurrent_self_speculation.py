@@ -64,7 +64,9 @@ def decode(
     slot = torch.arange(slots, device=lengths.device)
     block = torch.zeros(session.batch, slots, dtype=torch.int64, device=lengths.device)
     block[:, :1] = first
-    remaining = torch.full_like(lengths, limit - 1).masked_fill_(ended, 0)  # tokens still to come; 0 once a sequence is done
+    remaining = torch.full_like(lengths, limit - 1).masked_fill_(
+        ended, 0
+    )  # tokens still to come; 0 once a sequence is done
     draft_lengths = remaining.clamp(max=slots)
 
     host_lengths = [slots if more else 0 for more in going]

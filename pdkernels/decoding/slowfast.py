@@ -88,7 +88,12 @@ def decode(
     mask_token = checked_masked_model(_OP, session, mask_token)
     if block_size is not None:
         checked_size(_OP, "block_size", block_size)
-    sizes = {"max_exploration": (max_exploration, 0), "window": (window, 1), "k_slow": (k_slow, 0), "k_fast": (k_fast, 1)}
+    sizes = {
+        "max_exploration": (max_exploration, 0),
+        "window": (window, 1),
+        "k_slow": (k_slow, 0),
+        "k_fast": (k_fast, 1),
+    }
     for name, (size, least) in sizes.items():
         check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
         check(size >= least, _OP, name, f"be at least {least}", size)
@@ -102,8 +107,14 @@ def decode(
     checked_size(_OP, "gen_interval", gen_interval)
     checked_number(_OP, "transfer_ratio", transfer_ratio, 1.0)
     for name, given, default in (("gen_interval", gen_interval, 1), ("transfer_ratio", transfer_ratio, 0)):
-        check(prompt_interval is not None or given == default, _OP, name, f"be {default} without a cache", given,
-              "Pass a prompt_interval.")  # fmt: skip
+        check(
+            prompt_interval is not None or given == default,
+            _OP,
+            name,
+            f"be {default} without a cache",
+            given,
+            "Pass a prompt_interval.",
+        )
     check_sampling(_OP, temperature, seed)
     limit = session.max_new_tokens
     canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
@@ -115,9 +126,11 @@ def decode(
         kept = {"prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": transfer_ratio}
         forward = KeptCanvas(session, canvas, **kept)
     size = limit if block_size is None else block_size
-    spans = Spans(canvas, limit, Options(
-        size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix,
-    ))  # fmt: skip
+    spans = Spans(
+        canvas,
+        limit,
+        Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix),
+    )
     masks, width = min(size, limit), forward.width
     while canvas.unfinished:
         canvas.begin()
@@ -177,9 +190,15 @@ class Spans:
         # No number of sure places lets a slow step of the paper fill more than its few.
         need = torch.ones_like(self.taken) if published else torch.where(slow, canvas.tokens.shape[1] + 1, 1)
         done = canvas.commit(
-            windows, places, guesses.ids, guesses.probs, quota=torch.where(slow, options.k_slow, options.k_fast), need=need,
-            threshold=options.tau_high, strict=not published,
-        ).done  # fmt: skip
+            windows,
+            places,
+            guesses.ids,
+            guesses.probs,
+            quota=torch.where(slow, options.k_slow, options.k_fast),
+            need=need,
+            threshold=options.tau_high,
+            strict=not published,
+        ).done
         self.taken = self.taken + 1
 
         # Slow steps: where does the span end?

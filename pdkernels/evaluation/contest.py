@@ -52,7 +52,13 @@ FAMILIES = {
 # compared with.
 _YARDSTICKS = {"transformer": "autoregressive", "recurrent": "recurrent_static", "masked": "llada"}
 # Those that draft tokens and judge the drafts.
-_JUDGING = ("jacobi", "jacobi_multiblock", "linear_self_speculation", "quadratic_self_speculation", "recurrent_self_speculation")
+_JUDGING = (
+    "jacobi",
+    "jacobi_multiblock",
+    "linear_self_speculation",
+    "quadratic_self_speculation",
+    "recurrent_self_speculation",
+)
 # The widths a method is shown with. None: the one of `_TRIED` that is fastest on prompts that are not counted, so that no model is
 # held to a width that suits another one.
 _WIDTHS: dict[str, tuple[int | None, ...]] = {
@@ -169,7 +175,9 @@ def contenders(
     """
     for width in widths:
         check(width >= 1, _OP, "width", "be at least 1", width)
-    fills_masks = {method: "mask_token" in decoding.method_options(method) for method in methods or decoding.available()}
+    fills_masks = {
+        method: "mask_token" in decoding.method_options(method) for method in methods or decoding.available()
+    }
     found: list[Contender] = []
     skipped = []
     for name, model in models.items():
@@ -184,11 +192,17 @@ def contenders(
         shown = methods or DEFAULT_METHODS.get(name, [method for method in able if decoding.suits(method, model)])
         for method in dict.fromkeys([_YARDSTICKS[family], *shown]):
             if not decoding.suits(method, model):
-                skipped.append(f"{name} with {method}: that method is for models of another kind, such as {_fitting(method)}")
+                skipped.append(
+                    f"{name} with {method}: that method is for models of another kind, such as {_fitting(method)}"
+                )
             elif fills_masks.get(method) and method not in able:
-                skipped.append(f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one")
+                skipped.append(
+                    f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one"
+                )
             elif method in WIDTH_OPTIONS:
-                found += [Contender(name, method, width) for width in dict.fromkeys(widths or _WIDTHS.get(method, (None,)))]
+                found += [
+                    Contender(name, method, width) for width in dict.fromkeys(widths or _WIDTHS.get(method, (None,)))
+                ]
             else:
                 found.append(Contender(name, method))
     return found, skipped
@@ -235,10 +249,21 @@ def evaluate(
     for contender in competing:
         yardsticks.setdefault(contender.model, contender)
     for name, first in yardsticks.items():
-        check(first.method == _YARDSTICKS[family_of(models[name])] and not first.settings, _OP, "competing",
-              f"begin with {_YARDSTICKS[family_of(models[name])]} for {name}", first.label)  # fmt: skip
-        check(models[name].tokenizer is not None, _OP, "models", "have tokenizers", f"none in {name}",
-              "A checkpoint's folder needs its tokenizer.json.")  # fmt: skip
+        check(
+            first.method == _YARDSTICKS[family_of(models[name])] and not first.settings,
+            _OP,
+            "competing",
+            f"begin with {_YARDSTICKS[family_of(models[name])]} for {name}",
+            first.label,
+        )
+        check(
+            models[name].tokenizer is not None,
+            _OP,
+            "models",
+            "have tokenizers",
+            f"none in {name}",
+            "A checkpoint's folder needs its tokenizer.json.",
+        )
     settled = []
     for contender in competing:
         progress(f"{contender.model}: {contender.label}, warm-up", 0.0)
@@ -259,13 +284,24 @@ def evaluate(
         if (full := with_full_wave(contender)) is not None:
             progress(f"{contender.model}: {contender.label}, memory", 1.0)
             watched[contender] = extra_memory(
-                models[contender.model], task.warm_up[0], contender.method, max_new_tokens=min(_WATCHED_TOKENS, task.limit),
-                end_tokens=(), **full,
-            )  # fmt: skip
+                models[contender.model],
+                task.warm_up[0],
+                contender.method,
+                max_new_tokens=min(_WATCHED_TOKENS, task.limit),
+                end_tokens=(),
+                **full,
+            )
     progress("done", 1.0)
     return [
-        _row(models[contender.model], contender, task, batch_size, own, results[yardsticks[contender.model]],
-             watched.get(contender))
+        _row(
+            models[contender.model],
+            contender,
+            task,
+            batch_size,
+            own,
+            results[yardsticks[contender.model]],
+            watched.get(contender),
+        )
         for contender, own in results.items()
     ]
 
@@ -285,12 +321,20 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
         first, third = _quartiles(row.seconds)
         stats = {"median": statistics.median(row.seconds), "iqr": third - first, "max": max(row.seconds)}
         known = {name: value for name, value in asdict(row).items() if name != "seconds"}
-        benchmarks.append({
-            "group": f"evaluation, {row.task}",
-            "name": f"{row.model}: {row.label}",
-            "stats": {**stats, "rounds": len(row.seconds)},
-            "extra_info": {**facts, **known, "settings": dict(row.settings), "contender": row.label, "verdict": row.verdict},
-        })  # fmt: skip
+        benchmarks.append(
+            {
+                "group": f"evaluation, {row.task}",
+                "name": f"{row.model}: {row.label}",
+                "stats": {**stats, "rounds": len(row.seconds)},
+                "extra_info": {
+                    **facts,
+                    **known,
+                    "settings": dict(row.settings),
+                    "contender": row.label,
+                    "verdict": row.verdict,
+                },
+            }
+        )
     return {"benchmarks": benchmarks, "skipped": list(skipped)}
 
 
@@ -303,9 +347,13 @@ def _fitting(method: str) -> str:
 
 def _run(models: Mapping[str, Any], contender: Contender, task: Task, prompts: list[str]) -> DecodeResult:
     return decoding.generate(
-        models[contender.model], prompts, contender.method, max_new_tokens=task.limit, end_tokens=task.end_tokens,
+        models[contender.model],
+        prompts,
+        contender.method,
+        max_new_tokens=task.limit,
+        end_tokens=task.end_tokens,
         **contender.options,
-    )  # fmt: skip
+    )
 
 
 def _fastest_width(models: Mapping[str, Any], contender: Contender, task: Task) -> int:
@@ -318,7 +366,12 @@ def _fastest_width(models: Mapping[str, Any], contender: Contender, task: Task) 
 
 
 def _row(
-    model: Any, contender: Contender, task: Task, batch_size: int, results: list[DecodeResult], greedy: list[DecodeResult],
+    model: Any,
+    contender: Contender,
+    task: Task,
+    batch_size: int,
+    results: list[DecodeResult],
+    greedy: list[DecodeResult],
     memory: int | None,
 ) -> Row:
     texts = [text for result in results for text in result.text]
@@ -331,13 +384,24 @@ def _row(
         right = sum(problem.is_solved_by(text) for problem, text in zip(task.problems, texts, strict=True))
 
     cost: dict[str, Any] = dict.fromkeys(
-        ("tokens_per_forward", "tokens_per_second", "speedup", "speedup_quartiles", "tokens_per_cycle", "accepted_per_cycle")
+        (
+            "tokens_per_forward",
+            "tokens_per_second",
+            "speedup",
+            "speedup_quartiles",
+            "tokens_per_cycle",
+            "accepted_per_cycle",
+        )
     )
     tokens = sum(result.stats.tokens for result in results)
     seconds = [result.stats.seconds for result in results]
     if not lossless or len(differing) == ties:
-        ratios = [ours.stats.tokens_per_second / theirs.stats.tokens_per_second for ours, theirs in zip(results, greedy)]
-        cost["tokens_per_forward"] = tokens / sum(result.stats.tokens / result.stats.tokens_per_forward for result in results)
+        ratios = [
+            ours.stats.tokens_per_second / theirs.stats.tokens_per_second for ours, theirs in zip(results, greedy)
+        ]
+        cost["tokens_per_forward"] = tokens / sum(
+            result.stats.tokens / result.stats.tokens_per_forward for result in results
+        )
         cost["tokens_per_second"] = tokens / sum(seconds)
         cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
         accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
@@ -346,9 +410,20 @@ def _row(
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1
     return Row(
-        task.name, *contender, len(task.prompts), batch_size, tokens, right, yardstick=results is greedy,
-        identical=len(task.prompts) - len(differing), ties=ties, lossless=lossless, extra_memory=memory, seconds=seconds, **cost,
-    )  # fmt: skip
+        task.name,
+        *contender,
+        len(task.prompts),
+        batch_size,
+        tokens,
+        right,
+        yardstick=results is greedy,
+        identical=len(task.prompts) - len(differing),
+        ties=ties,
+        lossless=lossless,
+        extra_memory=memory,
+        seconds=seconds,
+        **cost,
+    )
 
 
 @torch.inference_mode()
@@ -376,5 +451,7 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
-    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
     return f"{name} ({cpu_isa()})"

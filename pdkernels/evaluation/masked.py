@@ -71,9 +71,13 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None]
+    rows = [
+        row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
+    ]
     check(bool(rows), "evaluation.plot_masked", "rows", "hold figures of masked-diffusion methods on sums", "none")
-    figure, (speed, forwards) = plt.subplots(1, 2, figsize=(12.5, 1.4 + 0.3 * len(rows)), sharey=True, layout="constrained")
+    figure, (speed, forwards) = plt.subplots(
+        1, 2, figsize=(12.5, 1.4 + 0.3 * len(rows)), sharey=True, layout="constrained"
+    )
     for axis, figure_of, form, title in (
         (speed, "speedup", "{:.1f}x", "speed: 1 is one token a forward"),
         (forwards, "tokens_per_forward", "{:.2f}", "tokens per forward"),
@@ -95,7 +99,9 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def plot_canvas(trace: Sequence[MaskedStep], path: Path, *, tokenizer: Any = None, mask_token: int | None = None) -> None:
+def plot_canvas(
+    trace: Sequence[MaskedStep], path: Path, *, tokenizer: Any = None, mask_token: int | None = None
+) -> None:
     """How a canvas was filled in: forwards from top to bottom, places from left to right, colours for confidence.
 
     A coloured cell is a guess and how sure the model was of it; a framed one was committed in that forward and shows its token. Places
@@ -124,18 +130,30 @@ def plot_canvas(trace: Sequence[MaskedStep], path: Path, *, tokenizer: Any = Non
         for place, sure in step.confidence.items():
             grid[number, place - first] = sure
     cell = 0.14
-    figure, axis = plt.subplots(figsize=(max(6, cell * columns + 2), max(3, cell * len(trace) + 1.2)), layout="constrained")
+    figure, axis = plt.subplots(
+        figsize=(max(6, cell * columns + 2), max(3, cell * len(trace) + 1.2)), layout="constrained"
+    )
     drawn = axis.imshow(grid.numpy(), aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="none")
     figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="confidence of a guess")
     for number, step in enumerate(trace):
         for edge in step.window:
             axis.plot([edge - first - 0.5] * 2, [number - 0.5, number + 0.5], color="#c44e52", linewidth=1.4)
         for place, token in step.committed.items():
-            axis.add_patch(plt.Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9))
+            axis.add_patch(
+                plt.Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9)
+            )
             text = str(token) if tokenizer is None else tokenizer.decode([token])
             if text.isprintable() and columns <= 140:
                 dark = grid[number, place - first] > 0.6
-                axis.text(place - first, number, text, ha="center", va="center", fontsize=6, color="#222222" if dark else "white")
+                axis.text(
+                    place - first,
+                    number,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=6,
+                    color="#222222" if dark else "white",
+                )
     axis.set(xlabel="new places", ylabel="forward", title="Framed: committed in this forward")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

@@ -9,7 +9,13 @@ from typing import Any
 from pdkernels._validation import check
 
 # One colour for each model, and a lighter one for its autoregressive decoding, which is the yardstick.
-_COLOURS = (("#4c78a8", "#b7c9de"), ("#54a24b", "#bbdab7"), ("#e39c37", "#f4d7af"), ("#b279a2", "#e0c9da"), ("#777777", "#cccccc"))
+_COLOURS = (
+    ("#4c78a8", "#b7c9de"),
+    ("#54a24b", "#bbdab7"),
+    ("#e39c37", "#f4d7af"),
+    ("#b279a2", "#e0c9da"),
+    ("#777777", "#cccccc"),
+)
 _TITLES = {"sums": "Sums worked out digit by digit", "source": "Source text continued by 64 tokens"}
 
 
@@ -35,14 +41,20 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     models = list(dict.fromkeys(row["model"] for row in rows))
     heights = [sum(row["task"] == task for row in rows) + len(models) for task in tasks]
     figure, grid = plt.subplots(
-        len(tasks), 2, figsize=(11.5, 1.1 + 0.27 * sum(heights) + 0.5 * len(tasks)), squeeze=False, layout="constrained",
+        len(tasks),
+        2,
+        figsize=(11.5, 1.1 + 0.27 * sum(heights) + 0.5 * len(tasks)),
+        squeeze=False,
+        layout="constrained",
         height_ratios=heights,
-    )  # fmt: skip
+    )
     for (forwards, speed), task in zip(grid, tasks):
         part = [row for row in rows if row["task"] == task]
         _bars(forwards, part, models, "tokens_per_forward", "{:.2f}")
         _bars(speed, part, models, "speedup", "{:.2f}x")
-        forwards.set_title(f"{_TITLES.get(task, task)}, {part[0]['problems']} prompts\n", fontsize=11, fontweight="bold", loc="left")
+        forwards.set_title(
+            f"{_TITLES.get(task, task)}, {part[0]['problems']} prompts\n", fontsize=11, fontweight="bold", loc="left"
+        )
         forwards.text(0, 1.01, "tokens per forward", transform=forwards.transAxes, fontsize=9)
         speed.text(0, 1.01, "speed: 1 is the same model, one token at a time", transform=speed.transAxes, fontsize=9)
         speed.set_yticklabels([])

@@ -40,8 +40,14 @@ def recurrent_contenders(name: str) -> list[Contender]:
     """Static decoding of the model called `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
     found = [Contender(name, "recurrent_static")]
     found += [Contender(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
-    found += [Contender(name, "recurrent_adaptive"), Contender(name, "recurrent_adaptive", settings=(("criterion", "kl"),))]
-    found += [Contender(name, "recurrent_self_speculation", settings=settings) for settings in ((), (("draft_recurrences", 2),))]
+    found += [
+        Contender(name, "recurrent_adaptive"),
+        Contender(name, "recurrent_adaptive", settings=(("criterion", "kl"),)),
+    ]
+    found += [
+        Contender(name, "recurrent_self_speculation", settings=settings)
+        for settings in ((), (("draft_recurrences", 2),))
+    ]
     found.append(Contender(name, "recurrent_diffusion"))
     for option, values in _SAMPLER.items():
         found += [Contender(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
@@ -122,7 +128,9 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None]
+    rows = [
+        row for row in rows if row["method"] in _COLOURS and row["right"] is not None and row["speedup"] is not None
+    ]
     check(bool(rows), "evaluation.plot_recurrent", "rows", "hold figures of recurrent-depth methods on sums", "none")
     options = ["inner_recurrence", "threshold", "noise", "momentum", "max_wavefront"]
     figure, grid = plt.subplots(2, 3, figsize=(13.5, 7.4), layout="constrained")
@@ -144,13 +152,24 @@ def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
         own = [row for row in rows if row["method"] == method]
         if method == "recurrent_static":
             own = sorted(own, key=lambda row: row["tokens_per_second"])
-            axis.plot([row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, linewidth=1)
+            axis.plot(
+                [row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, linewidth=1
+            )
             for row in own:
                 depth = row["settings"].get("recurrences")
                 text = "mean r" if depth is None else f"r={depth}"
-                axis.annotate(text, (row["tokens_per_second"], _share(row)), (3, 4), textcoords="offset points", fontsize=7.5)
+                axis.annotate(
+                    text, (row["tokens_per_second"], _share(row)), (3, 4), textcoords="offset points", fontsize=7.5
+                )
         label = method.removeprefix("recurrent_").replace("_", " ")
-        axis.scatter([row["tokens_per_second"] for row in own], [_share(row) for row in own], color=colour, s=26, label=label, zorder=3)
+        axis.scatter(
+            [row["tokens_per_second"] for row in own],
+            [_share(row) for row in own],
+            color=colour,
+            s=26,
+            label=label,
+            zorder=3,
+        )
     axis.set(xlabel="tokens/s", ylabel="% right", title="All contenders", ylim=(-4, 104))
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
@@ -173,7 +192,9 @@ def _sweep(axis: Any, rows: Sequence[Mapping[str, Any]], option: str) -> None:
         side.spines["top"].set_visible(False)
 
 
-def plot_wave(trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = None, threshold: float | None = None) -> None:
+def plot_wave(
+    trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = None, threshold: float | None = None
+) -> None:
     """A run of the sampler as a picture: steps from top to bottom, positions from left to right, colours for distances.
 
     A cell is a row of the wave in a step, with the token it stood for if there is room for text; its colour says how far its state
@@ -203,7 +224,9 @@ def plot_wave(trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = No
         start = step.cursor - first
         grid[number, start : start + len(step.tokens)] = torch.tensor(step.distance).clamp(1e-3, 2)
     cell = 0.17
-    figure, axis = plt.subplots(figsize=(max(6, cell * columns + 2.4), max(3, cell * len(trace) + 1.3)), layout="constrained")
+    figure, axis = plt.subplots(
+        figsize=(max(6, cell * columns + 2.4), max(3, cell * len(trace) + 1.3)), layout="constrained"
+    )
     drawn = axis.imshow(grid.numpy(), aspect="auto", cmap="viridis_r", norm=LogNorm(1e-3, 2), interpolation="none")
     bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="distance of the state from the step before")
     if threshold is not None:
@@ -219,7 +242,11 @@ def plot_wave(trace: Sequence[RecurrentStep], path: Path, *, tokenizer: Any = No
                 text = text if text.isprintable() else "·"
                 colour = "#222222" if step.distance[place] < 0.01 else "white"
                 axis.text(start + place, number, text, ha="center", va="center", fontsize=6.5, color=colour)
-    axis.set(xlabel="position behind the prompt", ylabel="step of the sampler", title="The wave: frozen rows leave at the red line")
+    axis.set(
+        xlabel="position behind the prompt",
+        ylabel="step of the sampler",
+        title="The wave: frozen rows leave at the red line",
+    )
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -64,7 +64,9 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
                 break
         check(len(sums) == count, op, "canvas", f"have room for {count} different sums", canvas)
         prompts = list(sums)
-        return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:])
+        return Task(
+            name, prompts[_WARM_UP:], prompts[:_WARM_UP], canvas or _SUMS_LIMIT, None, list(sums.values())[_WARM_UP:]
+        )
     files = [text for text in standard_library()[1] if len(text) > _SOURCE_PROMPT + _SOURCE_LIMIT]
     chance, prompts = random.Random(seed), []
     for _ in range(count):

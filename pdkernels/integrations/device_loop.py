@@ -78,8 +78,15 @@ class DeviceLoop:
         **options: Any,
     ) -> None:
         if method not in STEPS:
-            raise NotImplementedError(message(_OP, "method", f"be one of {', '.join(STEPS)}", repr(method),
-                                              "Others decide between steps on the host: use pdkernels.decoding.generate."))  # fmt: skip
+            raise NotImplementedError(
+                message(
+                    _OP,
+                    "method",
+                    f"be one of {', '.join(STEPS)}",
+                    repr(method),
+                    "Others decide between steps on the host: use pdkernels.decoding.generate.",
+                )
+            )
         check_options(method, options)
         # The prompts' forward gives the first token, and a loop is for more.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
@@ -87,15 +94,24 @@ class DeviceLoop:
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
             check(size >= least, _OP, name, f"be at least {least}", size)
         require(_OP, model.device)
-        check(not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step.")
+        check(
+            not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step."
+        )
         self.model, self.method, self.max_new_tokens, self.end_tokens = model, method, max_new_tokens, end_tokens
         with torch.inference_mode(), torch.cuda.device(model.device):
             # Sizes are all that counts of this session.
             self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
             self._steps = STEPS[method](self._largest, **options)
             if self._steps.needs_host:
-                raise NotImplementedError(message(_OP, "options", "leave the host out of a step", self._steps.needs_host,
-                                                  "Use pdkernels.decoding.generate."))  # fmt: skip
+                raise NotImplementedError(
+                    message(
+                        _OP,
+                        "options",
+                        "leave the host out of a step",
+                        self._steps.needs_host,
+                        "Use pdkernels.decoding.generate.",
+                    )
+                )
             # An entry for the prompts and one for every step, which gives each sequence that goes on a token at least.
             entry = self._steps.entry
             self._log, self._count = entry.new_zeros(max_new_tokens, *entry.shape), entry.new_zeros(1)
@@ -129,9 +145,17 @@ class DeviceLoop:
             trace: as in `generate`.
         """
         session, single = open_session(self.model, prompt, self.max_new_tokens, self.end_tokens, on_tokens, trace)
-        check(session.batch == self._largest.batch, _OP, "prompt", f"hold {self._largest.batch} sequences", session.batch)
-        check(session.longest <= self._largest.longest, _OP, "prompt", f"have at most {self._largest.longest} tokens",
-              session.longest, "Raise longest_prompt.")  # fmt: skip
+        check(
+            session.batch == self._largest.batch, _OP, "prompt", f"hold {self._largest.batch} sequences", session.batch
+        )
+        check(
+            session.longest <= self._largest.longest,
+            _OP,
+            "prompt",
+            f"have at most {self._largest.longest} tokens",
+            session.longest,
+            "Raise longest_prompt.",
+        )
         with torch.cuda.device(self.model.device):
             return finished(session, single, self.method, lambda: self._decode(session))
 

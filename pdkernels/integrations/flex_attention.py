@@ -12,7 +12,9 @@ from pdkernels._validation import check, check_type
 from pdkernels.masks import SegmentMask, TilePlan
 
 
-def to_block_mask(mask: SegmentMask, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu") -> BlockMask:
+def to_block_mask(
+    mask: SegmentMask, block_size: int | tuple[int, int] = 128, device: torch.device | str = "cpu"
+) -> BlockMask:
     """The same mask for FlexAttention, without its pass over all pairs.
 
     Args:
@@ -42,7 +44,13 @@ def to_block_mask(mask: SegmentMask, block_size: int | tuple[int, int] = 128, de
     lists = mask.plan(block_q, block_k).block_lists(ragged_is_partial=True)
     partial_count, partial, full_count, full = (tensor[None, None].to(device) for tensor in lists)
     return BlockMask.from_kv_blocks(
-        partial_count, partial, full_count, full, BLOCK_SIZE=(block_q, block_k), mask_mod=mask.mask_mod(device), seq_lengths=mask.shape
+        partial_count,
+        partial,
+        full_count,
+        full,
+        BLOCK_SIZE=(block_q, block_k),
+        mask_mod=mask.mask_mod(device),
+        seq_lengths=mask.shape,
     )
 
 
@@ -67,9 +75,22 @@ def from_block_mask(block_mask: BlockMask) -> TilePlan:
     op = "integrations.from_block_mask"
     check_type(isinstance(block_mask, BlockMask), op, "block_mask", "be a BlockMask", type(block_mask).__name__)
     for size in block_mask.BLOCK_SIZE:
-        check(size % 16 == 0 and 16 <= size <= 1024, op, "BLOCK_SIZE", "be multiples of 16 in [16, 1024]", block_mask.BLOCK_SIZE)
+        check(
+            size % 16 == 0 and 16 <= size <= 1024,
+            op,
+            "BLOCK_SIZE",
+            "be multiples of 16 in [16, 1024]",
+            block_mask.BLOCK_SIZE,
+        )
     batch, heads = block_mask.kv_num_blocks.shape[:2]
-    check(heads == 1, op, "block_mask", "have one head", heads, "Create it with H=None: tile plans are shared by all heads.")
+    check(
+        heads == 1,
+        op,
+        "block_mask",
+        "have one head",
+        heads,
+        "Create it with H=None: tile plans are shared by all heads.",
+    )
     plans = [_sample(block_mask, b) for b in range(batch)]
     return plans[0] if batch == 1 else TilePlan.stack(plans)
 
@@ -87,7 +108,9 @@ def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
     k = (columns[:, None] * block_k + torch.arange(block_k, device=device))[:, None, :]
     b, h = torch.tensor(batch, device=device), torch.tensor(0, device=device)
     # Indices outside the lengths are held inside: a mask_mod may look up tables by them.
-    visible = block_mask.mask_mod(b, h, q.clamp(max=q_len - 1), k.clamp(max=kv_len - 1)).expand(len(rows), block_q, block_k)
+    visible = block_mask.mask_mod(b, h, q.clamp(max=q_len - 1), k.clamp(max=kv_len - 1)).expand(
+        len(rows), block_q, block_k
+    )
     return TilePlan.from_tiles(full, (rows, columns), visible & (q < q_len) & (k < kv_len), q_len, kv_len)
 
 

@@ -121,12 +121,21 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
     op = "masks.pack"
     segments: list[Segment] = []
     samples = 0
-    check_type(not isinstance(masks, SegmentMask), op, "masks", "be a list of masks", "one mask", "Write pack([mask], length).")
+    check_type(
+        not isinstance(masks, SegmentMask), op, "masks", "be a list of masks", "one mask", "Write pack([mask], length)."
+    )
     masks = list(masks)
     for mask in masks:
         check_type(isinstance(mask, SegmentMask), op, "masks", "be segment masks", type(mask).__name__)
         tokens = sum(segment.length for segment in mask.segments)
-        check(mask.shape == (tokens, tokens), op, "masks", "be whole masks", f"a slice of shape {mask.shape}", "Pack first, then slice.")
+        check(
+            mask.shape == (tokens, tokens),
+            op,
+            "masks",
+            "be whole masks",
+            f"a slice of shape {mask.shape}",
+            "Pack first, then slice.",
+        )
         first = len(segments)
         for segment in mask.segments:
             sees = tuple(range(r.start + first, r.stop + first, r.step) for r in segment.sees)

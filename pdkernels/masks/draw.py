@@ -19,10 +19,20 @@ if TYPE_CHECKING:
     from pdkernels.masks.tile_plan import TilePlan
 
 COLOURS = {
-    "tokens": "#4c78a8", "prompt": "#8c8c8c", "plan": "#8c8c8c", "clean": "#4c78a8", "block": "#4c78a8", "noisy": "#f58518",
-    "chunk": "#f58518", "draft": "#4c78a8", "masks": "#f58518", "candidate": "#54a24b", "branch": "#54a24b", "sync": "#b279a2",
+    "tokens": "#4c78a8",
+    "prompt": "#8c8c8c",
+    "plan": "#8c8c8c",
+    "clean": "#4c78a8",
+    "block": "#4c78a8",
+    "noisy": "#f58518",
+    "chunk": "#f58518",
+    "draft": "#4c78a8",
+    "masks": "#f58518",
+    "candidate": "#54a24b",
+    "branch": "#54a24b",
+    "sync": "#b279a2",
     "padding": "#d8d8d8",
-}  # fmt: skip
+}
 OTHERS = ["#e45756", "#72b7b2", "#9d755d", "#eeca3b", "#ff9da6"]
 HIDDEN = (0.975, 0.975, 0.975)
 INK = "#333333"
@@ -141,13 +151,24 @@ def _strips(axes: Axes, mask: SegmentMask, colours: dict[str, str]) -> None:
             needed = LEAST_SHARE if not horizontal else 0.011 * len(label) + 0.01
             if share >= needed:
                 vertical, side = ("bottom", "center") if horizontal else ("center", "left")
-                axes.text(*middle, label, transform=axes.transAxes, clip_on=False, fontsize=7.5, color=INK, va=vertical, ha=side)
+                axes.text(
+                    *middle,
+                    label,
+                    transform=axes.transAxes,
+                    clip_on=False,
+                    fontsize=7.5,
+                    color=INK,
+                    va=vertical,
+                    ha=side,
+                )
 
 
 def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colour: str) -> None:
     from matplotlib.patches import Rectangle
 
-    patch = Rectangle(corner, *box, transform=axes.transAxes, facecolor=colour, edgecolor="white", linewidth=0.4, clip_on=False)
+    patch = Rectangle(
+        corner, *box, transform=axes.transAxes, facecolor=colour, edgecolor="white", linewidth=0.4, clip_on=False
+    )
     axes.add_patch(patch)
 
 
@@ -167,7 +188,11 @@ def _labelled(mask: SegmentMask, window: tuple[int, int]) -> list[tuple[int, int
         else:
             runs.append([span])
     least = 2 * LEAST_SHARE * (window[1] - window[0])
-    runs = [part for run in runs for part in ([run] if any(end - begin < least for _, begin, end in run) else [[span] for span in run])]
+    runs = [
+        part
+        for run in runs
+        for part in ([run] if any(end - begin < least for _, begin, end in run) else [[span] for span in run])
+    ]
     bars = []
     for run in runs:
         (first, begin, _), (last, _, end) = run[0], run[-1]
@@ -192,13 +217,18 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
     thin = 1.1 if len(full) + len(partial) < 300 else 0.35
     axes.add_collection(PatchCollection(full, facecolor="none", edgecolor=INK, linewidth=thin, zorder=3))
     hatched = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
-    axes.add_collection(PatchCollection(partial, facecolor="none", edgecolor=PARTIAL, alpha=0.6, linewidth=thin, zorder=4, **hatched))
+    axes.add_collection(
+        PatchCollection(partial, facecolor="none", edgecolor=PARTIAL, alpha=0.6, linewidth=thin, zorder=4, **hatched)
+    )
 
 
 def _kind_legend(colours: dict[str, str]) -> list:
     from matplotlib.patches import Patch
 
-    return [Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys") for kind, colour in colours.items()]
+    return [
+        Patch(facecolor=colour, label=f"{kind} keys" if kind != "tokens" else "keys")
+        for kind, colour in colours.items()
+    ]
 
 
 def _tile_legend() -> list:

@@ -79,9 +79,18 @@ def dual_stream(
     else:
         kept = torch.as_tensor(noisy_positions).cpu()
         integers = kept.numel() == 0 or kept.dtype in INDEX_DTYPES
-        check_type(integers, f"masks.{op}", "noisy_positions", "be int32 or int64", kept.dtype, "Give the numbers of positions.")
+        check_type(
+            integers,
+            f"masks.{op}",
+            "noisy_positions",
+            "be int32 or int64",
+            kept.dtype,
+            "Give the numbers of positions.",
+        )
         kept = kept.to(torch.int64)
-        fits = kept.dim() == 1 and bool((kept.diff() > 0).all()) and bool(((kept >= prefix_len) & (kept < length)).all())
+        fits = (
+            kept.dim() == 1 and bool((kept.diff() > 0).all()) and bool(((kept >= prefix_len) & (kept < length)).all())
+        )
         check(fits, f"masks.{op}", "noisy_positions", f"ascend within [{prefix_len}, {length})", kept.tolist())
         noisy_sizes = torch.bincount((kept - prefix_len) // block_size, minlength=len(sizes)).tolist()
 
@@ -90,7 +99,9 @@ def dual_stream(
     inside: Literal["causal", "full"] = "causal" if clean == "causal" else "full"
     clean_segments = [Segment(prefix_len, "causal", (), "prompt")]
     clean_segments += [Segment(size, inside, (range(prefix, prefix + 1 + j),), "clean") for j, size in enumerate(sizes)]
-    noisy_segments = [Segment(size, "full", (range(prefix, prefix + 1 + j),), "noisy") for j, size in enumerate(noisy_sizes)]
+    noisy_segments = [
+        Segment(size, "full", (range(prefix, prefix + 1 + j),), "noisy") for j, size in enumerate(noisy_sizes)
+    ]
     both = noisy_segments + clean_segments if noisy_first else clean_segments + noisy_segments
     streams = [kept, arange(length)]
     return SegmentMask(both, torch.cat(streams if noisy_first else streams[::-1]))

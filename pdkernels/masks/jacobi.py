@@ -149,7 +149,14 @@ def noise_aware_causal(
     choice(op, "conditioning", conditioning, ("noisy", "clean", "window"))
     choice(op, "layout", layout, ("streams", "interleaved"))
     if conditioning == "window":
-        check(window is not None, f"masks.{op}", "window", 'be given with conditioning="window"', window, "The paper's code uses 16.")
+        check(
+            window is not None,
+            f"masks.{op}",
+            "window",
+            'be given with conditioning="window"',
+            window,
+            "The paper's code uses 16.",
+        )
         window = integer(op, "window", window, 1)
     else:
         check(window is None, f"masks.{op}", "window", f"be None with conditioning={conditioning!r}", window)
@@ -160,7 +167,8 @@ def noise_aware_causal(
     # Segment numbers of noisy and clean blocks: first, first + step, ..; the prompt is segment 0.
     step, first_noisy, first_clean = (2, 1, 2) if interleaved else (1, 1 + num_blocks, 1)
     clean = [
-        Segment(block_size, "causal", (range(1), range(first_clean, first_clean + step * j, step)), "clean") for j in range(num_blocks)
+        Segment(block_size, "causal", (range(1), range(first_clean, first_clean + step * j, step)), "clean")
+        for j in range(num_blocks)
     ]
     noisy = []
     for j in range(num_blocks):
@@ -171,7 +179,9 @@ def noise_aware_causal(
     answer = [block for pair in zip(noisy, clean) for block in pair] if interleaved else clean + noisy
 
     stream = arange(prompt_len, prompt_len + num_blocks * block_size)
-    both = torch.stack([stream.view(num_blocks, block_size)] * 2, dim=1) if interleaved else torch.stack([stream, stream])
+    both = (
+        torch.stack([stream.view(num_blocks, block_size)] * 2, dim=1) if interleaved else torch.stack([stream, stream])
+    )
     mask = NoiseAwareMask([prompt, *answer], torch.cat([arange(prompt_len), both.flatten()]))
     mask.prompt_len, mask.block_size, mask.num_blocks = prompt_len, block_size, num_blocks
     mask.conditioning, mask.window, mask.layout = conditioning, window, layout

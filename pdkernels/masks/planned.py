@@ -65,7 +65,9 @@ def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMas
     hidden: list[range] = []  # segments of chunks that no sync has shown yet
     for stage in stages:
         is_stage = isinstance(stage, tuple) and 1 <= len(stage) <= 3
-        check_type(is_stage, f"masks.{op}", "stages", "hold stages (plan, chunks, sync)", stage, "See pdkernels.masks.Stage.")
+        check_type(
+            is_stage, f"masks.{op}", "stages", "hold stages (plan, chunks, sync)", stage, "See pdkernels.masks.Stage."
+        )
         plan, chunks, sync = Stage(*stage)
         check_type(isinstance(chunks, Sequence), f"masks.{op}", "chunks", "be a tuple of lengths", chunks)
         number = len(segments)

@@ -76,11 +76,15 @@ class SegmentMask:
                 raise TypeError(message(op, "segments", "be Segments with int lengths", segment))
         tokens = sum(segment.length for segment in segments)
         if positions is not None:
-            check_type(getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions)
+            check_type(
+                getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions
+            )
             check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
         self._build(segments, positions, (0, tokens), (0, tokens))
 
-    def _build(self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    def _build(
+        self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]
+    ) -> None:
         self.segments = segments
         """All segments, also those outside the window of a slice."""
         self._rows, self._columns = rows, columns
@@ -126,7 +130,9 @@ class SegmentMask:
     def __getitem__(self, window: slice | tuple[slice, slice]) -> SegmentMask:
         op = "masks.SegmentMask"
         window = window if isinstance(window, tuple) else (window, slice(None))
-        check_type(len(window) == 2, op, "slices", "be of rows and columns", f"{len(window)} slices", "Write mask[a:b, c:d].")
+        check_type(
+            len(window) == 2, op, "slices", "be of rows and columns", f"{len(window)} slices", "Write mask[a:b, c:d]."
+        )
         rows, columns = window
         for name, part in (("rows", rows), ("columns", columns)):
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
@@ -237,7 +243,9 @@ class SegmentMask:
         sizes = (integer("masks.plan", name, size, 0) for name, size in (("block_q", block_q), ("block_k", block_k)))
         return _plan(self, *sizes, numbered(device))
 
-    def draw(self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None) -> None:
+    def draw(
+        self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None
+    ) -> None:
         """Writes a picture of the mask as PNG. Needs matplotlib.
 
         Args:

@@ -171,7 +171,12 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
     depth: list[int] = []
     for node, parent in enumerate(parents):
         if parent >= node:
-            fail("masks.tree", "parents", f"be -1 or come before their child, so be in [-1, {node - 1}] for token {node}", parent)
+            fail(
+                "masks.tree",
+                "parents",
+                f"be -1 or come before their child, so be in [-1, {node - 1}] for token {node}",
+                parent,
+            )
         depth.append(depth[parent] + 1 if parent >= 0 else 0)
         if parent >= 0:
             children[parent] += 1

@@ -128,7 +128,11 @@ class TilePlan:
             >>> bool((mask.plan(16, 32).dense() == mask.dense()).all())
             True
         """
-        samples, q_tiles, kv_tiles = 1 if self.batch is None else self.batch, self.q_order.shape[-1], self.k_order.shape[-1]
+        samples, q_tiles, kv_tiles = (
+            1 if self.batch is None else self.batch,
+            self.q_order.shape[-1],
+            self.k_order.shape[-1],
+        )
         offsets = self.kv_offsets.view(samples, q_tiles + 1)
         visits = torch.arange(self.kv_tiles.shape[0], dtype=torch.int32, device=self.device).repeat(samples, 1)
         rows = torch.searchsorted(offsets, visits, right=True) - 1
@@ -193,7 +197,8 @@ class TilePlan:
             words[begin : begin + tensor.numel()] = tensor.flatten()
         words = words.to(device)
         views = {
-            name: words[begin : begin + tensor.numel()].view(tensor.shape) for begin, (name, tensor) in zip(begins, tensors.items())
+            name: words[begin : begin + tensor.numel()].view(tensor.shape)
+            for begin, (name, tensor) in zip(begins, tensors.items())
         }
         return TilePlan(**views, **facts)
 
@@ -201,7 +206,9 @@ class TilePlan:
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
         words = torch.frombuffer(host, dtype=torch.int32)
         *lists, bitmaps = (words[begin : begin + size] for begin, size in host.places)
-        return TilePlan(*lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs)
+        return TilePlan(
+            *lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs
+        )
 
     @staticmethod
     def from_tiles(full: Tensor, partial: tuple[Tensor, Tensor], visible: Tensor, q_len: int, kv_len: int) -> TilePlan:
@@ -251,7 +258,13 @@ class TilePlan:
         q_offsets, q_tiles, q_bitmaps, k_order = lists(pairs.T, numbers.T)
         tensors = [kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, contents[rank]]
         names = [field.name for field in fields(TilePlan) if field.type == "Tensor"]
-        facts = {"q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_k": block_k, "visible_pairs": int(pairs.sum())}
+        facts = {
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "block_q": block_q,
+            "block_k": block_k,
+            "visible_pairs": int(pairs.sum()),
+        }
         return TilePlan._laid_out(dict(zip(names, tensors)), facts, full.device)
 
     @staticmethod
@@ -278,7 +291,9 @@ class TilePlan:
             check(plan.batch is None, op, "plans", "be plans of single samples", "a stacked plan")
             for name in ("q_len", "kv_len", "block_q", "block_k", "device"):
                 wanted, have = getattr(first, name), getattr(plan, name)
-                remedy = "Lengthen the shorter masks with pack([mask], length=...)." if name in ("q_len", "kv_len") else ""
+                remedy = (
+                    "Lengthen the shorter masks with pack([mask], length=...)." if name in ("q_len", "kv_len") else ""
+                )
                 check(have == wanted, op, "plans", f"agree in {name} ({wanted})", have, remedy)
         # Samples that share a plan share its lists and bitmaps.
         distinct = list({id(plan): plan for plan in plans}.values())

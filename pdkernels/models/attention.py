@@ -62,8 +62,14 @@ def check_mask(op: str, mask: torch.Tensor | TilePlan | None, batch: int, length
         if mask.device != device:
             fail(op, "mask", f"be on the model's device ({device})", mask.device)
     elif mask is not None:
-        check_type(isinstance(mask, torch.Tensor), op, "mask", "be a bool tensor or a TilePlan",
-                   type(mask).__name__, "A segment mask has both: mask.dense() and mask.plan().")
+        check_type(
+            isinstance(mask, torch.Tensor),
+            op,
+            "mask",
+            "be a bool tensor or a TilePlan",
+            type(mask).__name__,
+            "A segment mask has both: mask.dense() and mask.plan().",
+        )
         if mask.shape not in ((length, length), (batch, length, length)):
             fail(op, "mask", f"have shape ({length}, {length}) or ({batch}, {length}, {length})", tuple(mask.shape))
         check_type(mask.dtype == torch.bool, op, "mask", "be bool (True = visible)", mask.dtype)
@@ -153,7 +159,15 @@ def attend_cached(
     """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
     if isinstance(visibility.mask, TilePlan):
         return speculative_attention_append_(
-            q, k, v, cache.k[layer], cache.v[layer], cache.lengths, visibility.mask, counts=counts, block_table=cache.block_table
+            q,
+            k,
+            v,
+            cache.k[layer],
+            cache.v[layer],
+            cache.lengths,
+            visibility.mask,
+            counts=counts,
+            block_table=cache.block_table,
         )
     cache.append_(layer, k, v, counts)
     return attend_stored(q, k, v, visibility, cache, layer)

@@ -17,9 +17,19 @@ def new_cache(model: Any, batch: int, capacity: int, kind: Literal["contiguous",
     op, config = f"{type(model).__name__}.new_cache", model.config
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
     if kind == "contiguous":
-        return ContiguousKVCache(config.layers, batch, capacity, config.kv_heads, config.head_dim,
-                                 dtype=model.dtype, device=model.device)  # fmt: skip
+        return ContiguousKVCache(
+            config.layers, batch, capacity, config.kv_heads, config.head_dim, dtype=model.dtype, device=model.device
+        )
     check(page_size >= 1, op, "page_size", "be at least 1", page_size)
     pages = -(-capacity // page_size)
-    return PagedKVCache(config.layers, batch, batch * pages, page_size, config.kv_heads, config.head_dim,
-                        max_pages_per_sequence=pages, dtype=model.dtype, device=model.device)  # fmt: skip
+    return PagedKVCache(
+        config.layers,
+        batch,
+        batch * pages,
+        page_size,
+        config.kv_heads,
+        config.head_dim,
+        max_pages_per_sequence=pages,
+        dtype=model.dtype,
+        device=model.device,
+    )

@@ -42,21 +42,44 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
-        for name in ("vocab_size", "hidden_size", "layers", "heads", "kv_heads", "head_dim", "intermediate_size",
-                     "max_positions"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "layers",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_positions",
+        ):
             value = getattr(self, name)
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
             check(value >= 1, op, name, "be at least 1", value)
         check(self.heads % self.kv_heads == 0, op, "kv_heads", f"divide heads ({self.heads})", self.kv_heads)
         check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
-        check(self.rope_style in ("half", "interleaved"), op, "rope_style", "be 'half' or 'interleaved'",
-              repr(self.rope_style))
-        check(self.attention in ("causal", "bidirectional"), op, "attention", "be 'causal' or 'bidirectional'",
-              repr(self.attention))
+        check(
+            self.rope_style in ("half", "interleaved"),
+            op,
+            "rope_style",
+            "be 'half' or 'interleaved'",
+            repr(self.rope_style),
+        )
+        check(
+            self.attention in ("causal", "bidirectional"),
+            op,
+            "attention",
+            "be 'causal' or 'bidirectional'",
+            repr(self.attention),
+        )
         check(self.predicts in ("next", "own"), op, "predicts", "be 'next' or 'own'", repr(self.predicts))
         scaling = self.rope_scaling
-        check_type(scaling is None or isinstance(scaling, RopeScaling), op, "rope_scaling", "be a RopeScaling or None",
-                   type(scaling).__name__)
+        check_type(
+            scaling is None or isinstance(scaling, RopeScaling),
+            op,
+            "rope_scaling",
+            "be a RopeScaling or None",
+            type(scaling).__name__,
+        )
         check_type(type(self.qk_norm) is bool, op, "qk_norm", "be a bool", type(self.qk_norm).__name__)
         check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
         check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)

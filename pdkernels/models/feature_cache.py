@@ -96,12 +96,19 @@ class FeatureCache:
         baseline: Literal["last", "recomputed"] = "last",
         page_size: int | None = None,
     ) -> None:
-        sizes = {"batch": batch, "prompt_capacity": prompt_capacity, "generated": generated, "prompt_interval": prompt_interval,
-                 "gen_interval": gen_interval}  # fmt: skip
+        sizes = {
+            "batch": batch,
+            "prompt_capacity": prompt_capacity,
+            "generated": generated,
+            "prompt_interval": prompt_interval,
+            "gen_interval": gen_interval,
+        }
         for name, size in sizes.items():
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
             check(size >= 1, _OP, name, "be at least 1", size)
-        check_type(type(transfer_ratio) in (int, float), _OP, "transfer_ratio", "be a number", type(transfer_ratio).__name__)
+        check_type(
+            type(transfer_ratio) in (int, float), _OP, "transfer_ratio", "be a number", type(transfer_ratio).__name__
+        )
         check(0 <= transfer_ratio <= 1, _OP, "transfer_ratio", "be in 0 .. 1", transfer_ratio)
         check(baseline in ("last", "recomputed"), _OP, "baseline", "be 'last' or 'recomputed'", repr(baseline))
         check_type(isinstance(model, Transformer), _OP, "model", "be a Transformer", type(model).__name__)
@@ -124,10 +131,14 @@ class FeatureCache:
         self._feed_forward = torch.zeros_like(self._attention)
         self._prompt_rows = torch.arange(prompt_capacity, device=model.device)
         self._new_rows = torch.arange(generated, device=model.device)
-        self._behind_first: torch.Tensor | None = None  # what the layers behind the first one add to a prompt's last row
+        self._behind_first: torch.Tensor | None = (
+            None  # what the layers behind the first one add to a prompt's last row
+        )
 
     @torch.no_grad()
-    def forward(self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """One more step over the canvases: for each of the new places the hidden state that predicts it.
 
         Args:
@@ -150,8 +161,16 @@ class FeatureCache:
         self.step += 1
         # Which rows are computed is for the layers to say.
         nowhere = prompt_lengths.new_empty(len(tokens), 0)
-        places = places_of(self._kv, model._rope(self._kv.capacity), model.config.rope_style, nowhere.shape,
-                           torch.zeros_like(prompt_lengths), nowhere, None, ends)  # fmt: skip
+        places = places_of(
+            self._kv,
+            model._rope(self._kv.capacity),
+            model.config.rope_style,
+            nowhere.shape,
+            torch.zeros_like(prompt_lengths),
+            nowhere,
+            None,
+            ends,
+        )
         rows = self._new_rows.expand(len(tokens), -1)
         counts = None if visible is None else visible - prompt_lengths
         if counts is not None:
@@ -169,12 +188,23 @@ class FeatureCache:
         if tokens.device.type != "cpu":
             return
         low, high = (int(value) for value in prompt_lengths.aminmax())
-        check(low >= self._shift and high <= most, _OP, "prompt_lengths", f"lie in [{self._shift}, {most}]", f"{low}..{high}")
+        check(
+            low >= self._shift and high <= most,
+            _OP,
+            "prompt_lengths",
+            f"lie in [{self._shift}, {most}]",
+            f"{low}..{high}",
+        )
         if visible is not None:
             least = 0 if self.step else generated
             low, high = (int(value) for value in (visible - prompt_lengths).aminmax())
-            check(low >= least and high <= generated, _OP, "visible", f"be {least} to {generated} places behind the prompt",
-                  f"{low} to {high}")  # fmt: skip
+            check(
+                low >= least and high <= generated,
+                _OP,
+                "visible",
+                f"be {least} to {generated} places behind the prompt",
+                f"{low} to {high}",
+            )
 
     def _everything(self, step: _Step) -> torch.Tensor:
         """Row for row what `Transformer.rewrite` does; the features of the new rows are kept."""
@@ -253,8 +283,17 @@ class FeatureCache:
         """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: of no row."""
         most = int(self._generated * self._ratio)
         wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
-        rows = value_drift_select_(v, self._kv.v[layer], step.prompt_lengths, count=most, wanted=wanted, counts=step.counts,
-                                   update=self._update, block_table=self._kv.block_table, backend=self._backend)  # fmt: skip
+        rows = value_drift_select_(
+            v,
+            self._kv.v[layer],
+            step.prompt_lengths,
+            count=most,
+            wanted=wanted,
+            counts=step.counts,
+            update=self._update,
+            block_table=self._kv.block_table,
+            backend=self._backend,
+        )
         return rows if most else None
 
     def _keep(self, cached: torch.Tensor, added: torch.Tensor, places: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,12 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(not config.get("use_mrope"), "use_mrope", "be false", config.get("use_mrope"))
     windowed = config.get("use_sliding_window", not like_qwen2 and kind != "qwen3")
     window = config.get("sliding_window") if windowed else None
-    demand(window is None or window >= max_positions, "sliding_window",
-           f"be absent or cover all {max_positions} positions", window)
+    demand(
+        window is None or window >= max_positions,
+        "sliding_window",
+        f"be absent or cover all {max_positions} positions",
+        window,
+    )
     rope_field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(rope_field) or {}
     return TransformerConfig(
@@ -150,7 +154,11 @@ def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerCon
 
 
 def gather(
-    state: Mapping[str, torch.Tensor], names: Iterable[tuple[str, list[str]]], *, tied: bool, head: str = "lm_head.weight"
+    state: Mapping[str, torch.Tensor],
+    names: Iterable[tuple[str, list[str]]],
+    *,
+    tied: bool,
+    head: str = "lm_head.weight",
 ) -> dict[str, torch.Tensor]:
     """Our parameters, each with the published `names` of the tensors that stand one after the other in it."""
     # Some checkpoints store tables of RoPE, which follow from the configuration.
@@ -164,8 +172,14 @@ def gather(
         ours[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     if tied and head in left:
         same = torch.equal(left.pop(head), ours["embedding"])
-        check(same, _OP, head, "equal the embedding of a tied model", "another matrix",
-              "It is config.json that says whether they are tied.")
+        check(
+            same,
+            _OP,
+            head,
+            "equal the embedding of a tied model",
+            "another matrix",
+            "It is config.json that says whether they are tied.",
+        )
     check(not left, _OP, "checkpoint", "hold only tensors of its config.json", f"also {_some(sorted(left))}")
     return ours
 

@@ -18,8 +18,15 @@ from pdkernels.models.recurrent_depth import RecurrentDepthConfig
 MODEL_TYPE, ARCHITECTURE = "huginn_raven", "RavenForCausalLM"
 
 _OP = "models.load"
-_REQUIRED = ("vocab_size", "n_embd", "n_heads", "intermediate_size", "n_layers_in_prelude", "n_layers_in_recurrent_block",
-             "n_layers_in_coda")  # fmt: skip
+_REQUIRED = (
+    "vocab_size",
+    "n_embd",
+    "n_heads",
+    "intermediate_size",
+    "n_layers_in_prelude",
+    "n_layers_in_recurrent_block",
+    "n_layers_in_coda",
+)
 _OTHER_NAMES = {"hidden_size": "n_embd", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers"}
 _COMPUTED = {
     "block_class_name": "SandwichBlock",
@@ -63,7 +70,9 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
         actual = config.get(field, implied)
         demand(actual == implied, field, f"be {implied}", actual)
     scale = config.get("init_values", {}).get("embed_scale", math.sqrt(hidden))
-    demand(math.isclose(scale, math.sqrt(hidden), rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale)
+    demand(
+        math.isclose(scale, math.sqrt(hidden), rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale
+    )
     ours = RecurrentDepthConfig(
         vocab_size=config.get("padded_vocab_size") or config["vocab_size"],
         hidden_size=hidden,
@@ -90,8 +99,13 @@ def to_huginn_config(config: RecurrentDepthConfig) -> dict[str, Any]:
     >>> from_huginn_config(to_huginn_config(config)) == config
     True
     """
-    check(config.heads * config.head_dim == config.hidden_size, "models.to_huginn_config", "head_dim",
-          f"be hidden_size / heads ({config.hidden_size} / {config.heads})", config.head_dim)  # fmt: skip
+    check(
+        config.heads * config.head_dim == config.hidden_size,
+        "models.to_huginn_config",
+        "head_dim",
+        f"be hidden_size / heads ({config.hidden_size} / {config.heads})",
+        config.head_dim,
+    )
     return {
         "model_type": MODEL_TYPE,
         "architectures": [ARCHITECTURE],
@@ -117,8 +131,11 @@ def _names(config: RecurrentDepthConfig) -> Iterator[tuple[str, str]]:
     yield "embedding", "transformer.wte.weight"
     yield "adapter", "transformer.adapter.weight"
     yield "norm", "transformer.ln_f.weight"
-    parts = (("prelude_layers", "prelude", config.prelude_layers), ("core_layers", "core_block", config.core_layers),
-             ("coda_layers", "coda", config.coda_layers))  # fmt: skip
+    parts = (
+        ("prelude_layers", "prelude", config.prelude_layers),
+        ("core_layers", "core_block", config.core_layers),
+        ("coda_layers", "coda", config.coda_layers),
+    )
     for our_part, their_part, layers in parts:
         for index in range(layers):
             ours, theirs = f"{our_part}.{index}.", f"transformer.{their_part}.{index}."
@@ -151,4 +168,6 @@ def from_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentD
 def to_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentDepthConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_huginn_state_dict`, without the tied head; the tensors are views of ours."""
     shape = (2, 1, config.heads, config.head_dim)
-    return {theirs: state[name].view(shape) if name.endswith("qk_bias") else state[name] for name, theirs in _names(config)}
+    return {
+        theirs: state[name].view(shape) if name.endswith("qk_bias") else state[name] for name, theirs in _names(config)
+    }

@@ -70,7 +70,9 @@ class Layer(nn.Module):
         config = self.config
         middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
         rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
-        heads = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(-1, (-1, config.head_dim))
+        heads = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(
+            -1, (-1, config.head_dim)
+        )
         if self.q_norm is None or part == "v":
             return heads
         q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
@@ -96,7 +98,12 @@ class Layer(nn.Module):
         """A low-rank rival `output + b @ a` of the output projection, see `Transformer.attach_adapter_`."""
         op, width = "Transformer.attach_adapter_", self.output.shape[1]
         check(a.dim() == 2 and a.shape[1] == width, op, "pairs", f"hold a of shape (rank, {width})", tuple(a.shape))
-        check(b.shape == (len(self.output), len(a)), op, "pairs", f"hold b of shape ({len(self.output)}, {len(a)})",
-              tuple(b.shape))
+        check(
+            b.shape == (len(self.output), len(a)),
+            op,
+            "pairs",
+            f"hold b of shape ({len(self.output)}, {len(a)})",
+            tuple(b.shape),
+        )
         self.adapter_in = nn.Parameter(a.detach().to(self.output), self.output.requires_grad)
         self.adapter_out = nn.Parameter(b.detach().to(self.output), self.output.requires_grad)

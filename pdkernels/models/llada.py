@@ -103,5 +103,11 @@ def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: Transformer
 
 def to_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_llada_state_dict`; the tensors are views of ours."""
-    check(not config.qk_norm, "models.to_llada_state_dict", "config", "have no qk_norm (LLaDA has no such tensors)", "qk_norm=True")
+    check(
+        not config.qk_norm,
+        "models.to_llada_state_dict",
+        "config",
+        "have no qk_norm (LLaDA has no such tensors)",
+        "qk_norm=True",
+    )
     return scatter(state, _names(config), config)

@@ -65,8 +65,18 @@ class RecurrentDepthConfig:
 
     def __post_init__(self) -> None:
         op = "RecurrentDepthConfig"
-        for name in ("vocab_size", "hidden_size", "heads", "head_dim", "intermediate_size", "prelude_layers", "core_layers",
-                     "coda_layers", "mean_recurrence", "max_positions"):  # fmt: skip
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "heads",
+            "head_dim",
+            "intermediate_size",
+            "prelude_layers",
+            "core_layers",
+            "coda_layers",
+            "mean_recurrence",
+            "max_positions",
+        ):
             value = getattr(self, name)
             check_type(type(value) is int, op, name, "be an int", type(value).__name__)
             check(value >= 1, op, name, "be at least 1", value)
@@ -129,11 +139,21 @@ class RecurrentDepth(nn.Module):
         self, config: RecurrentDepthConfig, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()
     ) -> None:
         super().__init__()
-        check_type(isinstance(config, RecurrentDepthConfig), "RecurrentDepth", "config", "be a RecurrentDepthConfig",
-                   type(config).__name__)  # fmt: skip
+        check_type(
+            isinstance(config, RecurrentDepthConfig),
+            "RecurrentDepth",
+            "config",
+            "be a RecurrentDepthConfig",
+            type(config).__name__,
+        )
         for token in end_tokens:
-            check(0 <= token < config.vocab_size, "RecurrentDepth", "end_tokens",
-                  f"be ids below vocab_size ({config.vocab_size})", token)  # fmt: skip
+            check(
+                0 <= token < config.vocab_size,
+                "RecurrentDepth",
+                "end_tokens",
+                f"be ids below vocab_size ({config.vocab_size})",
+                token,
+            )
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
         hidden = config.hidden_size
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
@@ -215,7 +235,13 @@ class RecurrentDepth(nn.Module):
         op = "RecurrentDepth"
         check_tokens(op, tokens, self.device)
         if cache is not None:
-            check(cache.batch == len(tokens), op, "tokens", f"have the batch size of the cache ({cache.batch})", len(tokens))
+            check(
+                cache.batch == len(tokens),
+                op,
+                "tokens",
+                f"have the batch size of the cache ({cache.batch})",
+                len(tokens),
+            )
         steps = self.config.mean_recurrence if recurrences is None else recurrences
         check_type(type(steps) is int, op, "recurrences", "be an int", type(steps).__name__)
         check(steps >= 1, op, "recurrences", "be at least 1", steps)
@@ -241,9 +267,18 @@ class RecurrentDepth(nn.Module):
         cursor = zeros if place.cache is None else place.cache.lengths
         width = torch.full_like(zeros, rows) if place.counts is None else place.counts
         both = recurrence_inject(
-            None, embedding.detach(), None, zeros[:, None].expand(-1, rows), cursor, width, zeros, zeros, seed=seed,
-            init_std=STATE_STD * init_scale, backend=backend_of(self.dtype),
-        )  # fmt: skip
+            None,
+            embedding.detach(),
+            None,
+            zeros[:, None].expand(-1, rows),
+            cursor,
+            width,
+            zeros,
+            zeros,
+            seed=seed,
+            init_std=STATE_STD * init_scale,
+            backend=backend_of(self.dtype),
+        )
         return both[..., :hidden], self.embedding_term(embedding)
 
     def place(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> Place:
@@ -309,7 +344,9 @@ class RecurrentDepth(nn.Module):
         x, residual = self._run_parts(layers, x, place, slot)
         return add_norm(x, residual, layers[-1].norm_4, None, self.config.norm_eps)[0]
 
-    def _run_parts(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_parts(
+        self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
         eps = self.config.norm_eps
         y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), place, slot)

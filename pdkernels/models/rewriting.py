@@ -48,14 +48,28 @@ class Places(NamedTuple):
         if self.cache.dtype in KERNEL_DTYPES and takes_head_dim(self.cache.head_dim):
             k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
             rotate_append_(
-                qkv, None, self.table.cos, self.table.sin, k_cache, v_cache, self.starts, slots=self.slots,
-                block_table=self.cache.block_table, style=self.style,
-            )  # fmt: skip
+                qkv,
+                None,
+                self.table.cos,
+                self.table.sin,
+                k_cache,
+                v_cache,
+                self.starts,
+                slots=self.slots,
+                block_table=self.cache.block_table,
+                style=self.style,
+            )
             q, k, v = qkv.split(sizes, -2)
             return speculative_attention(
-                self._scaled(q), k, v, k_cache, v_cache, self.visible, _nothing_new(qkv.shape[1], qkv.device),
+                self._scaled(q),
+                k,
+                v,
+                k_cache,
+                v_cache,
+                self.visible,
+                _nothing_new(qkv.shape[1], qkv.device),
                 block_table=self.cache.block_table,
-            )  # fmt: skip
+            )
         q, k, v = qkv.split(sizes, -2)
         positions = self._positions()
         rotation = self.table.at(positions)
@@ -118,8 +132,13 @@ def places_of(
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:
     """On the host, before a layer has written anything. Returns the most places that a sequence shows."""
     fewest, most = (int(value) for value in visible.aminmax())
-    check(fewest >= 0 and most <= cache.capacity, _OP, "visible", f"lie in [0, {cache.capacity}], the cache's capacity",
-          f"{fewest}..{most}")
+    check(
+        fewest >= 0 and most <= cache.capacity,
+        _OP,
+        "visible",
+        f"lie in [0, {cache.capacity}], the cache's capacity",
+        f"{fewest}..{most}",
+    )
     low = int(starts.min())
     check(low >= 0, _OP, "starts", "not be negative", low)
     needed = visible
@@ -132,8 +151,14 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
         needed = torch.maximum(needed, behind)
     if cache.block_table is not None:
         owned = (cache.block_table >= 0).sum(1) * cache.k.shape[2]
-        check(bool((needed <= owned).all()), _OP, "cache", f"own pages of {needed.tolist()} places", owned.tolist(),
-              "Call cache.reserve_ before.")
+        check(
+            bool((needed <= owned).all()),
+            _OP,
+            "cache",
+            f"own pages of {needed.tolist()} places",
+            owned.tolist(),
+            "Call cache.reserve_ before.",
+        )
     return most
 
 

@@ -65,8 +65,13 @@ class Llama3Scaling(RopeScaling):
         op = "Llama3Scaling"
         check(self.factor >= 1, op, "factor", "be at least 1", self.factor)
         check(self.original_positions >= 1, op, "original_positions", "be at least 1", self.original_positions)
-        check(self.high_freq_factor > self.low_freq_factor > 0, op, "high_freq_factor",
-              f"be more than low_freq_factor ({self.low_freq_factor}) > 0", self.high_freq_factor)
+        check(
+            self.high_freq_factor > self.low_freq_factor > 0,
+            op,
+            "high_freq_factor",
+            f"be more than low_freq_factor ({self.low_freq_factor}) > 0",
+            self.high_freq_factor,
+        )
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         turns = frequencies * (self.original_positions / (2 * math.pi))
@@ -94,8 +99,13 @@ class YarnScaling(RopeScaling):
         op = "YarnScaling"
         check(self.factor >= 1, op, "factor", "be at least 1", self.factor)
         check(self.original_positions >= 1, op, "original_positions", "be at least 1", self.original_positions)
-        check(self.beta_fast >= self.beta_slow > 0, op, "beta_fast", f"be at least beta_slow ({self.beta_slow}) > 0",
-              self.beta_fast)
+        check(
+            self.beta_fast >= self.beta_slow > 0,
+            op,
+            "beta_fast",
+            f"be at least beta_slow ({self.beta_slow}) > 0",
+            self.beta_fast,
+        )
         check(self.attention_factor > 0, op, "attention_factor", "be positive", self.attention_factor)
         check(self.query_beta >= 0, op, "query_beta", "not be negative", self.query_beta)
 
@@ -196,7 +206,9 @@ class RopeTables:
         self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "scaling": scaling}
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        self._outgrown: list[Rotation] = []  # graphs may have captured them; together they are smaller than their successor
+        self._outgrown: list[
+            Rotation
+        ] = []  # graphs may have captured them; together they are smaller than their successor
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""

@@ -38,7 +38,9 @@ class SandwichLayer(nn.Module):
         self.down = nn.Parameter(torch.empty(hidden, config.intermediate_size))
         self.norm_4 = nn.Parameter(torch.empty(hidden))
 
-    def forward(self, x: torch.Tensor, normed: torch.Tensor, place: Place, slot: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, normed: torch.Tensor, place: Place, slot: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands before norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` that of the cache."""
         qkv = F.linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
         mixed = self._attention(qkv, place, slot).flatten(-2)
@@ -55,7 +57,14 @@ class SandwichLayer(nn.Module):
                 return attend(q, k, v, place.visibility)
             return attend_cached(q, k, v, place.visibility, cache, slot, place.counts)
         rotate_append_(
-            qkv, self.qk_bias, place.table.cos, place.table.sin, cache.k[slot], cache.v[slot], cache.lengths,
-            counts=place.counts, block_table=cache.block_table,
-        )  # fmt: skip
+            qkv,
+            self.qk_bias,
+            place.table.cos,
+            place.table.sin,
+            cache.k[slot],
+            cache.v[slot],
+            cache.lengths,
+            counts=place.counts,
+            block_table=cache.block_table,
+        )
         return attend_stored(*qkv.split(heads, -2), place.visibility, cache, slot)

@@ -79,8 +79,13 @@ class _ByteStream:
     def feed(self, ids: Iterable[int]) -> str:
         values = [int(i) for i in ids]
         for value in values:
-            check(0 <= value < ByteTokenizer.vocab_size, "ByteTokenizer.decode", "ids",
-                  f"lie in [0, {ByteTokenizer.vocab_size})", value)
+            check(
+                0 <= value < ByteTokenizer.vocab_size,
+                "ByteTokenizer.decode",
+                "ids",
+                f"lie in [0, {ByteTokenizer.vocab_size})",
+                value,
+            )
         return self._decoder.decode(bytes(value for value in values if value != ByteTokenizer.end_token))
 
     def flush(self) -> str:

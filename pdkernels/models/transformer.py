@@ -18,7 +18,14 @@ from torch import nn
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
 from pdkernels.models import between
-from pdkernels.models.attention import NewRows, Visibility, cached_visibility, check_mask, check_tokens, uncached_visibility
+from pdkernels.models.attention import (
+    NewRows,
+    Visibility,
+    cached_visibility,
+    check_mask,
+    check_tokens,
+    uncached_visibility,
+)
 from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
@@ -64,13 +71,28 @@ class Transformer(nn.Module):
         mask_token: int | None = None,
     ) -> None:
         super().__init__()
-        check_type(isinstance(config, TransformerConfig), "Transformer", "config", "be a TransformerConfig",
-                   type(config).__name__)
+        check_type(
+            isinstance(config, TransformerConfig),
+            "Transformer",
+            "config",
+            "be a TransformerConfig",
+            type(config).__name__,
+        )
         for token in end_tokens:
-            check(0 <= token < config.vocab_size, "Transformer", "end_tokens",
-                  f"be ids below vocab_size ({config.vocab_size})", token)
-        check(mask_token is None or 0 <= mask_token < config.vocab_size, "Transformer", "mask_token",
-              f"be an id below vocab_size ({config.vocab_size})", mask_token)
+            check(
+                0 <= token < config.vocab_size,
+                "Transformer",
+                "end_tokens",
+                f"be ids below vocab_size ({config.vocab_size})",
+                token,
+            )
+        check(
+            mask_token is None or 0 <= mask_token < config.vocab_size,
+            "Transformer",
+            "mask_token",
+            f"be an id below vocab_size ({config.vocab_size})",
+            mask_token,
+        )
         self.config = config
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
@@ -80,8 +102,13 @@ class Transformer(nn.Module):
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
-        self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style=config.rope_style,
-                                  scaling=config.rope_scaling)  # fmt: skip
+        self._tables = RopeTables(
+            config.head_dim,
+            config.max_positions,
+            theta=config.rope_theta,
+            style=config.rope_style,
+            scaling=config.rope_scaling,
+        )
         self.initialize_()
 
     @torch.no_grad()
@@ -105,12 +132,7 @@ class Transformer(nn.Module):
         return self.embedding.device
 
     def new_cache(
-        self,
-        batch: int,
-        capacity: int,
-        *,
-        kind: Literal["contiguous", "paged"] = "contiguous",
-        page_size: int = 16,
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the model's dtype and on its device.
 
@@ -258,8 +280,13 @@ class Transformer(nn.Module):
         Raises:
             ValueError: wrong shapes, or not one pair per layer.
         """
-        check(len(pairs) == len(self.layers), "Transformer.attach_adapter_", "pairs",
-              f"be one pair for each of {len(self.layers)} layers", len(pairs))
+        check(
+            len(pairs) == len(self.layers),
+            "Transformer.attach_adapter_",
+            "pairs",
+            f"be one pair for each of {len(self.layers)} layers",
+            len(pairs),
+        )
         for layer, (a, b) in zip(self.layers, pairs, strict=True):
             layer.attach_adapter_(a, b * scale)
 
@@ -273,14 +300,30 @@ class Transformer(nn.Module):
         if adapted is False:
             return None
         op = "Transformer"
-        check(self.has_adapter, op, "adapted", "be False for a model without an adapter", adapted,
-              "Give it one with attach_adapter_.")
+        check(
+            self.has_adapter,
+            op,
+            "adapted",
+            "be False for a model without an adapter",
+            adapted,
+            "Give it one with attach_adapter_.",
+        )
         if adapted is True:
             return torch.ones((), dtype=self.dtype, device=self.device)
-        check_type(isinstance(adapted, torch.Tensor) and adapted.dtype == torch.bool, op, "adapted",
-                   "be a bool or a bool tensor", getattr(adapted, "dtype", type(adapted).__name__))
-        check(adapted.shape in (shape, shape[1:]), op, "adapted", f"have shape ({shape[1]},) or {tuple(shape)}",
-              tuple(adapted.shape))
+        check_type(
+            isinstance(adapted, torch.Tensor) and adapted.dtype == torch.bool,
+            op,
+            "adapted",
+            "be a bool or a bool tensor",
+            getattr(adapted, "dtype", type(adapted).__name__),
+        )
+        check(
+            adapted.shape in (shape, shape[1:]),
+            op,
+            "adapted",
+            f"have shape ({shape[1]},) or {tuple(shape)}",
+            tuple(adapted.shape),
+        )
         return adapted.to(self.dtype)[..., None]
 
     def _new_rows(
@@ -365,8 +408,14 @@ class Transformer(nn.Module):
             offsets = torch.arange(rows, device=cache.lengths.device)
         elif lengths is not None and offsets.numel():
             low, high = (int(value) for value in offsets.aminmax())
-            check(low >= 0 and high < rows, "Transformer", "positions", f"lie in [0, {rows}) with a cache", f"{low}..{high}",
-                  "There they count from the cached length.")
+            check(
+                low >= 0 and high < rows,
+                "Transformer",
+                "positions",
+                f"lie in [0, {rows}) with a cache",
+                f"{low}..{high}",
+                "There they count from the cached length.",
+            )
         return visibility, self._rotation(table, cache.lengths[:, None] + offsets)
 
 
@@ -376,7 +425,9 @@ def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | s
         return x[:, rows]
     batch, length, _ = x.shape
     if not isinstance(rows, torch.Tensor):
-        check_type(isinstance(rows, Sequence), op, "rows", "be a slice, a tensor or a list of ints", type(rows).__name__)
+        check_type(
+            isinstance(rows, Sequence), op, "rows", "be a slice, a tensor or a list of ints", type(rows).__name__
+        )
         for row in rows:
             check(-length <= row < length, op, "rows", f"lie in [{-length}, {length})", row)
         rows = torch.tensor([row % length for row in rows], dtype=torch.int64, device=x.device)

@@ -73,8 +73,14 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
     if isinstance(name_or_path, str) and name_or_path in available():
         return _load_tiny(WEIGHTS / f"{name_or_path}.safetensors", dtype, device)
     folder = Path(name_or_path)
-    check(folder.is_dir(), _OP, "name_or_path", "name a model or a local folder", repr(str(name_or_path)),
-          f"Models: {', '.join(available())}.")
+    check(
+        folder.is_dir(),
+        _OP,
+        "name_or_path",
+        "name a model or a local folder",
+        repr(str(name_or_path)),
+        f"Models: {', '.join(available())}.",
+    )
     return _load_folder(folder, dtype, device)
 
 
@@ -106,7 +112,9 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     # Before there was a second architecture, none was written down.
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer()
-    return _assemble(config, load_file(path), dtype or torch.float32, device, tokenizer, tokenizer.end_tokens, mask_token)
+    return _assemble(
+        config, load_file(path), dtype or torch.float32, device, tokenizer, tokenizer.end_tokens, mask_token
+    )
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
@@ -114,8 +122,14 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
     config = _config(fields)
     if dtype is None:
         stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-        check(stored in _DTYPES, _OP, "config.json: dtype", f"be one of {', '.join(_DTYPES)}", repr(stored),
-              "Pass dtype=.")
+        check(
+            stored in _DTYPES,
+            _OP,
+            "config.json: dtype",
+            f"be one of {', '.join(_DTYPES)}",
+            repr(stored),
+            "Pass dtype=.",
+        )
         dtype = _DTYPES[stored]
     tensors: dict[str, torch.Tensor] = {}
     for file in _weight_files(folder):
@@ -167,8 +181,13 @@ def _assemble(
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)
     for name, parameter in model.named_parameters():
-        check(state[name].shape == parameter.shape, _OP, name, f"have shape {tuple(parameter.shape)}",
-              tuple(state[name].shape))
+        check(
+            state[name].shape == parameter.shape,
+            _OP,
+            name,
+            f"have shape {tuple(parameter.shape)}",
+            tuple(state[name].shape),
+        )
     model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(False).eval()
 

@@ -49,7 +49,9 @@ def check_plan(
         if part.device != q.device:
             fail(op, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
         if part.dtype != torch.int32 or not part.is_contiguous():
-            raise TypeError(message(op, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}"))
+            raise TypeError(
+                message(op, "plan", "hold contiguous int32 tensors", f"{part.dtype} with strides {part.stride()}")
+            )
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size % 16 != 0 or size < 16 or size > 1024:
             fail(op, name, "be a multiple of 16 in [16, 1024]", size)

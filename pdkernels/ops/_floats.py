@@ -19,9 +19,13 @@ def check_floats(op: str, argument: str, tensor: object, *, like: Tensor | None 
     """A tensor of a dtype that kernels or the reference take, that of `like` where given."""
     check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
     if like is None and tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
-        raise TypeError(message(op, argument, "be float32, float16 or bfloat16", tensor.dtype, "Convert it with .to()."))
+        raise TypeError(
+            message(op, argument, "be float32, float16 or bfloat16", tensor.dtype, "Convert it with .to().")
+        )
     if like is not None and tensor.dtype != like.dtype:
-        raise TypeError(message(op, argument, f"be {like.dtype} like the others", tensor.dtype, "Convert it with .to()."))
+        raise TypeError(
+            message(op, argument, f"be {like.dtype} like the others", tensor.dtype, "Convert it with .to().")
+        )
     if like is not None and tensor.device != like.device:
         fail(op, argument, f"be on {like.device}", tensor.device, f"Move it with .to({str(like.device)!r}).")
 
@@ -53,4 +57,6 @@ def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
         for tensor in given if isinstance(given, (list, tuple)) else (given,):
             if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
                 remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
-                raise NotImplementedError(message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy))
+                raise NotImplementedError(
+                    message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy)
+                )

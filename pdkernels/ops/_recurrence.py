@@ -46,10 +46,24 @@ def _counts(op: str, recurrences: object, rows: int, batch: int, device: torch.d
 
 
 def check_inject(
-    state: Tensor | None, embedding: Tensor, previous_embedding: Tensor | None, recurrences: Tensor, cursor: Tensor, width: Tensor,
-    advance: Tensor, steps: Tensor, seed: int, noise: float, schedule: str, horizon: int, mixer: str, momentum: float,
-    init_std: float, new_state: str, damp_new: bool,
-) -> None:  # fmt: skip
+    state: Tensor | None,
+    embedding: Tensor,
+    previous_embedding: Tensor | None,
+    recurrences: Tensor,
+    cursor: Tensor,
+    width: Tensor,
+    advance: Tensor,
+    steps: Tensor,
+    seed: int,
+    noise: float,
+    schedule: str,
+    horizon: int,
+    mixer: str,
+    momentum: float,
+    init_std: float,
+    new_state: str,
+    damp_new: bool,
+) -> None:
     _rows(INJECT, "embedding", embedding, None, (None, None, None))
     batch, rows, size = embedding.shape
     if state is not None:
@@ -60,7 +74,11 @@ def check_inject(
     _counts(INJECT, recurrences, rows, batch, embedding.device)
     for name, vector in (("cursor", cursor), ("width", width), ("advance", advance), ("steps", steps)):
         check_index(INJECT, name, vector, (batch,), embedding.device)
-    for name, number, most in (("noise", noise, math.inf), ("momentum", momentum, 1.0), ("init_std", init_std, math.inf)):
+    for name, number, most in (
+        ("noise", noise, math.inf),
+        ("momentum", momentum, 1.0),
+        ("init_std", init_std, math.inf),
+    ):
         check_type(isinstance(number, (int, float)), INJECT, name, "be a number", type(number).__name__)
         if not 0 <= number <= most or number == math.inf:
             fail(INJECT, name, "be in [0, 1]" if most == 1 else "be finite and not negative", number)
@@ -75,9 +93,19 @@ def fake_inject(state: Tensor | None, embedding: Tensor, *rest: Any) -> Tensor:
 
 
 def check_exit(
-    x: Tensor, residual: Tensor, weight: Tensor, previous: Tensor | None, recurrences: Tensor, width: Tensor, advance: Tensor,
-    threshold: float, older: Tensor | None = None, older_advance: Tensor | None = None, min_recurrences: int = 1, eps: float = 1e-6,
-) -> None:  # fmt: skip
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    previous: Tensor | None,
+    recurrences: Tensor,
+    width: Tensor,
+    advance: Tensor,
+    threshold: float,
+    older: Tensor | None = None,
+    older_advance: Tensor | None = None,
+    min_recurrences: int = 1,
+    eps: float = 1e-6,
+) -> None:
     _rows(EXIT, "x", x, None, (None, None, None))
     batch, rows, size = x.shape
     _rows(EXIT, "residual", residual, x, (batch, rows, size))
@@ -109,11 +137,27 @@ def fake_exit(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fake_advance(
-    tokens: Tensor, predictions: Tensor, recurrences: Tensor, stable: Tensor, width: Tensor, cursor: Tensor, advance: Tensor,
-    steps: Tensor, remaining: Tensor, settled: Tensor | None, inner_recurrence: int, max_wavefront: int, max_recurrences: int,
-    stability: int, rule: str, headway: int, filler: Tensor | None = None, end_tokens: Tensor | None = None, guard: bool = True,
+    tokens: Tensor,
+    predictions: Tensor,
+    recurrences: Tensor,
+    stable: Tensor,
+    width: Tensor,
+    cursor: Tensor,
+    advance: Tensor,
+    steps: Tensor,
+    remaining: Tensor,
+    settled: Tensor | None,
+    inner_recurrence: int,
+    max_wavefront: int,
+    max_recurrences: int,
+    stability: int,
+    rule: str,
+    headway: int,
+    filler: Tensor | None = None,
+    end_tokens: Tensor | None = None,
+    guard: bool = True,
     keep_last: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     check_index(ADVANCE, "tokens", tokens, (None, None), None)
     device, batch, room = tokens.device, tokens.shape[0], tokens.shape[1] - 1
     check_index(ADVANCE, "recurrences", recurrences, (batch, room), device)

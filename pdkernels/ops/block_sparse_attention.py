@@ -82,7 +82,13 @@ def block_sparse_attention(
         raise TypeError(message(OP, "plan", "be a TilePlan", type(plan).__name__, remedy))
     if q.dim() == 4 and k.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != k.shape[1]):
         wanted = f"be of {q.shape[1]} rows and {k.shape[1]} columns like q and k"
-        fail(OP, "plan", wanted, f"{plan.q_len} and {plan.kv_len}", "Build the mask for these lengths; pack(..., length=n) pads one.")
+        fail(
+            OP,
+            "plan",
+            wanted,
+            f"{plan.q_len} and {plan.kv_len}",
+            "Build the mask for these lengths; pack(..., length=n) pads one.",
+        )
     scale = given_scale(OP, scale, q)
     lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_offsets, plan.q_tiles, plan.q_bitmaps)
     rest = (plan.q_order, plan.k_order, plan.bitmaps, plan.block_q, plan.block_k, scale)
@@ -110,7 +116,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> None:
     if k.shape[2] == 0 or q.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
         fail(OP, "k", f"have a number of heads that divides the {q.shape[2]} of q", k.shape[2])
     if not takes_head_dim(q.shape[3]):
-        fail(OP, "head_dim", "be a multiple of 8 in [16, 256]", q.shape[3], "Pad q, k and v with zeros and pass the scale.")
+        fail(
+            OP,
+            "head_dim",
+            "be a multiple of 8 in [16, 256]",
+            q.shape[3],
+            "Pad q, k and v with zeros and pass the scale.",
+        )
     *tensors, block_q, block_k, _ = plan_and_scale
     check_plan(OP, q, k.shape[1], tuple(tensors[:6]), tuple(tensors[6:8]), tensors[8], block_q, block_k)
 
@@ -124,8 +136,15 @@ def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, grad_lse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     # The schema's default arrives as the last positional argument where a caller gives one.
     if len(rest) > 12:
         rest, grad_lse = rest[:12], rest[12]
@@ -138,7 +157,12 @@ def _fake_backward(
         ("grad_lse", grad_lse, rows, torch.float32),
     ):
         if x is not None and (tuple(x.shape) != tuple(shape) or x.dtype != dtype or x.device != q.device):
-            fail(OP, name, f"be {dtype} of shape {tuple(shape)} on {q.device}", f"{x.dtype}, {tuple(x.shape)}, {x.device}")
+            fail(
+                OP,
+                name,
+                f"be {dtype} of shape {tuple(shape)} on {q.device}",
+                f"{x.dtype}, {tuple(x.shape)}, {x.device}",
+            )
         if x is not None and x.dim() == 4 and x.stride(3) != 1:
             fail(OP, name, "have a contiguous last dimension", f"strides {x.stride()}")
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
@@ -153,8 +177,15 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> tuple[T
 
 
 def _reference_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, grad_lse: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *rest: Any,
+    grad_lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     if len(rest) > 12:
         rest, grad_lse = rest[:12], rest[12]
     mask = _dense(q, k, *rest)
@@ -244,7 +275,9 @@ def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:
 
 def _refuse_transforms() -> NoReturn:
     remedy = "Call .backward() or torch.autograd.grad, or pass backend='reference'."
-    raise NotImplementedError(message(OP, "q, k and v", "be differentiated by torch.autograd", "a derivative by torch.func", remedy))
+    raise NotImplementedError(
+        message(OP, "q, k and v", "be differentiated by torch.autograd", "a derivative by torch.func", remedy)
+    )
 
 
 LIBRARY.impl(OP, _autograd, "Autograd")

@@ -231,7 +231,9 @@ value_drift_select_op = define(
     reference=reference.value_drift_select_,
     reference_check=_check_select,
 )
-gather_rows_op = define("gather_rows(Tensor x, Tensor index) -> Tensor", fake=_fake_gather, reference=reference.gather_rows)
+gather_rows_op = define(
+    "gather_rows(Tensor x, Tensor index) -> Tensor", fake=_fake_gather, reference=reference.gather_rows
+)
 add_cached_rows_op = define(
     "add_cached_rows_(Tensor x, Tensor(a!) cached, Tensor? rows=None, Tensor? index=None) -> Tensor",
     fake=_fake_add,

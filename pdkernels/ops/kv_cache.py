@@ -184,7 +184,9 @@ def _check_commit(
         check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
         if lengths.is_cuda and source_index.shape[1] > MAX_CUDA_COMMIT_ROWS:
             expectation = f"have at most {MAX_CUDA_COMMIT_ROWS} columns on CUDA"
-            raise NotImplementedError(message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls."))
+            raise NotImplementedError(
+                message(op, "source_index", expectation, source_index.shape[1], "Commit in several calls.")
+            )
 
 
 def _check_trim(lengths: Tensor, new_lengths: Tensor) -> None:
@@ -228,7 +230,12 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
             check_own_places(op, **{name: t})
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
-        fail(op, "v_cache", f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads", actual)
+        fail(
+            op,
+            "v_cache",
+            f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads",
+            actual,
+        )
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
     if block_table is not None:
@@ -245,7 +252,14 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
         fail(op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
     if _num_layers(new) != _num_layers(cache):
         fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
-    check_type(first.dtype == target.dtype, op, argument, f"be {target.dtype} like the cache", first.dtype, "Convert it with .to().")
+    check_type(
+        first.dtype == target.dtype,
+        op,
+        argument,
+        f"be {target.dtype} like the cache",
+        first.dtype,
+        "Convert it with .to().",
+    )
     for t in new:
         if t.device != target.device:
             fail(op, argument, f"be on {target.device} like the cache", t.device)
@@ -263,4 +277,6 @@ kv_commit_op = define(
     fake=_check_commit,
     reference=reference.kv_commit_,
 )
-kv_trim_op = define("kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()", fake=_check_trim, reference=reference.kv_trim_)
+kv_trim_op = define(
+    "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()", fake=_check_trim, reference=reference.kv_trim_
+)

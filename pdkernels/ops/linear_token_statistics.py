@@ -167,7 +167,9 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
             chosen = torch.where(there, taken, 0)
             block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
             index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
-        placed = options._replace(row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece])
+        placed = options._replace(
+            row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece]
+        )
         blocks.append(token_statistics_op(linear(block, weight), *placed))
     results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
@@ -184,9 +186,18 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
     shape = rows_shape(hidden, given.row_index)
     steps, positions, row_index = (None if x is None else x.reshape(-1) for x in given[3:6])
     results = forward(
-        hidden.reshape(-1, hidden.shape[-1]), weight, given.temperature, given.seed, given.step, steps, positions, row_index,
-        given.suppress, given.top_k, given.law,
-    )  # fmt: skip
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        given.temperature,
+        given.seed,
+        given.step,
+        steps,
+        positions,
+        row_index,
+        given.suppress,
+        given.top_k,
+        given.law,
+    )
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 

@@ -29,7 +29,9 @@ class LogitDrift(NamedTuple):
     """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest made to sum up to 1."""
 
 
-def logit_drift(logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto") -> LogitDrift:
+def logit_drift(
+    logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto"
+) -> LogitDrift:
     """The numbers that decide whether another recurrence would still change the next token.
 
     ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, say,

@@ -58,7 +58,12 @@ def signed(handle: int | None) -> int | None:
 
 def _fake(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int | None = None) -> None:
     op = "record_step_"
-    wanted = {"entry": (entry, torch.int64), "log": (log, torch.int64), "count": (count, torch.int64), "more": (more, torch.bool)}
+    wanted = {
+        "entry": (entry, torch.int64),
+        "log": (log, torch.int64),
+        "count": (count, torch.int64),
+        "more": (more, torch.bool),
+    }
     for name, (tensor, dtype) in wanted.items():
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         check_type(tensor.dtype == dtype, op, name, f"be {dtype}", tensor.dtype)

@@ -128,7 +128,11 @@ def recurrence_inject(
         (tensor([3., 4.]), tensor([[2., 2.],
                 [1., 1.]]))
     """
-    named = (("schedule", schedule, reference.SCHEDULES), ("mixer", mixer, reference.MIXERS), ("new_state", new_state, reference.NEW_STATES))
+    named = (
+        ("schedule", schedule, reference.SCHEDULES),
+        ("mixer", mixer, reference.MIXERS),
+        ("new_state", new_state, reference.NEW_STATES),
+    )
     for name, value, names in named:
         check_name(INJECT, name, value, names)
     refuse_gradients(INJECT, backend, state=state, embedding=embedding, previous_embedding=previous_embedding)

@@ -375,7 +375,10 @@ add_rms_norm_op = define(
     reference_check=_check_add_rms_norm,
 )
 silu_gate_op = define(
-    "silu_gate(Tensor x) -> Tensor", fake=_fake_silu_gate, reference=reference.silu_gate, reference_check=_check_silu_gate
+    "silu_gate(Tensor x) -> Tensor",
+    fake=_fake_silu_gate,
+    reference=reference.silu_gate,
+    reference_check=_check_silu_gate,
 )
 rotate_append_op = define(
     "rotate_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "

@@ -159,9 +159,16 @@ def speculative_attention_append_(
 
 
 def _arguments(
-    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor, plan: TilePlan,
+    op: str,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    plan: TilePlan,
     scale: float | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Those of the raw op, up to the scale."""
     for name, tensor in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
@@ -170,23 +177,53 @@ def _arguments(
         raise TypeError(message(op, "plan", "be a TilePlan", type(plan).__name__, remedy))
     if q.dim() == 4 and (plan.q_len != q.shape[1] or plan.kv_len != q.shape[1]):
         remedy = "Build the mask for the new tokens alone; the prefix is seen by all."
-        fail(op, "plan", f"be of {q.shape[1]} rows and columns, the new tokens", f"{plan.q_len} and {plan.kv_len}", remedy)
+        fail(
+            op,
+            "plan",
+            f"be of {q.shape[1]} rows and columns, the new tokens",
+            f"{plan.q_len} and {plan.kv_len}",
+            remedy,
+        )
     tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
     return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, given_scale(op, scale, q))
 
 
 def _check(
-    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
-    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
-    block_table: Tensor | None = None, counts: Tensor | None = None, source_index: Tensor | None = None,
-) -> None:  # fmt: skip
+    op: str,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    kv_offsets: Tensor,
+    kv_tiles: Tensor,
+    kv_bitmaps: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    block_table: Tensor | None = None,
+    counts: Tensor | None = None,
+    source_index: Tensor | None = None,
+) -> None:
     """All but values, and dtypes of float64."""
     for name, x in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             layout = "(batch, new, heads, head_dim)"
             if name.endswith("cache"):
-                layout = "(batch, slots, heads, head_dim)" if block_table is None else "(num_pages, page_size, heads, head_dim)"
-            fail(op, name, f"have shape {layout}", tuple(x.shape), "Pass one layer of a stacked cache." if x.dim() == 5 else "")
+                layout = (
+                    "(batch, slots, heads, head_dim)"
+                    if block_table is None
+                    else "(num_pages, page_size, heads, head_dim)"
+                )
+            fail(
+                op,
+                name,
+                f"have shape {layout}",
+                tuple(x.shape),
+                "Pass one layer of a stacked cache." if x.dim() == 5 else "",
+            )
         if x.dtype not in (*KERNEL_DTYPES, torch.float64):
             raise TypeError(message(op, name, "be float32, float16 or bfloat16", x.dtype, "Convert it with .to()."))
         if x.dtype != q.dtype:
@@ -231,9 +268,14 @@ def _check(
 
 
 def _check_values(
-    op: str, new: int, k_cache: Tensor, cache_lengths: Tensor, block_table: Tensor | None, counts: Tensor | None = None,
+    op: str,
+    new: int,
+    k_cache: Tensor,
+    cache_lengths: Tensor,
+    block_table: Tensor | None,
+    counts: Tensor | None = None,
     source_index: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """What the CPU kernel checks by itself. On a GPU this waits for it."""
     pages, page_size = k_cache.shape[:2]
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
@@ -248,11 +290,21 @@ def _check_values(
             fail(op, "counts", f"be in [0, {most}]", f"{count} for sequence {b}", "Only the rows given can be written.")
         if length + count > capacity:
             remedy = "Make the cache larger, reserve more pages, or write fewer rows."
-            fail(op, "cache_lengths + counts", f"be at most the capacity {capacity}", f"{length + count} for sequence {b}", remedy)
+            fail(
+                op,
+                "cache_lengths + counts",
+                f"be at most the capacity {capacity}",
+                f"{length + count} for sequence {b}",
+                remedy,
+            )
         for i, page in enumerate(table[b][: -(-(length + count) // page_size)] if table else []):
             if not 0 <= page < pages:
                 behind = i * page_size >= length
-                remedy = "Reserve pages for the rows before writing them." if behind else "Every page of the prefix must exist."
+                remedy = (
+                    "Reserve pages for the rows before writing them."
+                    if behind
+                    else "Every page of the prefix must exist."
+                )
                 fail(op, f"block_table[{b}, {i}]", f"be in [0, {pages - 1}]", f"{page} for sequence {b}", remedy)
         for i, source in enumerate([] if source_index is None else source_index[b, :count].tolist()):
             if not 0 <= source < new:
@@ -275,10 +327,23 @@ def _results(op: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 
 
 def _by_reference(
-    op: str, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, cache_lengths: Tensor,
-    kv_offsets: Tensor, kv_tiles: Tensor, kv_bitmaps: Tensor, bitmaps: Tensor, block_q: int, block_k: int, scale: float,
-    block_table: Tensor | None = None, *rows: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    op: str,
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_lengths: Tensor,
+    kv_offsets: Tensor,
+    kv_tiles: Tensor,
+    kv_bitmaps: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
+    block_table: Tensor | None = None,
+    *rows: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     new = q.shape[1]
     # Of what a whole plan has besides, unpacking it looks at the numbers of tiles alone.
     row_tiles, column_tiles = (kv_offsets.new_empty(-(-new // block)) for block in (block_q, block_k))

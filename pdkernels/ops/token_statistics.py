@@ -132,7 +132,9 @@ def token_statistics(
     if logits.requires_grad if isinstance(logits, Tensor) else False:
         logits = logits.detach()
     top_k = given_top_k(top_k, logits, -1)
-    options = raw_options(OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law)
+    options = raw_options(
+        OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law
+    )
     return TokenStatistics(*call(token_statistics_op, (logits, *options), logits, backend))
 
 
@@ -149,9 +151,17 @@ def rows_shape(x: Tensor, row_index: Tensor | None) -> torch.Size:
 
 
 def raw_options(
-    op: str, name: str, x: Tensor, temperature: float, seed: int, step: int | Tensor, positions: Tensor | None,
-    row_index: Tensor | None, suppress: int | Sequence[int], *rest: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+    op: str,
+    name: str,
+    x: Tensor,
+    temperature: float,
+    seed: int,
+    step: int | Tensor,
+    positions: Tensor | None,
+    row_index: Tensor | None,
+    suppress: int | Sequence[int],
+    *rest: Any,
+) -> tuple[Any, ...]:
     """What the public functions take, as the ops take it: a tensor of steps has one for each row of `x`, `suppress` is a list."""
     steps = None
     if isinstance(step, Tensor):
@@ -159,7 +169,9 @@ def raw_options(
         if row_index is not None:
             check_type(isinstance(row_index, Tensor), op, "row_index", "be a tensor", type(row_index).__name__)
         shape = rows_shape(x, row_index)
-        if step.dim() > len(shape) or any(size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))):
+        if step.dim() > len(shape) or any(
+            size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))
+        ):
             fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
         step, steps = 0, step.expand(shape)
     several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
@@ -236,8 +248,5 @@ def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
 
 
 token_statistics_op = define(
-    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}",
-    fake=_fake,
-    reference=_reference,
-    reference_check=_check,
+    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}", fake=_fake, reference=_reference, reference_check=_check
 )

@@ -122,10 +122,23 @@ def _number(value: int | Tensor) -> tuple[int, Tensor | None]:
 
 
 def _check(
-    tokens: Tensor, ids: Tensor, confidence: Tensor | None, mask_token: int, positions: Tensor | None, windows: Tensor | None,
-    quota: int, quotas: Tensor | None, threshold: float | None, need: int, needs: Tensor | None, factor: float | None, strict: bool,
-    seed: int, step: int, steps: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tokens: Tensor,
+    ids: Tensor,
+    confidence: Tensor | None,
+    mask_token: int,
+    positions: Tensor | None,
+    windows: Tensor | None,
+    quota: int,
+    quotas: Tensor | None,
+    threshold: float | None,
+    need: int,
+    needs: Tensor | None,
+    factor: float | None,
+    strict: bool,
+    seed: int,
+    step: int,
+    steps: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     check_index(OP, "tokens", tokens, (None, None), None)
     check_own_places(OP, tokens=tokens)
     device, (batch, length) = tokens.device, tokens.shape
@@ -134,13 +147,21 @@ def _check(
     candidates = ids.shape[1]
     if positions is None:
         if candidates != length:
-            fail(OP, "positions", f"be given for {candidates} candidates of {length} tokens", None, "Without them candidate r is for token r.")
+            fail(
+                OP,
+                "positions",
+                f"be given for {candidates} candidates of {length} tokens",
+                None,
+                "Without them candidate r is for token r.",
+            )
     else:
         check_index(OP, "positions", positions, (batch, candidates), device)
     if confidence is not None:
         check_type(isinstance(confidence, Tensor), OP, "confidence", "be a tensor", type(confidence).__name__)
         floats = (torch.float32, torch.float64)
-        check_type(confidence.dtype in floats, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
+        check_type(
+            confidence.dtype in floats, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float()."
+        )
         if confidence.shape != ids.shape:
             fail(OP, "confidence", f"have shape {tuple(ids.shape)} like ids", tuple(confidence.shape))
         if confidence.device != device:
@@ -153,8 +174,12 @@ def _check(
         shape = windows.shape[:-1]
     for name, number in (("threshold", threshold), ("factor", factor)):
         check_type(number is None or isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
-    for name, number, kinds in (("mask_token", mask_token, ""), ("quota", quota, " or a tensor"), ("need", need, " or a tensor"),
-                                ("step", step, " or a tensor")):  # fmt: skip
+    for name, number, kinds in (
+        ("mask_token", mask_token, ""),
+        ("quota", quota, " or a tensor"),
+        ("need", need, " or a tensor"),
+        ("step", step, " or a tensor"),
+    ):
         check_type(isinstance(number, (int, torch.SymInt)), OP, name, f"be an int{kinds}", type(number).__name__)
     for name, number, tensor in (("quota", quota, quotas), ("need", need, needs)):
         if tensor is not None:

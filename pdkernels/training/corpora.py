@@ -18,8 +18,19 @@ from pdkernels.models.tokenizers import ByteTokenizer
 # One problem, and one file, in so many is kept from training.
 HELD_OUT_EVERY = 25
 # Tests repeat themselves, encodings and pydoc_data are tables, the rest is no code of the library proper.
-_SKIPPED = {"test", "tests", "idle_test", "idlelib", "site-packages", "dist-packages", "encodings", "pydoc_data",
-            "__pycache__", "turtledemo", "config"}  # fmt: skip
+_SKIPPED = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "pydoc_data",
+    "__pycache__",
+    "turtledemo",
+    "config",
+}
 
 
 class Problem(NamedTuple):
@@ -78,10 +89,13 @@ def standard_library() -> tuple[list[bytes], list[bytes]]:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(
-        (path for path in root.rglob("*.py")
-         if not any(part in _SKIPPED or part.startswith("config-") for part in path.relative_to(root).parts)),
+        (
+            path
+            for path in root.rglob("*.py")
+            if not any(part in _SKIPPED or part.startswith("config-") for part in path.relative_to(root).parts)
+        ),
         key=lambda path: path.relative_to(root).as_posix(),
-    )  # fmt: skip
+    )
     check(bool(files), "training.standard_library", "the interpreter", f"have source files in {root}", "none")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for index, path in enumerate(files):
@@ -96,7 +110,9 @@ def as_ids(texts: list[bytes]) -> Tensor:
     [97, 256, 98, 99, 256]
     """
     end = torch.tensor([ByteTokenizer.end_token], dtype=torch.int16)
-    parts = [torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), end]) for text in texts if text]
+    parts = [
+        torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16), end]) for text in texts if text
+    ]
     return torch.cat([torch.empty(0, dtype=torch.int16), *parts])
 
 

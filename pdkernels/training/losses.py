@@ -181,7 +181,9 @@ def draw_masks(
     op = "training.draw_masks"
     for name, value in (("count", count), ("frozen_prefix", frozen_prefix)):
         check_type(type(value) is int, op, name, "be an int", type(value).__name__)
-    check_type(isinstance(generator, torch.Generator), op, "generator", "be a torch.Generator", type(generator).__name__)
+    check_type(
+        isinstance(generator, torch.Generator), op, "generator", "be a torch.Generator", type(generator).__name__
+    )
     check(count >= 0, op, "count", "be at least 0", count)
     check(0 <= frozen_prefix <= count, op, "frozen_prefix", f"lie in 0 .. {count}", frozen_prefix)
     check(0 < least <= 1, op, "least", "lie in (0, 1]", least)

@@ -143,7 +143,9 @@ def pack_noise_aware(
         students = students[:, : mask.student_rows.shape[1]]
         masks.append(mask)
         tokens.append(part)
-        rows.append((mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[students], mask.teacher_rows[students]))
+        rows.append(
+            (mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[students], mask.teacher_rows[students])
+        )
     packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, student_rows, teacher_rows = _shifted(rows, masks)
     return NoiseAwareBatch(packed, mask.positions, mask, ar_rows, packed[targets], student_rows, teacher_rows)
@@ -231,4 +233,7 @@ def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Seque
         starts.append(start)
         start += mask.q_len
     none = torch.empty(0, dtype=torch.int64, device="cpu")
-    return [torch.cat([none, *(parts[kind] + first for parts, first in zip(rows, starts, strict=True))]) for kind in range(4)]
+    return [
+        torch.cat([none, *(parts[kind] + first for parts, first in zip(rows, starts, strict=True))])
+        for kind in range(4)
+    ]

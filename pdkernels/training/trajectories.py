@@ -86,8 +86,16 @@ def collect_trajectories(
     for start in range(0, len(prompts), batch_size):
         chosen = list(prompts[start : start + batch_size])
         # The last token asked for is predicted and never drafted: it is one more than is kept.
-        result = generate(model, chosen, "jacobi", max_new_tokens=length + 1, end_tokens=end_tokens, trace=True,
-                          block_size=block_size, seed=seed)  # fmt: skip
+        result = generate(
+            model,
+            chosen,
+            "jacobi",
+            max_new_tokens=length + 1,
+            end_tokens=end_tokens,
+            trace=True,
+            block_size=block_size,
+            seed=seed,
+        )
         for prompt, tokens, steps in zip(chosen, result.tokens, result.stats.trace, strict=True):
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             blocks = _blocks(tokens[:length].tolist(), steps, block_size, pad_token)
@@ -174,7 +182,13 @@ def noise_aware_sample(
     """
     op = "training.noise_aware_sample"
     ratios = noise_ratios(window, schedule)
-    check(order in ("progressive", "reverse", "random"), op, "order", "be 'progressive', 'reverse' or 'random'", repr(order))
+    check(
+        order in ("progressive", "reverse", "random"),
+        op,
+        "order",
+        "be 'progressive', 'reverse' or 'random'",
+        repr(order),
+    )
     if order == "reverse":
         ratios.reverse()
     turns = range(len(trajectory.blocks))

@@ -79,7 +79,9 @@ def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
     """``ln(-ln u)`` for the columns from `start`, a multiple of 4, on; u = (word + 0.5) / 2**32, accurate at both of its ends."""
     quad = start // 4 + tl.arange(0, COLUMNS // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad[None, :], position[:, None], step[:, None], tl.zeros_like(quad)[None, :])
-    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(tl.int32, bitcast=True)
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(
+        tl.int32, bitcast=True
+    )
     # Upper half: u = 1 - d, and d is known exactly where 1 - d is not.
     upper = words < 0
     d = (tl.where(upper, ~words, words).to(tl.float32) + 0.5) * 2.0**-32
@@ -188,7 +190,9 @@ def _parts_kernel(
             wanted = there[:, None]
             if DEPTH % STEP != 0:
                 wanted = wanted & (k + along < DEPTH)[None, :]
-                w = tl.load(weight_rows + ((k + along) * weight_step)[None, :], mask=(k + along < DEPTH)[None, :], other=0.0)
+                w = tl.load(
+                    weight_rows + ((k + along) * weight_step)[None, :], mask=(k + along < DEPTH)[None, :], other=0.0
+                )
             else:
                 w = tl.load(weight_rows + ((k + along) * weight_step)[None, :])
             h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=wanted, other=0.0)

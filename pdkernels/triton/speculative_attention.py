@@ -360,7 +360,9 @@ def forward(
 def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
     """The table's blocking for so many packed rows."""
     half = q.element_size() == 2
-    limits = _TABLE["few" if half and rows <= FEW_ROWS else "many", _blocking.architecture(q.device) if half else "fp32"]
+    limits = _TABLE[
+        "few" if half and rows <= FEW_ROWS else "many", _blocking.architecture(q.device) if half else "fp32"
+    ]
     wanted = limits[min(limit for limit in limits if q.shape[-1] <= limit)]
     return wanted._replace(block_m=min(wanted.block_m, max(16, triton.next_power_of_2(rows))))
 

@@ -92,7 +92,9 @@ def test_paged_cache_grows_and_runs_out() -> None:
     cache = PagedKVCache(1, 2, num_pages=3, page_size=4, kv_heads=1, head_dim=2)
     cache.reserve_([5, 1])
     assert cache.available_pages == 0 and cache.block_table.tolist() == [[0, 1, -1], [2, -1, -1]]
-    with pytest.raises(MemoryError, match=r"reserve_: lengths must fit the pool of 3 pages, got 1 more with 0 free\. Trim"):
+    with pytest.raises(
+        MemoryError, match=r"reserve_: lengths must fit the pool of 3 pages, got 1 more with 0 free\. Trim"
+    ):
         cache.reserve_([9, 1])
     assert cache.block_table.tolist() == [[0, 1, -1], [2, -1, -1]]
     cache.reserve_([5, 4])
@@ -109,7 +111,9 @@ def test_reclaim_after_lengths_changed_on_the_device() -> None:
 
 def test_writing_without_pages_is_refused() -> None:
     cache = PagedKVCache(1, 1, num_pages=4, page_size=2, kv_heads=1, head_dim=2)
-    with pytest.raises(ValueError, match=r"block_table\[0, 0\] must be in \[0, 3\], got -1 for sequence 0\. Reserve pages"):
+    with pytest.raises(
+        ValueError, match=r"block_table\[0, 0\] must be in \[0, 3\], got -1 for sequence 0\. Reserve pages"
+    ):
         cache.append_(0, torch.ones(1, 1, 1, 2), torch.ones(1, 1, 1, 2))
 
 
@@ -135,8 +139,14 @@ def test_bad_sizes(call, text: str) -> None:
         (lambda: ContiguousKVCache(True, 1, 4, 1, 1), "ContiguousKVCache: layers must be an integer, got bool"),
         (lambda: ContiguousKVCache(1, 1, 4.0, 1, 1), "ContiguousKVCache: capacity must be an integer, got float"),
         (lambda: PagedKVCache(1, 1, 4, "2", 1, 1), "PagedKVCache: page_size must be an integer, got str"),
-        (lambda: PagedKVCache(1, 2, 4, 2, 1, 1).reserve_([1.5, 1]), r"reserve_: lengths must be an int, or one a sequence, got \[1.5, 1\]"),
-        (lambda: ContiguousKVCache(1, 1, 4, 1, 1).trim_(0.0), r"trim_: new_lengths must be an int, or one a sequence, got 0.0"),
+        (
+            lambda: PagedKVCache(1, 2, 4, 2, 1, 1).reserve_([1.5, 1]),
+            r"reserve_: lengths must be an int, or one a sequence, got \[1.5, 1\]",
+        ),
+        (
+            lambda: ContiguousKVCache(1, 1, 4, 1, 1).trim_(0.0),
+            r"trim_: new_lengths must be an int, or one a sequence, got 0.0",
+        ),
     ],
 )
 def test_sizes_and_lengths_are_ints(call, text: str) -> None:

@@ -104,10 +104,7 @@ class _Compilation:
     """A compiler command without its source."""
 
     def __init__(
-        self,
-        include_dirs: Sequence[Path],
-        system_include_dirs: Sequence[Path | str] = (),
-        defines: Sequence[str] = (),
+        self, include_dirs: Sequence[Path], system_include_dirs: Sequence[Path | str] = (), defines: Sequence[str] = ()
     ) -> None:
         self.command = [compiler(), *COMMON_FLAGS, *(f"-D{define}" for define in defines)]
         for flag, directories in (("-I", include_dirs), ("-isystem", system_include_dirs)):

@@ -152,13 +152,17 @@ class FakeModel:
             end = lengths[b] + valid[b]
             ordered = end if tail is None else lengths[b]  # under a mask the new tokens need not stand in order
             for k, v in read:
-                assert v[b, :ordered].flatten().tolist() == list(range(ordered)), "a cache row stands in the wrong place"
+                assert v[b, :ordered].flatten().tolist() == list(range(ordered)), (
+                    "a cache row stands in the wrong place"
+                )
                 assert torch.equal(k[b, :end], read[0][0][b, :end]), "the layers disagree"
             ids = [int(token) for token in read[0][0][b, :ordered].flatten().tolist()]
             if tail is None:
                 out[b, : valid[b]] = self.logits(ids, lengths[b])
             else:
-                self._under_a_mask(out[b], ids, tokens[b].tolist(), offsets[b].tolist(), tail.expand(batch, width, width)[b])
+                self._under_a_mask(
+                    out[b], ids, tokens[b].tolist(), offsets[b].tolist(), tail.expand(batch, width, width)[b]
+                )
         if rows is not None:
             out = out.gather(1, rows[..., None].expand(-1, -1, VOCABULARY))
         self.rows_seen.append(out.shape[1])

@@ -21,7 +21,9 @@ from tests.decoding.tri_mode import reads_of_the_device
 VOCABULARY, MASK = 13, 12
 
 # A batch. A mask token inside a prompt is part of it; a canvas of nothing else would have all its rows alike.
-prompt = st.tuples(st.integers(0, MASK - 1), st.lists(st.integers(0, MASK), max_size=5)).map(lambda ids: [ids[0], *ids[1]])
+prompt = st.tuples(st.integers(0, MASK - 1), st.lists(st.integers(0, MASK), max_size=5)).map(
+    lambda ids: [ids[0], *ids[1]]
+)
 prompts = st.lists(prompt, min_size=1, max_size=3)
 
 # What a scripted model thinks of every place of a text: the token and its probability.
@@ -33,9 +35,16 @@ def small_masked(seed: int, predicts: Any = "own", head_dim: int = 8) -> Transfo
     """Random fp64 weights, large enough that tokens depend on the whole context; the last id is the mask."""
     torch.manual_seed(seed)
     config = TransformerConfig(
-        vocab_size=VOCABULARY, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24,
-        attention="bidirectional", predicts=predicts,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        intermediate_size=24,
+        attention="bidirectional",
+        predicts=predicts,
+    )
     model = Transformer(config, mask_token=MASK).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -87,9 +96,15 @@ class Scripted:
         return out[1:] if self.config.predicts == "next" else out[:-1]
 
     def rewrite(
-        self, tokens: Tensor, cache: Any, starts: Tensor, *, visible: Tensor, slots: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: Any,
+        starts: Tensor,
+        *,
+        visible: Tensor,
+        slots: Tensor | None = None,
         counts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         batch, width = tokens.shape
         assert (cache.batch, slots, starts.tolist()) == (batch, None, [0] * batch) and width <= cache.capacity
         shown = visible.tolist()

@@ -18,13 +18,25 @@ from tests.decoding.masked_models import MASK, VOCABULARY, Scripted
 
 
 @cache
-def deep_masked(seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional", qk_norm: bool = False) -> Transformer:
+def deep_masked(
+    seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional", qk_norm: bool = False
+) -> Transformer:
     """Random fp64 weights, with a layer behind one that may be stale; the last id is the mask."""
     torch.manual_seed(seed)
     config = TransformerConfig(
-        vocab_size=VOCABULARY, hidden_size=16, layers=3, heads=4, kv_heads=2, head_dim=head_dim, intermediate_size=24,
-        qkv_bias=True, qk_norm=qk_norm, tied_head=False, attention=attention, predicts=predicts,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        layers=3,
+        heads=4,
+        kv_heads=2,
+        head_dim=head_dim,
+        intermediate_size=24,
+        qkv_bias=True,
+        qk_norm=qk_norm,
+        tied_head=False,
+        attention=attention,
+        predicts=predicts,
+    )
     model = Transformer(config, mask_token=MASK).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -63,9 +75,13 @@ def with_parts(model: Transformer) -> MaskedTransformerReference:
             biases = zip("qkv", layer.qkv_bias.split(sizes))
             weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.bias": tensor for name, tensor in biases}
     plain = (NormedHeads if config.qk_norm else MaskedTransformerReference)(
-        weights, heads=config.heads, names="llada", rope_theta=config.rope_theta, norm_eps=config.norm_eps,
+        weights,
+        heads=config.heads,
+        names="llada",
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
         predicts=config.predicts,
-    )  # fmt: skip
+    )
     plain.head_norms = [{"q": layer.q_norm, "k": layer.k_norm} for layer in model.layers]
     return plain
 
@@ -84,9 +100,15 @@ class Remembering(Scripted):
         return SimpleNamespace(batch=batch, capacity=capacity, texts=torch.full((batch, capacity), -1))
 
     def rewrite(
-        self, tokens: Tensor, cache: Any, starts: Tensor, *, visible: Tensor, slots: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        cache: Any,
+        starts: Tensor,
+        *,
+        visible: Tensor,
+        slots: Tensor | None = None,
         counts: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         batch, width = tokens.shape
         assert slots is None
         ends = starts + (width if counts is None else counts)

@@ -31,10 +31,17 @@ prompts = st.lists(st.lists(token, min_size=1, max_size=5), min_size=1, max_size
 seeds = st.integers(-(2**63), 2**64 - 1)
 page_sizes = st.sampled_from([None, None, 1, 3])
 # temperature, top_p, min_p, top_k
-draws = st.sampled_from([
-    (0.0, None, None, None), (0, 0.5, 0.5, 2), (0.7, None, None, None), (1.0, 0.8, None, None), (1.5, 0.9, 0.05, 50),
-    (1.5, None, None, 3), (2.0, 0.9, 0.05, 4),
-])
+draws = st.sampled_from(
+    [
+        (0.0, None, None, None),
+        (0, 0.5, 0.5, 2),
+        (0.7, None, None, None),
+        (1.0, 0.8, None, None),
+        (1.5, 0.9, 0.05, 50),
+        (1.5, None, None, 3),
+        (2.0, 0.9, 0.05, 4),
+    ]
+)
 
 
 def _own_name(name: str) -> str:
@@ -52,13 +59,25 @@ def models(
 ) -> tuple[RecurrentDepth, RecurrentDepthReference]:
     """The same fp64 model twice. A small `state_scale` makes its core a contraction."""
     weights = random_weights(
-        vocab_size=VOCABULARY, hidden_size=hidden, heads=heads, intermediate_size=12, layers=(1, 2, 1), state_scale=state_scale,
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        heads=heads,
+        intermediate_size=12,
+        layers=(1, 2, 1),
+        state_scale=state_scale,
         seed=seed,
-    )  # fmt: skip
+    )
     config = RecurrentDepthConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, heads=heads, head_dim=hidden // heads, intermediate_size=12, prelude_layers=1,
-        core_layers=2, coda_layers=1, mean_recurrence=RECURRENCES,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        heads=heads,
+        head_dim=hidden // heads,
+        intermediate_size=12,
+        prelude_layers=1,
+        core_layers=2,
+        coda_layers=1,
+        mean_recurrence=RECURRENCES,
+    )
     model = RecurrentDepth(config).double().requires_grad_(False)
     own = {_own_name(name): value for name, value in weights.items()}
     model.load_state_dict({name: value.view_as(model.get_parameter(name)) for name, value in own.items()})
@@ -77,7 +96,19 @@ def init_of(seed: int, hidden: int = HIDDEN) -> Init:
 class HostReads(TorchFunctionMode):
     """Counts the reads of tensors by the host that decoding code makes; a model's own do not count."""
 
-    NAMES = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "nonzero", "equal", "is_nonzero"}
+    NAMES = {
+        "tolist",
+        "item",
+        "__bool__",
+        "__int__",
+        "__float__",
+        "__index__",
+        "cpu",
+        "numpy",
+        "nonzero",
+        "equal",
+        "is_nonzero",
+    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,8 @@ def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: floa
     options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "end_tokens": (5,)}
     tokens = [sequence.tolist() for sequence in generate(model, batch, **options).tokens]
     expected = [
-        sampled_autoregressive(plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,)) for prompt in batch
+        sampled_autoregressive(plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,))
+        for prompt in batch
     ]
     assert tokens == [one.tokens for one in expected]
     for method in ("linear_self_speculation", "quadratic_self_speculation"):

@@ -33,7 +33,18 @@ from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 METHOD = "block_diffusion"
 # threshold and steps_per_block
 kinds = st.sampled_from(
-    [(0.9, None), (0.5, None), (0.24, None), (0.0, None), (2.0, None), (None, None), (None, 1), (None, 2), (None, 3), (None, 9)]
+    [
+        (0.9, None),
+        (0.5, None),
+        (0.24, None),
+        (0.0, None),
+        (2.0, None),
+        (None, None),
+        (None, 1),
+        (None, 2),
+        (None, 3),
+        (None, 9),
+    ]
 )
 
 
@@ -68,10 +79,21 @@ def test_equals_the_reference_on_scripts(
 ) -> None:
     fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
     options: dict[str, Any] = {
-        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "temperature": temperature, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "threshold": kind[0],
+        "steps_per_block": kind[1],
+        "temperature": temperature,
+        "seed": seed,
+    }
     result = generate(
-        Cached(fake, MASK + 1), batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
+        Cached(fake, MASK + 1),
+        batch,
+        METHOD,
+        max_new_tokens=limit,
+        end_tokens=ends,
+        trace=True,
+        page_size=page_size,
+        **options,
     )
     expected = [block_diffusion(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
     assert_same(result, expected)
@@ -104,9 +126,13 @@ def test_a_random_transformer(
 ) -> None:
     model = small_transformer(weights)
     options: dict[str, Any] = {
-        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "refresh": refresh,
-        "temperature": temperature, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "threshold": kind[0],
+        "steps_per_block": kind[1],
+        "refresh": refresh,
+        "temperature": temperature,
+        "seed": seed,
+    }
     keeper = KeepsCache(model)
     result = generate(
         keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
@@ -141,16 +167,22 @@ def test_a_random_table(
 ) -> None:
     fake = Table(5, seed=seed % 97)
     options: dict[str, Any] = {
-        "block_size": block_size, "threshold": kind[0], "steps_per_block": kind[1], "refresh": refresh,
-        "temperature": temperature, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "threshold": kind[0],
+        "steps_per_block": kind[1],
+        "refresh": refresh,
+        "temperature": temperature,
+        "seed": seed,
+    }
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
     expected = [block_diffusion(fake, prompt, limit, mask_token=4, end_tokens=ends, **options) for prompt in batch]
     assert_same(result, expected)
 
 
 @settings(max_examples=20)
-@given(batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+@given(
+    batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, kind: tuple[float | None, int | None], ends: list[int], seed: int
 ) -> None:
@@ -170,9 +202,14 @@ def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
         fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
         for limit in (place, place + 1, place + 2, 12):
             result = generate(
-                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                Cached(fake, MASK + 1),
+                [[7, 7]],
+                METHOD,
+                max_new_tokens=limit,
+                end_tokens=(END,),
+                trace=True,
                 block_size=block_size,
-            )  # fmt: skip
+            )
             expected = block_diffusion(fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size)
             assert_same(result, [expected])
             if skill == "always":
@@ -230,7 +267,11 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
     ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
     ({"threshold": math.nan}, ValueError, "threshold must be at least 0, got nan."),
-    ({"steps_per_block": 4}, ValueError, "steps_per_block must be None beside a threshold, got 4. Pass threshold=None."),
+    (
+        {"steps_per_block": 4},
+        ValueError,
+        "steps_per_block must be None beside a threshold, got 4. Pass threshold=None.",
+    ),
     ({"steps_per_block": 0, "threshold": None}, ValueError, "steps_per_block must be at least 1, got 0."),
     ({"refresh": "never"}, ValueError, "refresh must be 'causal' or 'bidirectional', got 'never'."),
     ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),

@@ -24,8 +24,7 @@ GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
 def noise(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     torch.manual_seed(0)
     config = TransformerConfig(
-        vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16,
-        tied_head=False,
+        vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16, tied_head=False
     )
     model = Transformer(config, tokenizer=ByteTokenizer()).double().requires_grad_(False)
     with torch.no_grad():
@@ -85,9 +84,15 @@ def test_check_compares_with_greedy() -> None:
 def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
     monkeypatch.setitem(decoding._METHODS, "fast_dllm_v2", lambda session: session.record_first(0, 65))
-    result = run(*GENERATE, "--method", "quadratic_self_speculation", "--method", "fast_dllm_v2", "--check", COLUMNS="80")
+    result = run(
+        *GENERATE, "--method", "quadratic_self_speculation", "--method", "fast_dllm_v2", "--check", COLUMNS="80"
+    )
     table = result.stdout[result.stdout.index("method ") :]
-    assert "forwards" in table and "…" not in table and re.search(r"^ +quadratic_self_speculation +\d.* yes *$", table, re.M), table
+    assert (
+        "forwards" in table
+        and "…" not in table
+        and re.search(r"^ +quadratic_self_speculation +\d.* yes *$", table, re.M)
+    ), table
     assert max(map(len, table.splitlines())) <= 80
 
 
@@ -112,7 +117,8 @@ def test_all_methods() -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "coloured"), [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)]
+    ("environment", "coloured"),
+    [({}, False), ({"FORCE_COLOR": "1"}, True), ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, False)],
 )
 def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: bool) -> None:
     result = run(*GENERATE, "--max-new-tokens", "60", TERM="xterm-256color", **environment)
@@ -133,7 +139,10 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1."),
         (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
         (["--prompt", "caf\udce9"], "text must hold Unicode characters alone"),
-        (["--model", "tiny-masked", "--check"], "--check must be for a model that decodes token by token, got tiny-masked. Leave it out."),
+        (
+            ["--model", "tiny-masked", "--check"],
+            "--check must be for a model that decodes token by token, got tiny-masked. Leave it out.",
+        ),
     ],
 )
 def test_errors_are_one_sentence(arguments: list[str], text: str) -> None:
@@ -188,8 +197,9 @@ def test_eval_writes_figures_and_picture(tmp_path: Path) -> None:
     assert run(*EVAL, *arguments).exit_code == 0
     rows = [benchmark["extra_info"] for benchmark in json.loads(paths[0].read_text())["benchmarks"]]
     assert [(row["contender"], row["identical"], row["tokens"]) for row in rows] == [
-        ("autoregressive", 2, 128), ("jacobi, 4", 2, 128)
-    ]  # fmt: skip
+        ("autoregressive", 2, 128),
+        ("jacobi, 4", 2, 128),
+    ]
     assert paths[1].read_bytes().startswith(b"\x89PNG")
 
 
@@ -224,7 +234,10 @@ def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--model", "tiny-cod"], "name_or_path must name a model or a local folder, got 'tiny-cod'. Models: tiny-code"),
+        (
+            ["--model", "tiny-cod"],
+            "name_or_path must name a model or a local folder, got 'tiny-cod'. Models: tiny-code",
+        ),
         (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
         (["--task", "poems"], "pdkernels.evaluation.make_task: task must be one of sums, source, got 'poems'."),
         (["--plot", "picture.pdf"], "pdkernels.eval: --plot must be a path that ends in .png, got picture.pdf."),
@@ -237,7 +250,9 @@ def test_errors_of_eval_are_one_sentence(arguments: list[str], text: str) -> Non
     assert text in result.stderr and result.stderr.startswith("error: pdkernels.") and result.stderr.count("\n") == 1
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(evaluation, "evaluate", None)
     result = run(*EVAL, "--plot", str(tmp_path / "picture.png"))
@@ -252,7 +267,9 @@ def test_models_and_doctor() -> None:
 
 def test_a_wrong_variable_is_one_sentence() -> None:
     command = [sys.executable, "-m", "pdkernels", "doctor"]
-    result = subprocess.run(command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, env={**os.environ, "PDKERNELS_CPU_ISA": "mmx"}, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 2
     assert result.stderr == "error: pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got 'mmx'.\n"
 

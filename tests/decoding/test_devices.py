@@ -16,7 +16,12 @@ import pdkernels as pd
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
-MODELS = {"recurrent_": "tiny-recurrent", "linear_": "tiny-trimode", "quadratic_": "tiny-trimode", "block_": "tiny-trimode"}
+MODELS = {
+    "recurrent_": "tiny-recurrent",
+    "linear_": "tiny-trimode",
+    "quadratic_": "tiny-trimode",
+    "block_": "tiny-trimode",
+}
 MODELS |= {"fast_dllm_v2": "tiny-trimode", "autoregressive": "tiny-code", "jacobi": "tiny-jacobi"}
 MASKED = "tiny-masked"
 
@@ -55,10 +60,16 @@ def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.D
     name = model_of(method)
     prompts = PROMPTS[:1] if "published" in options else PROMPTS
     limit = 16 if name == MASKED else 8
-    return pd.decoding.generate(pd.models.load(name).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options)
+    return pd.decoding.generate(
+        pd.models.load(name).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options
+    )
 
 
-@pytest.mark.parametrize(("method", "options"), CASES, ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "plain")
+@pytest.mark.parametrize(
+    ("method", "options"),
+    CASES,
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)) or "plain",
+)
 def test_same_tokens_on_a_gpu(method: str, options: dict[str, Any], gpu: None) -> None:
     here, there = generate("cpu", method, options), generate("cuda", method, options)
     for a, b in zip(here.tokens, there.tokens, strict=True):
@@ -75,6 +86,11 @@ def test_the_pretended_gpu_holds_devices_apart() -> None:
         assert (x + torch.tensor(2.0)).tolist() == [3, 3, 3] and (x + y.to("cuda")).sum().item() == 6
         x[y > 0] = 5
         assert x.tolist() == [5, 5, 5]
-        for wrong in (lambda: x + y, lambda: y[x > 0], lambda: torch.cat([x, y]), lambda: pd.kv_trim_(x.long(), y.long())):
+        for wrong in (
+            lambda: x + y,
+            lambda: y[x > 0],
+            lambda: torch.cat([x, y]),
+            lambda: pd.kv_trim_(x.long(), y.long()),
+        ):
             with pytest.raises((RuntimeError, ValueError)):
                 wrong()

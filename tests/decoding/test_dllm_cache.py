@@ -40,20 +40,39 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     baseline=st.sampled_from(["last", "recomputed"]),
     block_size=st.sampled_from([None, 3, 4]),
     per_block=st.sampled_from([None, None, 2, 5]),
-    order=st.sampled_from([{}, {}, {"late_end": True}, {"no_end": True}, {"remasking": "random"}, {"temperature": 0.8}]),
+    order=st.sampled_from(
+        [{}, {}, {"late_end": True}, {"no_end": True}, {"remasking": "random"}, {"temperature": 0.8}]
+    ),
     ends=st.lists(st.integers(0, MASK - 1), max_size=2),
     seed=seeds,
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    model: tuple[int, str], batch: list[list[int]], limit: int, intervals: tuple[int, int], ratio: float, baseline: str,
-    block_size: int | None, per_block: int | None, order: dict[str, Any], ends: list[int], seed: int, page_size: int | None,
-) -> None:  # fmt: skip
+    model: tuple[int, str],
+    batch: list[list[int]],
+    limit: int,
+    intervals: tuple[int, int],
+    ratio: float,
+    baseline: str,
+    block_size: int | None,
+    per_block: int | None,
+    order: dict[str, Any],
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
     steps = None if per_block is None else per_block * -(-limit // (block_size or limit))
     options: dict[str, Any] = {
-        "prompt_interval": intervals[0], "gen_interval": intervals[1], "transfer_ratio": ratio, "baseline": baseline,
-        "block_size": block_size, "steps": steps, "end_tokens": ends, "seed": seed, **order,
-    }  # fmt: skip
+        "prompt_interval": intervals[0],
+        "gen_interval": intervals[1],
+        "transfer_ratio": ratio,
+        "baseline": baseline,
+        "block_size": block_size,
+        "steps": steps,
+        "end_tokens": ends,
+        "seed": seed,
+        **order,
+    }
     transformer = deep_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
     assert_same(result, reference(transformer, batch, limit, **options))
@@ -81,14 +100,24 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
 
 
 @pytest.mark.parametrize("interval", [2, 3, 7, 100])
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "page_size": 3}, {"remasking": "random", "temperature": 0.7}])
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 4, "page_size": 3}, {"remasking": "random", "temperature": 0.7}]
+)
 @pytest.mark.parametrize("predicts", ["own", "next"])
 def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict[str, Any], interval: int) -> None:
     """Forwards of the text without the prompt count for its own cache alone."""
     model, batch, limit = deep_masked(0, predicts), [[3, 1, 4], [5]], 14
-    kinds = {"prompt_interval": 4, "gen_interval": 3, "transfer_ratio": 0.5, "guidance": 2.5, "guidance_interval": interval}
+    kinds = {
+        "prompt_interval": 4,
+        "gen_interval": 3,
+        "transfer_ratio": 0.5,
+        "guidance": 2.5,
+        "guidance_interval": interval,
+    }
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, **kinds, **options)
-    assert_same(result, reference(model, batch, limit, **kinds, **{k: v for k, v in options.items() if k != "page_size"}))
+    assert_same(
+        result, reference(model, batch, limit, **kinds, **{k: v for k, v in options.items() if k != "page_size"})
+    )
 
 
 @pytest.mark.parametrize(("interval", "free"), [(1, 14), (4, 7), (100, 5)])
@@ -98,14 +127,16 @@ def test_an_interval_saves_forwards_of_the_text_without_the_prompt(
     """The first five forwards have one each; of one sequence at interval 1 both texts are rows of one forward."""
     rows: list[int] = []
     forward = FeatureCache.forward
-    monkeypatch.setattr(FeatureCache, "forward", lambda self, tokens, *rest: rows.append(len(tokens)) or forward(self, tokens, *rest))
+    monkeypatch.setattr(
+        FeatureCache, "forward", lambda self, tokens, *rest: rows.append(len(tokens)) or forward(self, tokens, *rest)
+    )
     result = generate(deep_masked(0), [[3, 1, 4]], METHOD, max_new_tokens=14, guidance=2.5, guidance_interval=interval)
     assert result.stats.forwards == 14 and sum(rows) == 14 + free
 
 
-@pytest.mark.parametrize("options", [
-    {}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options", [{}, {"block_size": 4, "steps": 6}, {"guidance": 1.5}, {"temperature": 0.7, "remasking": "random"}]
+)
 @pytest.mark.parametrize("predicts", ["own", "next"])
 def test_without_intervals_it_is_llada(predicts: str, options: dict[str, Any]) -> None:
     model, batch = deep_masked(1, predicts), [[3, 1, 4], [5]]
@@ -117,7 +148,14 @@ def test_without_intervals_it_is_llada(predicts: str, options: dict[str, Any]) -
 def test_the_interval_and_the_ratio_matter() -> None:
     """Random weights: what is stale changes tokens, so that the tests above look at something."""
     model, batch = deep_masked(0), [[3, 1, 4], [5]]
-    kinds = [EXACT, {}, {"prompt_interval": 2}, {"gen_interval": 2}, {"transfer_ratio": 0.5}, {"baseline": "recomputed"}]
+    kinds = [
+        EXACT,
+        {},
+        {"prompt_interval": 2},
+        {"gen_interval": 2},
+        {"transfer_ratio": 0.5},
+        {"baseline": "recomputed"},
+    ]
     guided = [{"guidance": 2.5, "guidance_interval": interval} for interval in (1, 4, 100)]
     tokens = [generate(model, batch, METHOD, max_new_tokens=16, **kind).tokens for kind in [*kinds, *guided]]
     assert len({str(one) for one in tokens}) == len(kinds) + len(guided)
@@ -131,7 +169,16 @@ def test_new_rows_may_be_so_few_that_none_is_chosen() -> None:
     assert_same(result, reference(model, batch, 3, **options))
 
 
-@pytest.mark.parametrize("options", [{}, {"block_size": 4, "gen_interval": 2}, {"transfer_ratio": 0.0}, {"guidance": 1.5}, {"guidance": 1.5, "guidance_interval": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"block_size": 4, "gen_interval": 2},
+        {"transfer_ratio": 0.0},
+        {"guidance": 1.5},
+        {"guidance": 1.5, "guidance_interval": 3},
+    ],
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
@@ -165,18 +212,21 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 def test_errors() -> None:
-    shared.assert_errors(METHOD, [
-        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
-        ({"gen_interval": 2.0}, TypeError, "gen_interval must be an int, got float."),
-        ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
-        ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
-        ({"baseline": "first"}, ValueError, "baseline must be one of 'last', 'recomputed', got 'first'."),
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-        ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
-        ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
-        ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
-        ({"guidance_interval": 0, "guidance": 1.0}, ValueError, "guidance_interval must be at least 1, got 0."),
-        ({"guidance_interval": 2}, ValueError, "guidance_interval must be 1 without guidance, got 2."),
-        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-    ])  # fmt: skip
+    shared.assert_errors(
+        METHOD,
+        [
+            ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
+            ({"gen_interval": 2.0}, TypeError, "gen_interval must be an int, got float."),
+            ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
+            ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
+            ({"baseline": "first"}, ValueError, "baseline must be one of 'last', 'recomputed', got 'first'."),
+            ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+            ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
+            ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
+            ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+            ({"guidance_interval": 0, "guidance": 1.0}, ValueError, "guidance_interval must be at least 1, got 0."),
+            ({"guidance_interval": 2}, ValueError, "guidance_interval must be 1 without guidance, got 2."),
+            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+        ],
+    )

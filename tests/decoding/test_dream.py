@@ -29,20 +29,27 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     batch=prompts,
     limit=st.integers(1, 10),
     order=st.sampled_from([("origin", 0.0), *((name, heat) for name in ALGORITHMS[1:] for heat in (0.0, 0.3, 2.0))]),
-    options=st.fixed_dictionaries({
-        "steps": st.sampled_from([None, 1, 3, 4, 7, 12]),
-        "eps": st.sampled_from([1e-3, 0.1, 0.6]),
-        "temperature": st.sampled_from([0.2, 0.0, 1.0]),
-        "top_p": st.sampled_from([0.9, 1.0, 0.4]),
-        "top_k": st.sampled_from([None, None, 1, 3, 50]),
-    }),  # fmt: skip
+    options=st.fixed_dictionaries(
+        {
+            "steps": st.sampled_from([None, 1, 3, 4, 7, 12]),
+            "eps": st.sampled_from([1e-3, 0.1, 0.6]),
+            "temperature": st.sampled_from([0.2, 0.0, 1.0]),
+            "top_p": st.sampled_from([0.9, 1.0, 0.4]),
+            "top_k": st.sampled_from([None, None, 1, 3, 50]),
+        }
+    ),
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )
 def test_equals_the_reference(
-    model: tuple[int, str], batch: list[list[int]], limit: int, order: tuple[str, float], options: Any, ends: list[int],
+    model: tuple[int, str],
+    batch: list[list[int]],
+    limit: int,
+    order: tuple[str, float],
+    options: Any,
+    ends: list[int],
     seed: int,
-) -> None:  # fmt: skip
+) -> None:
     options = {"algorithm": order[0], "order_temperature": order[1], "end_tokens": ends, "seed": seed} | options
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)
@@ -86,7 +93,9 @@ def test_scores_differ() -> None:
 
     first = {}
     for algorithm in ALGORITHMS[1:]:
-        result = generate(Laws(hashed(0)), [1], METHOD, max_new_tokens=3, steps=2, eps=0.3, algorithm=algorithm, trace=True)
+        result = generate(
+            Laws(hashed(0)), [1], METHOD, max_new_tokens=3, steps=2, eps=0.3, algorithm=algorithm, trace=True
+        )
         first[algorithm] = sorted(result.stats.trace[0][0].committed)
     assert first == {"maskgit_plus": [1], "topk_margin": [2], "entropy": [1]}
 
@@ -103,7 +112,9 @@ def test_order_temperature_draws_the_order() -> None:
     assert len(orders(100.0)) > 2
 
 
-@pytest.mark.parametrize("options", [{"algorithm": name} for name in ALGORITHMS] + [{"order_temperature": 0.5, "top_p": 0.8}])
+@pytest.mark.parametrize(
+    "options", [{"algorithm": name} for name in ALGORITHMS] + [{"order_temperature": 0.5, "top_p": 0.8}]
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
@@ -136,20 +147,29 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 def test_errors() -> None:
-    shared.assert_errors(METHOD, [
-        ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
-        ({"steps": 2.0}, TypeError, "steps must be an int, got float."),
-        ({"algorithm": "best"}, ValueError,
-         "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', got 'best'."),
-        ({"eps": 1.0}, ValueError, "eps must lie between 0 and 1, got 1.0."),
-        ({"eps": 0}, ValueError, "eps must lie between 0 and 1, got 0."),
-        ({"eps": None}, TypeError, "eps must be a number, got NoneType."),
-        ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
-        ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0."),
-        ({"order_temperature": -1}, ValueError, "order_temperature must be at least 0, got -1."),
-        ({"order_temperature": 0.5, "algorithm": "origin"}, ValueError,
-         "order_temperature must be 0 with algorithm 'origin', got 0.5."),
-        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-    ])  # fmt: skip
+    shared.assert_errors(
+        METHOD,
+        [
+            ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
+            ({"steps": 2.0}, TypeError, "steps must be an int, got float."),
+            (
+                {"algorithm": "best"},
+                ValueError,
+                "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', got 'best'.",
+            ),
+            ({"eps": 1.0}, ValueError, "eps must lie between 0 and 1, got 1.0."),
+            ({"eps": 0}, ValueError, "eps must lie between 0 and 1, got 0."),
+            ({"eps": None}, TypeError, "eps must be a number, got NoneType."),
+            ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
+            ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0."),
+            ({"order_temperature": -1}, ValueError, "order_temperature must be at least 0, got -1."),
+            (
+                {"order_temperature": 0.5, "algorithm": "origin"},
+                ValueError,
+                "order_temperature must be 0 with algorithm 'origin', got 0.5.",
+            ),
+            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+        ],
+    )

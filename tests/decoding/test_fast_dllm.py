@@ -20,9 +20,14 @@ from tests.decoding.tri_mode import page_sizes, prompts, reads_of_the_device, se
 METHOD = "fast_dllm"
 CACHES = ("none", "prefix", "dual")
 RULES: list[dict[str, Any]] = [
-    {}, {"threshold": 0.3}, {"threshold": 0.6}, {"threshold": 0.0}, {"threshold": None, "factor": 0.5},
-    {"threshold": None, "factor": 1.4}, {"threshold": None},
-]  # fmt: skip
+    {},
+    {"threshold": 0.3},
+    {"threshold": 0.6},
+    {"threshold": 0.0},
+    {"threshold": None, "factor": 0.5},
+    {"threshold": None, "factor": 1.4},
+    {"threshold": None},
+]
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
@@ -44,10 +49,26 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    model: tuple[int, str], batch: list[list[int]], limit: int, block_size: int, cache: str, rule: dict[str, Any],
-    per_block: int | None, temperature: float, ends: list[int], seed: int, page_size: int | None,
-) -> None:  # fmt: skip
-    options = {"block_size": block_size, "cache": cache, "temperature": temperature, "end_tokens": ends, "seed": seed, **rule}
+    model: tuple[int, str],
+    batch: list[list[int]],
+    limit: int,
+    block_size: int,
+    cache: str,
+    rule: dict[str, Any],
+    per_block: int | None,
+    temperature: float,
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
+    options = {
+        "block_size": block_size,
+        "cache": cache,
+        "temperature": temperature,
+        "end_tokens": ends,
+        "seed": seed,
+        **rule,
+    }
     if rule == {"threshold": None} and per_block is not None:
         options["steps"] = per_block * -(-limit // block_size)
     transformer = deep_masked(*model)
@@ -55,12 +76,15 @@ def test_equals_the_reference(
     assert_same(result, reference(with_parts(transformer), batch, limit, **options), waits=cache != "none")
 
 
-@pytest.mark.parametrize(("per_block", "own", "shifted"), [
-    (1, [5, 5, 1], [1, 4, 1, 4, 1]),
-    (2, [3, 2, 3, 2, 1], [1, 4, 1, 4, 1]),
-    (4, [2, 1, 1, 1, 2, 1, 1, 1, 1], [1, 2, 1, 1, 1, 2, 1, 1, 1]),
-    (7, [1] * 11, [1] * 11),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("per_block", "own", "shifted"),
+    [
+        (1, [5, 5, 1], [1, 4, 1, 4, 1]),
+        (2, [3, 2, 3, 2, 1], [1, 4, 1, 4, 1]),
+        (4, [2, 1, 1, 1, 2, 1, 1, 1, 1], [1, 2, 1, 1, 1, 2, 1, 1, 1]),
+        (7, [1] * 11, [1] * 11),
+    ],
+)
 def test_quotas(per_block: int, own: list[int], shifted: list[int]) -> None:
     """Equal shares of a block's places, or of what its first one leaves."""
     options: dict[str, Any] = {"block_size": 5, "threshold": None, "steps": 3 * per_block}
@@ -83,7 +107,9 @@ def test_which_rows_a_forward_takes(cache: str, predicts: str, rule: dict[str, A
     result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=size, cache=cache, trace=True, **rule)
     if cache == "none" or predicts == "own":  # what no token shows, a script cannot: its caches are exact
         plain = Plain(Remembering(script, predicts))
-        assert_same(result, reference(plain, batch, limit, block_size=size, cache="none", **rule), waits=cache != "none")
+        assert_same(
+            result, reference(plain, batch, limit, block_size=size, cache="none", **rule), waits=cache != "none"
+        )
     for sequence, (prompt, steps) in enumerate(zip(batch, result.stats.trace, strict=True)):
         taken = (forward[sequence] for forward in model.forwards)
         for step in steps:
@@ -179,22 +205,34 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 def test_errors() -> None:
-    shared.assert_errors(METHOD, [
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-        ({"cache": "double"}, ValueError, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
-        ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
-        ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
-        ({"factor": 1.0}, ValueError, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
-        ({"factor": -1, "threshold": None}, ValueError, "factor must be at least 0, got -1."),
-        ({"factor": float("inf"), "threshold": None}, ValueError, "factor must be finite, got inf."),
-        ({"steps": 4}, ValueError,
-         "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None."),
-        ({"steps": 4, "threshold": None, "factor": 1}, ValueError,
-         "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None."),
-        ({"steps": 0, "threshold": None}, ValueError, "steps must be at least 1, got 0."),
-        ({"steps": 3, "block_size": 2, "threshold": None}, ValueError,
-         "steps must be a multiple of the number of blocks (2), got 3."),
-        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-    ])  # fmt: skip
+    shared.assert_errors(
+        METHOD,
+        [
+            ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+            ({"cache": "double"}, ValueError, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
+            ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
+            ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
+            ({"factor": 1.0}, ValueError, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
+            ({"factor": -1, "threshold": None}, ValueError, "factor must be at least 0, got -1."),
+            ({"factor": float("inf"), "threshold": None}, ValueError, "factor must be finite, got inf."),
+            (
+                {"steps": 4},
+                ValueError,
+                "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
+            ),
+            (
+                {"steps": 4, "threshold": None, "factor": 1},
+                ValueError,
+                "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
+            ),
+            ({"steps": 0, "threshold": None}, ValueError, "steps must be at least 1, got 0."),
+            (
+                {"steps": 3, "block_size": 2, "threshold": None},
+                ValueError,
+                "steps must be a multiple of the number of blocks (2), got 3.",
+            ),
+            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+        ],
+    )

@@ -45,13 +45,27 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    weights: int, batch: list[list[int]], limit: int, sizes: tuple[int, int], threshold: float, block_cache: bool,
-    law: tuple[float, float], ends: list[int], seed: int, page_size: int | None,
-) -> None:  # fmt: skip
+    weights: int,
+    batch: list[list[int]],
+    limit: int,
+    sizes: tuple[int, int],
+    threshold: float,
+    block_cache: bool,
+    law: tuple[float, float],
+    ends: list[int],
+    seed: int,
+    page_size: int | None,
+) -> None:
     options: dict[str, Any] = {
-        "block_size": sizes[0], "small_block_size": sizes[1], "threshold": threshold, "block_cache": block_cache,
-        "temperature": law[0], "top_p": law[1], "end_tokens": ends, "seed": seed,
-    }  # fmt: skip
+        "block_size": sizes[0],
+        "small_block_size": sizes[1],
+        "threshold": threshold,
+        "block_cache": block_cache,
+        "temperature": law[0],
+        "top_p": law[1],
+        "end_tokens": ends,
+        "seed": seed,
+    }
     model = model_of(weights)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
     assert_same(result, reference(model, batch, limit, **options), waits=True)
@@ -63,13 +77,22 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, seed: int, ends: list[int]
 ) -> None:
     options: dict[str, Any] = {
-        "max_new_tokens": limit, "block_size": 4, "small_block_size": 2, "threshold": 0.4, "temperature": 0.7, "seed": seed,
-        "end_tokens": ends, "trace": True,
-    }  # fmt: skip
+        "max_new_tokens": limit,
+        "block_size": 4,
+        "small_block_size": 2,
+        "threshold": 0.4,
+        "temperature": 0.7,
+        "seed": seed,
+        "end_tokens": ends,
+        "trace": True,
+    }
     together = generate(model_of(0), batch, METHOD, **options)
     for index, prompt in enumerate(batch):
         alone = generate(model_of(0), prompt, METHOD, **options)
-        assert torch.equal(alone.tokens, together.tokens[index]) and alone.stats.accepted[0] == together.stats.accepted[index]
+        assert (
+            torch.equal(alone.tokens, together.tokens[index])
+            and alone.stats.accepted[0] == together.stats.accepted[index]
+        )
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
@@ -146,7 +169,13 @@ def test_a_threshold_is_exceeded_or_the_surest_place_is_filled() -> None:
 
 def test_float32_fills_the_same_places() -> None:
     exact = model_of(0, 16)
-    options: dict[str, Any] = {"max_new_tokens": 20, "block_size": 8, "small_block_size": 4, "threshold": 0.4, "trace": True}
+    options: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "block_size": 8,
+        "small_block_size": 4,
+        "threshold": 0.4,
+        "trace": True,
+    }
     wide, narrow = (generate(m, [[3, 1, 4] * 4, [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
     assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
     for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):
@@ -184,17 +213,24 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 @pytest.mark.parametrize("limit", [0, 4])
-@pytest.mark.parametrize(("options", "error", "text"), [
-    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-    ({"small_block_size": 0}, ValueError, "small_block_size must be at least 1, got 0."),
-    ({"small_block_size": 9, "block_size": 8}, ValueError, "small_block_size must be at most block_size (8), got 9."),
-    ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
-    ({"block_cache": 1}, TypeError, "block_cache must be a bool, got int."),
-    ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-    ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+        ({"small_block_size": 0}, ValueError, "small_block_size must be at least 1, got 0."),
+        (
+            {"small_block_size": 9, "block_size": 8},
+            ValueError,
+            "small_block_size must be at most block_size (8), got 9.",
+        ),
+        ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
+        ({"block_cache": 1}, TypeError, "block_cache must be a bool, got int."),
+        ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
+        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+    ],
+)
 def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
     with pytest.raises(error) as raised:
         generate(Blockwise(hashed(0)), [1], METHOD, max_new_tokens=limit, **options)

@@ -125,7 +125,11 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),
     ({"end_tokens": [99]}, ValueError, GENERATE + "end_tokens must hold ids in 0 .. 22, got 99."),
     ({"end_tokens": 4}, TypeError, GENERATE + "end_tokens must be a sequence of ints, got int."),
-    ({"model": "tiny-code"}, TypeError, GENERATE + "model must be a model, got str. Load one with pdkernels.models.load."),
+    (
+        {"model": "tiny-code"},
+        TypeError,
+        GENERATE + "model must be a model, got str. Load one with pdkernels.models.load.",
+    ),
     ({"end_tokens": ["x"]}, TypeError, GENERATE + "end_tokens must hold ints, got str."),
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
@@ -137,7 +141,8 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
-        GENERATE + "options must be options of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
+        GENERATE
+        + "options must be options of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
     ),
     (
         {"blocksize": 4},

@@ -21,7 +21,9 @@ seeds = st.integers(0, 2**64 - 1)
 drafts = st.tuples(st.sampled_from(["block_size", "window"]), st.integers(1, 12))
 
 
-def reference(model: FakeModel, prompt: list[int], limit: int, kind: str, length: int, **options: object) -> JacobiResult:
+def reference(
+    model: FakeModel, prompt: list[int], limit: int, kind: str, length: int, **options: object
+) -> JacobiResult:
     decode = jacobi if kind == "block_size" else jacobi_window
     return decode(model.plain, prompt, limit, **{kind: length}, **options)
 
@@ -98,9 +100,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
 
 @settings(max_examples=30, deadline=None)
 @given(batch=prompts, limit=st.integers(0, 16), seed=seeds, kind=st.sampled_from(["block_size", "window"]))
-def test_a_draft_of_one_token_is_autoregressive(
-    batch: list[list[int]], limit: int, seed: int, kind: str
-) -> None:
+def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: int, seed: int, kind: str) -> None:
     model = FakeModel(SCRIPTS["history"])
     greedy = generate(model, batch, max_new_tokens=limit, trace=True)
     result = generate(model, batch, "jacobi", max_new_tokens=limit, seed=seed, trace=True, **{kind: 1})

@@ -82,7 +82,13 @@ def assert_same(result: DecodeResult, expected: list[reference.JacobiMultiblockR
     page_size=page_sizes,
 )
 def test_equals_greedy_and_the_reference(
-    script: str, ties: bool, batch: list[list[int]], limit: int, chosen: dict[str, Any], ends: list[int], page_size: int | None
+    script: str,
+    ties: bool,
+    batch: list[list[int]],
+    limit: int,
+    chosen: dict[str, Any],
+    ends: list[int],
+    page_size: int | None,
 ) -> None:
     model = FakeModel(ALL_SCRIPTS[script], ties=ties)
     result = generate(
@@ -175,7 +181,9 @@ def test_candidates_share_one_prefix_and_few_plans() -> None:
         if mask is None:
             assert width <= 24
         else:
-            assert width == mask.q_len and any(width % (count * jacobi_multiblock.BRANCH_STEP) == 0 for count in (2, 3, 4))
+            assert width == mask.q_len and any(
+                width % (count * jacobi_multiblock.BRANCH_STEP) == 0 for count in (2, 3, 4)
+            )
 
 
 def in_progress(rows: list[list[int]], pseudo: list[PseudoBlock]) -> Progress:
@@ -209,7 +217,10 @@ def test_logits_only_where_an_answer_is_wanted() -> None:
     """Accepted tokens of pseudo blocks are context. What stands behind the last wanted answer does not even run."""
     real = [[1, 2, 3]]
     assert in_progress(real, [PseudoBlock([4], [5, 6]), PseudoBlock([7, 7], [8])]).behind() == ([4, 5], [4])
-    assert in_progress(real, [PseudoBlock([4, 5, 6], []), PseudoBlock([], [7, 8, 9])]).behind() == ([4, 5, 6, 7, 8], [6, 7])
+    assert in_progress(real, [PseudoBlock([4, 5, 6], []), PseudoBlock([], [7, 8, 9])]).behind() == (
+        [4, 5, 6, 7, 8],
+        [6, 7],
+    )
     assert in_progress(real, [PseudoBlock([4, 5], [6])]).behind() == ([], [])
 
 
@@ -252,12 +263,16 @@ def test_an_end_token_at_every_place(place: int, blocks: int, script: str) -> No
         function = from_list(written, 2)
     chosen = {"block_size": 4, "blocks": blocks, "spawn_ratio": 0.5}
     for limit in (place, place + 1, place + 2, 12):
-        result = generate(FakeModel(function), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True, **chosen)
+        result = generate(
+            FakeModel(function), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True, **chosen
+        )
         assert result.tokens[0].tolist() == written[: min(limit, place + 1)]
         assert_same(result, expected_of(scripted(function), [[7, 7]], limit, [END], chosen), limit)
 
 
-def assert_cache_is_causal(cache: ContiguousKVCache | PagedKVCache, model: Transformer, sequences: list[list[int]]) -> None:
+def assert_cache_is_causal(
+    cache: ContiguousKVCache | PagedKVCache, model: Transformer, sequences: list[list[int]]
+) -> None:
     """K and V of every committed token are what one causal forward over the sequence makes them."""
     for sequence, tokens in enumerate(sequences):
         assert cache.lengths[sequence] == len(tokens)
@@ -355,5 +370,11 @@ def test_errors(chosen: dict[str, Any], error: type[Exception], text: str) -> No
 
 def test_options() -> None:
     assert method_options(METHOD) == (
-        "block_size", "blocks", "spawn_ratio", "pool_size", "verification_size", "seed", "page_size",
-    )  # fmt: skip
+        "block_size",
+        "blocks",
+        "spawn_ratio",
+        "pool_size",
+        "verification_size",
+        "seed",
+        "page_size",
+    )

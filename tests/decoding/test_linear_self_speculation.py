@@ -71,8 +71,12 @@ def test_equals_the_reference_on_scripts(
     fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
     model = Cached(fake, MASK + 1)
     options: dict[str, Any] = {
-        "block_size": block_size, "verification": kind[0], "threshold": kind[1], "temperature": temperature, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "verification": kind[0],
+        "threshold": kind[1],
+        "temperature": temperature,
+        "seed": seed,
+    }
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
@@ -113,8 +117,12 @@ def test_a_random_transformer(
 ) -> None:
     model = small_transformer(weights, adapter=adapter)
     options: dict[str, Any] = {
-        "block_size": block_size, "verification": kind[0], "threshold": kind[1], "temperature": temperature, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "verification": kind[0],
+        "threshold": kind[1],
+        "temperature": temperature,
+        "seed": seed,
+    }
     keeper = KeepsCache(model)
     result = generate(
         keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
@@ -156,15 +164,21 @@ def test_a_random_table(
 ) -> None:
     fake = Table(5, seed=seed % 97)
     options: dict[str, Any] = {
-        "block_size": block_size, "verification": kind[0], "threshold": kind[1] / 2, "temperature": 0.8, "seed": seed,
-    }  # fmt: skip
+        "block_size": block_size,
+        "verification": kind[0],
+        "threshold": kind[1] / 2,
+        "temperature": 0.8,
+        "seed": seed,
+    }
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
     expected = [linear_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch]
     assert_same(result, expected, kind[1] == 0)
 
 
 @settings(max_examples=20)
-@given(batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+@given(
+    batch=prompts(13), limit=st.integers(1, 14), kind=kinds, ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, kind: tuple[str, float], ends: list[int], seed: int
 ) -> None:
@@ -184,9 +198,14 @@ def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
         fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
         for limit in (place, place + 1, place + 2, 12):
             result = generate(
-                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                Cached(fake, MASK + 1),
+                [[7, 7]],
+                METHOD,
+                max_new_tokens=limit,
+                end_tokens=(END,),
+                trace=True,
                 block_size=block_size,
-            )  # fmt: skip
+            )
             assert result.tokens[0].tolist() == written[: place + 1][:limit]
             expected = linear_self_speculation(
                 fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size
@@ -212,7 +231,9 @@ def test_accepts_what_is_drafted_well() -> None:
 def test_adapters_act_on_draft_passes_alone() -> None:
     """The drafts differ, the tokens do not."""
     model, without = small_transformer(0, adapter=True), small_transformer(0)
-    adapted, bare = (generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, block_size=4) for m in (model, without))
+    adapted, bare = (
+        generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, block_size=4) for m in (model, without)
+    )
     assert torch.equal(adapted.tokens, bare.tokens)
     assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
 
@@ -292,12 +313,15 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"threshold": -0.5}, ValueError, "threshold must be at least 0, got -0.5."),
     ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
     ({"verification": "trust"}, ValueError, "verification must be one of 'compare', 'rejection', got 'trust'."),
-    ({"verification": "rejection", "threshold": 0.5}, ValueError,
-     "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
-     "use verification='compare'."),
+    (
+        {"verification": "rejection", "threshold": 0.5},
+        ValueError,
+        "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
+        "use verification='compare'.",
+    ),
     ({"mask_token": 24}, ValueError, "mask_token must be an id in 0 .. 23, got 24."),
     ({"mask_token": "x"}, TypeError, "mask_token must be an int, got str."),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "error", "text"), ERRORS)

@@ -29,17 +29,28 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     limit=st.integers(1, 10),
     block_size=st.sampled_from([None, None, 1, 3, 4]),
     per_block=st.sampled_from([None, 1, 2, 5]),
-    options=st.fixed_dictionaries({
-        "temperature": st.sampled_from([0.5, 0.0, 1.5]), "guidance": st.sampled_from([0, 0.5, 2.0]), "no_end": st.booleans(),
-    }),  # fmt: skip
+    options=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.5, 0.0, 1.5]),
+            "guidance": st.sampled_from([0, 0.5, 2.0]),
+            "no_end": st.booleans(),
+        }
+    ),
     order=st.sampled_from([{"late_end": True}, {}, {"remasking": "random"}]),
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )
 def test_equals_the_reference(
-    model: tuple[int, str], batch: list[list[int]], limit: int, block_size: int | None, per_block: int | None, options: Any,
-    order: Any, ends: list[int], seed: int,
-) -> None:  # fmt: skip
+    model: tuple[int, str],
+    batch: list[list[int]],
+    limit: int,
+    block_size: int | None,
+    per_block: int | None,
+    options: Any,
+    order: Any,
+    ends: list[int],
+    seed: int,
+) -> None:
     blocks = -(-limit // (block_size or max(limit, 1)))
     steps = None if per_block is None else per_block * max(blocks, 1)
     options = {"block_size": block_size, "steps": steps, "end_tokens": ends, "seed": seed} | options | order
@@ -157,26 +168,34 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 def test_errors() -> None:
-    shared.assert_errors(METHOD, [
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-        ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
-        ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
-        ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
-        ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
-        ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
-        ({"guidance": float("inf")}, ValueError, "guidance must be finite, got inf."),
-        ({"guidance": "strong"}, TypeError, "guidance must be a number, got str."),
-        ({"no_end": 1}, TypeError, "no_end must be a bool, got int."),
-        ({"late_end": None}, TypeError, "late_end must be a bool, got NoneType."),
-        ({"late_end": True, "remasking": "random"}, ValueError,
-         "late_end must be False with remasking='random', which asks no confidence, got True."),
-        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-    ])  # fmt: skip
+    shared.assert_errors(
+        METHOD,
+        [
+            ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+            ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+            ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
+            ({"steps": 3, "block_size": 2}, ValueError, "steps must be a multiple of the number of blocks (2), got 3."),
+            ({"remasking": "low"}, ValueError, "remasking must be one of 'low_confidence', 'random', got 'low'."),
+            ({"guidance": -1}, ValueError, "guidance must be at least 0, got -1."),
+            ({"guidance": float("inf")}, ValueError, "guidance must be finite, got inf."),
+            ({"guidance": "strong"}, TypeError, "guidance must be a number, got str."),
+            ({"no_end": 1}, TypeError, "no_end must be a bool, got int."),
+            ({"late_end": None}, TypeError, "late_end must be a bool, got NoneType."),
+            (
+                {"late_end": True, "remasking": "random"},
+                ValueError,
+                "late_end must be False with remasking='random', which asks no confidence, got True.",
+            ),
+            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+        ],
+    )
 
 
 @pytest.mark.parametrize("method", [name for name in available() if not suits(name, small_masked(0))])
 def test_methods_for_other_models_say_so(method: str) -> None:
-    with pytest.raises(TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"):
+    with pytest.raises(
+        TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"
+    ):
         generate(small_masked(0), [1], method, max_new_tokens=2)

@@ -25,7 +25,9 @@ DRAFT = 4  # tokens of a draft
 needs_kernel = pytest.mark.skipif(
     ("native", "cpu") not in backends.CHOICES.get("speculative_attention", {}), reason="no compiled kernel for the CPU"
 )
-needs_peaks = pytest.mark.skipif(not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory")
+needs_peaks = pytest.mark.skipif(
+    not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory"
+)
 
 METHODS = {"quadratic_self_speculation": {"draft_len": DRAFT}, "linear_self_speculation": {"block_size": DRAFT}}
 
@@ -34,7 +36,13 @@ def random_model(heads: int, kv_heads: int, head_dim: int) -> Transformer:
     """Fills masks at random: nearly every draft is rejected, so that a token takes a step."""
     torch.manual_seed(0)
     config = TransformerConfig(
-        vocab_size=VOCABULARY, hidden_size=32, layers=1, heads=heads, kv_heads=kv_heads, head_dim=head_dim, intermediate_size=48
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        layers=1,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=48,
     )
     return Transformer(config, mask_token=VOCABULARY - 1).requires_grad_(False)
 
@@ -181,6 +189,7 @@ result = generate(watched, [3, 1, 4], method, max_new_tokens=limit, page_size=pa
 print([status("VmHWM") - start[0], watched.cache.k.nbytes, result.stats.forwards])
 """
 
+
 def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]:
     """Bytes that a generation takes at most beside what it holds after a few steps; bytes of K in its cache; forwards."""
     # Freed blocks go back to the system at once: what is made anew must not find room that counts as resident already.
@@ -193,10 +202,14 @@ def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]
 
 @needs_peaks
 @needs_kernel
-@pytest.mark.parametrize(("method", "page_size"), [("quadratic_self_speculation", None), ("linear_self_speculation", 16)])
+@pytest.mark.parametrize(
+    ("method", "page_size"), [("quadratic_self_speculation", None), ("linear_self_speculation", 16)]
+)
 def test_resident_memory_stands_still(method: str, page_size: int | None) -> None:
     growth, layer, forwards = resident_growth(method, page_size, "single")
-    print(f"{method}: {growth / 2**20:.2f} MiB more in {forwards} forwards, K of the layer takes {layer / 2**20:.2f} MiB")
+    print(
+        f"{method}: {growth / 2**20:.2f} MiB more in {forwards} forwards, K of the layer takes {layer / 2**20:.2f} MiB"
+    )
     assert forwards >= 500 and growth < layer / 4
 
 

@@ -143,7 +143,9 @@ def test_a_random_transformer(
 
 @settings(max_examples=30)
 @given(seed=seeds, batch=prompts(5), limit=st.integers(1, 10), shape=shapes(), temperature=st.sampled_from([0.0, 0.8]))
-def test_a_random_table(seed: int, batch: list[list[int]], limit: int, shape: dict[str, Any], temperature: float) -> None:
+def test_a_random_table(
+    seed: int, batch: list[list[int]], limit: int, shape: dict[str, Any], temperature: float
+) -> None:
     fake = Table(5, seed=seed % 97)
     options = {**shape, "temperature": temperature, "seed": seed}
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
@@ -152,7 +154,13 @@ def test_a_random_table(seed: int, batch: list[list[int]], limit: int, shape: di
 
 
 @settings(max_examples=20)
-@given(batch=prompts(13), limit=st.integers(1, 14), shape=shapes(), ends=st.lists(st.integers(0, 12), max_size=2), seed=seeds)
+@given(
+    batch=prompts(13),
+    limit=st.integers(1, 14),
+    shape=shapes(),
+    ends=st.lists(st.integers(0, 12), max_size=2),
+    seed=seeds,
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     batch: list[list[int]], limit: int, shape: dict[str, Any], ends: list[int], seed: int
 ) -> None:
@@ -181,9 +189,14 @@ def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
         fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023
         for limit in (place, place + 1, place + 2, 12):
             result = generate(
-                Cached(fake, MASK + 1), [[7, 7]], METHOD, max_new_tokens=limit, end_tokens=(END,), trace=True,
+                Cached(fake, MASK + 1),
+                [[7, 7]],
+                METHOD,
+                max_new_tokens=limit,
+                end_tokens=(END,),
+                trace=True,
                 draft_len=draft_len,
-            )  # fmt: skip
+            )
             assert result.tokens[0].tolist() == written[: place + 1][:limit]
             expected = quadratic_self_speculation(
                 fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), draft_len=draft_len
@@ -208,7 +221,9 @@ def test_accepts_what_is_drafted_well() -> None:
 def test_adapters_act_on_masks_alone() -> None:
     """The drafts differ, the tokens do not."""
     model, without = small_transformer(0, adapter=True), small_transformer(0)
-    adapted, bare = (generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, draft_len=4) for m in (model, without))
+    adapted, bare = (
+        generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, draft_len=4) for m in (model, without)
+    )
     assert torch.equal(adapted.tokens, bare.tokens)
     assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
 
@@ -244,20 +259,26 @@ OP = "pdkernels.decoding.quadratic_self_speculation: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"draft_len": 0}, ValueError, "draft_len must be at least 1, got 0."),
     ({"draft_len": 2.0}, TypeError, "draft_len must be an int, got float."),
-    ({"draft_len": 4, "masks_per_group": 3}, ValueError,
-     "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask."),
+    (
+        {"draft_len": 4, "masks_per_group": 3},
+        ValueError,
+        "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask.",
+    ),
     ({"masks_per_group": 20.0}, TypeError, "masks_per_group must be an int, got float."),
     ({"label_shift": 2}, ValueError, "label_shift must be 0 or 1, got 2."),
     ({"in_group": "none"}, ValueError, "in_group must be 'bidirectional' or 'causal', got 'none'."),
     ({"ensemble_weight": 1.5}, ValueError, "ensemble_weight must be in [0, 1], got 1.5."),
     ({"ensemble_weight": None}, TypeError, "ensemble_weight must be a number, got NoneType."),
-    ({"ensemble_weight": 0.5, "label_shift": 1}, ValueError,
-     "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position."),
+    (
+        {"ensemble_weight": 0.5, "label_shift": 1},
+        ValueError,
+        "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position.",
+    ),
     ({"ensemble": "mean"}, ValueError, "ensemble must be 'probability' or 'logit', got 'mean'."),
     ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
     ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
     ({"mask_token": -1}, ValueError, "mask_token must be an id in 0 .. 23, got -1."),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("options", "error", "text"), ERRORS)

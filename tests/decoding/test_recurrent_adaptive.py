@@ -62,13 +62,18 @@ def test_equals_the_reference(
             assert step[:4] == other[:4]
             assert step.values == pytest.approx(other.values, rel=1e-6, abs=1e-9)
     if limit:  # the core runs for the batch as often as for its most demanding sequence
-        runs = [max(one.trace[n].recurrences for one in expected if n < len(one.trace)) for n in range(result.stats.forwards - 1)]
+        runs = [
+            max(one.trace[n].recurrences for one in expected if n < len(one.trace))
+            for n in range(result.stats.forwards - 1)
+        ]
         assert result.stats.recurrences == options.get("recurrences", RECURRENCES) + sum(runs)
 
 
 @pytest.mark.parametrize("criterion", sorted(THRESHOLDS))
 def test_sequences_of_a_batch_stop_at_different_depths(criterion: str) -> None:
-    stats = generate(models(2)[0], BATCH, METHOD, max_new_tokens=8, criterion=criterion, max_recurrences=30, trace=True).stats
+    stats = generate(
+        models(2)[0], BATCH, METHOD, max_new_tokens=8, criterion=criterion, max_recurrences=30, trace=True
+    ).stats
     depths = [tuple(step.recurrences for step in steps) for steps in zip(*stats.trace, strict=True)]
     assert any(len(set(step)) > 1 for step in depths)
 

@@ -18,7 +18,17 @@ from pdkernels.reference.philox import random_words
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
 from pdkernels.reference.recurrent_published import FREEZES, recurrent_published
 from pdkernels.reference.recurrent_sampling import RecurrentResult, choose
-from tests.decoding.recurrent_models import RECURRENCES, VOCABULARY, draws, init_of, models, page_sizes, prompts, seeds, token
+from tests.decoding.recurrent_models import (
+    RECURRENCES,
+    VOCABULARY,
+    draws,
+    init_of,
+    models,
+    page_sizes,
+    prompts,
+    seeds,
+    token,
+)
 
 METHOD = "recurrent_diffusion"
 
@@ -49,9 +59,18 @@ def reference(
 ) -> RecurrentResult:
     temperature, top_p, min_p, top_k = draw
     return plain_diffusion(
-        models(*weights)[1], prompt, limit, init=init_of(seed), end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p,
-        top_k=top_k, seed=seed, **{"recurrences": RECURRENCES, **options},
-    )  # fmt: skip
+        models(*weights)[1],
+        prompt,
+        limit,
+        init=init_of(seed),
+        end_tokens=ends,
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        seed=seed,
+        **{"recurrences": RECURRENCES, **options},
+    )
 
 
 class WatchedWave(Wave):
@@ -65,7 +84,9 @@ class WatchedWave(Wave):
         return result
 
 
-def run(weights: tuple[int, float], batch: list[list[int]], limit: int, **options: Any) -> tuple[DecodeResult, list[Any]]:
+def run(
+    weights: tuple[int, float], batch: list[list[int]], limit: int, **options: Any
+) -> tuple[DecodeResult, list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrent_diffusion, "Wave", WatchedWave)
         patch.setattr(WatchedWave, "seen", [])
@@ -82,10 +103,16 @@ def assert_same(result: DecodeResult, expected: list[RecurrentResult], limit: in
     for steps, one in zip(stats.trace, expected, strict=True):
         for step, plain in zip(steps, one.trace, strict=True):
             assert (step.cursor, step.tokens, step.predictions, step.frozen) == (
-                plain.cursor, plain.tokens, plain.predictions, plain.frozen)  # fmt: skip
+                plain.cursor,
+                plain.tokens,
+                plain.predictions,
+                plain.frozen,
+            )
             assert step.distance == pytest.approx(plain.distance, rel=1e-6, abs=1e-9)
     if limit:
-        assert stats.tokens_per_forward == sum(len(one.tokens) for one in expected) / sum(one.forwards for one in expected)
+        assert stats.tokens_per_forward == sum(len(one.tokens) for one in expected) / sum(
+            one.forwards for one in expected
+        )
 
 
 @settings(max_examples=80, deadline=None)
@@ -111,9 +138,18 @@ def test_equals_the_reference(
 ) -> None:
     temperature, top_p, min_p, top_k = draw
     result, seen = run(
-        weights, batch, limit, end_tokens=ends, temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, seed=seed,
-        page_size=page_size, **options,
-    )  # fmt: skip
+        weights,
+        batch,
+        limit,
+        end_tokens=ends,
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        seed=seed,
+        page_size=page_size,
+        **options,
+    )
     expected = [reference(weights, prompt, limit, ends, draw, seed, options) for prompt in batch]
     assert_same(result, expected, limit, options.get("inner_recurrence", 4), options.get("recurrences", RECURRENCES))
     # The cursor is the first position under way, and no step runs more rows than the widest wave has.
@@ -168,9 +204,22 @@ def test_published_equals_the_reference(
 
         def ours() -> DecodeResult:
             return generate(
-                model, [prompt], METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, published=True, exit=freeze, seed=seed,
-                temperature=temperature, top_p=top_p, min_p=min_p, top_k=top_k, page_size=page_size, **options,
-            )  # fmt: skip
+                model,
+                [prompt],
+                METHOD,
+                max_new_tokens=limit,
+                end_tokens=ends,
+                trace=True,
+                published=True,
+                exit=freeze,
+                seed=seed,
+                temperature=temperature,
+                top_p=top_p,
+                min_p=min_p,
+                top_k=top_k,
+                page_size=page_size,
+                **options,
+            )
 
         init = init_of(seed)
         numbers = {"recurrences": RECURRENCES, "noise": 0.0, **options}
@@ -180,13 +229,20 @@ def test_published_equals_the_reference(
 
         def literal(stretched: float = 1.0) -> Any:
             return recurrent_published(
-                plain, prompt, limit, init=lambda *where: stretched * init(*where), freeze=freeze, stop_tokens=ends, max_steps=25,
+                plain,
+                prompt,
+                limit,
+                init=lambda *where: stretched * init(*where),
+                freeze=freeze,
+                stop_tokens=ends,
+                max_steps=25,
                 sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed, top_k),
                 guess=lambda step, count: [
-                    word % VOCABULARY for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
+                    word % VOCABULARY
+                    for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
                 ],
                 **numbers,
-            )  # fmt: skip
+            )
 
         try:
             expected = literal()
@@ -208,10 +264,16 @@ def test_published_equals_the_reference(
 
 def same(a: Any, b: Any, tolerance: float) -> bool:
     """Whether two runs of the published sampler went the same way, with distances that are as close."""
-    return a.tokens == b.tokens and len(a.trace) == len(b.trace) and all(
-        x[:3] == y[:3] and x.frozen == y.frozen and x.distance == pytest.approx(y.distance, rel=tolerance, abs=1e-9, nan_ok=True)
-        for x, y in zip(a.trace, b.trace)
-    )  # fmt: skip
+    return (
+        a.tokens == b.tokens
+        and len(a.trace) == len(b.trace)
+        and all(
+            x[:3] == y[:3]
+            and x.frozen == y.frozen
+            and x.distance == pytest.approx(y.distance, rel=tolerance, abs=1e-9, nan_ok=True)
+            for x, y in zip(a.trace, b.trace)
+        )
+    )
 
 
 BATCH = [[3, 1, 4], [1], [5, 9]]
@@ -223,7 +285,9 @@ def test_all_recurrences_in_one_step_are_static_decoding(max_wavefront: int, tem
     """Section 3.3: r' = r recovers autoregressive decoding."""
     common = {"max_new_tokens": 9, "temperature": temperature, "seed": 7}
     static = generate(models(2)[0], BATCH, "recurrent_static", **common)
-    wave = generate(models(2)[0], BATCH, METHOD, exit="fixed", inner_recurrence=RECURRENCES, max_wavefront=max_wavefront, **common)
+    wave = generate(
+        models(2)[0], BATCH, METHOD, exit="fixed", inner_recurrence=RECURRENCES, max_wavefront=max_wavefront, **common
+    )
     assert all(map(torch.equal, wave.tokens, static.tokens))
     assert (wave.stats.forwards, wave.stats.recurrences) == (static.stats.forwards, static.stats.recurrences)
 
@@ -242,11 +306,15 @@ def test_a_contraction_gives_the_tokens_of_static_decoding(options: dict[str, An
 
 def test_a_low_threshold_waits_and_a_high_one_does_not() -> None:
     forwards = [
-        generate(models(1)[0], [3, 1, 4], METHOD, threshold=threshold, max_new_tokens=10, max_recurrences=40).stats.forwards
+        generate(
+            models(1)[0], [3, 1, 4], METHOD, threshold=threshold, max_new_tokens=10, max_recurrences=40
+        ).stats.forwards
         for threshold in (2.0, 0.1, 0.0)
     ]
     assert forwards[0] < forwards[1] < forwards[2]
-    assert forwards[0] == 11  # the second step of a row freezes it: one row joins and one freezes in all steps but the first
+    assert (
+        forwards[0] == 11
+    )  # the second step of a row freezes it: one row joins and one freezes in all steps but the first
 
 
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one() -> None:

@@ -24,9 +24,16 @@ STEPS = range(6, 12)
 def random_model() -> RecurrentDepth:
     torch.manual_seed(0)
     config = RecurrentDepthConfig(
-        vocab_size=VOCABULARY, hidden_size=32, heads=2, head_dim=16, intermediate_size=48, prelude_layers=1, core_layers=2,
-        coda_layers=1, mean_recurrence=4,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        heads=2,
+        head_dim=16,
+        intermediate_size=48,
+        prelude_layers=1,
+        core_layers=2,
+        coda_layers=1,
+        mean_recurrence=4,
+    )
     return RecurrentDepth(config).requires_grad_(False)
 
 

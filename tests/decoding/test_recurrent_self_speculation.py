@@ -23,7 +23,12 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
     batch=prompts,
     limit=st.integers(0, 12),
     options=st.fixed_dictionaries(
-        {}, optional={"draft_len": st.integers(0, 5), "draft_recurrences": st.integers(1, 4), "recurrences": st.integers(1, 8)}
+        {},
+        optional={
+            "draft_len": st.integers(0, 5),
+            "draft_recurrences": st.integers(1, 4),
+            "recurrences": st.integers(1, 8),
+        },
     ),
     ends=st.lists(token, max_size=2),
     draw=draws,
@@ -41,10 +46,15 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {
+        "end_tokens": ends,
+        "seed": seed,
+    }
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
-    expected = [recurrent_self_speculation(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch]
+    expected = [
+        recurrent_self_speculation(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch
+    ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert [[tuple(step) for step in steps] for steps in result.stats.trace] == [
         [(step.draft, step.predictions, step.accepted) for step in one.trace] for one in expected
@@ -52,7 +62,9 @@ def test_equals_the_reference(
     if len(batch) == 1:
         assert (result.stats.forwards, result.stats.recurrences) == (expected[0].forwards, expected[0].recurrences)
     if limit:
-        assert result.stats.tokens_per_forward == sum(len(one.tokens) for one in expected) / sum(one.forwards for one in expected)
+        assert result.stats.tokens_per_forward == sum(len(one.tokens) for one in expected) / sum(
+            one.forwards for one in expected
+        )
 
 
 def same_as_static(weights: tuple[int, float], temperature: float, **options: Any) -> tuple[int, int]:

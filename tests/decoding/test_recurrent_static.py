@@ -15,7 +15,17 @@ from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
 from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.recurrent_models import RECURRENCES, HostReads, draws, init_of, models, page_sizes, prompts, seeds, token
+from tests.decoding.recurrent_models import (
+    RECURRENCES,
+    HostReads,
+    draws,
+    init_of,
+    models,
+    page_sizes,
+    prompts,
+    seeds,
+    token,
+)
 
 METHOD = "recurrent_static"
 RECURRENT = [method for method in available() if method.startswith("recurrent_")]
@@ -43,12 +53,17 @@ def test_equals_the_reference(
     page_size: int | None,
 ) -> None:
     model, plain = models(*weights)
-    options = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {"end_tokens": ends, "seed": seed}
+    options = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {
+        "end_tokens": ends,
+        "seed": seed,
+    }
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, recurrences=recurrences, trace=True, page_size=page_size, **options
     )
     depth = recurrences or RECURRENCES
-    expected = [recurrent_static(plain, prompt, limit, init=init_of(seed), recurrences=depth, **options) for prompt in batch]
+    expected = [
+        recurrent_static(plain, prompt, limit, init=init_of(seed), recurrences=depth, **options) for prompt in batch
+    ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert result.stats.forwards == max(one.forwards for one in expected)
     assert result.stats.recurrences == max(one.recurrences for one in expected)
@@ -141,7 +156,9 @@ def test_the_cache_has_one_slot_per_layer(
 ) -> None:
     model, caches = models(2)[0], []
     original = RecurrentDepth.new_cache
-    monkeypatch.setattr(RecurrentDepth, "new_cache", lambda self, *a, **k: caches.append(original(self, *a, **k)) or caches[-1])
+    monkeypatch.setattr(
+        RecurrentDepth, "new_cache", lambda self, *a, **k: caches.append(original(self, *a, **k)) or caches[-1]
+    )
     generate(model, [[3, 1, 4], [1]], method, max_new_tokens=6, recurrences=recurrences, page_size=page_size)
     (cache,) = caches
     assert cache.k.shape[0] == model.config.layers == 4
@@ -160,30 +177,95 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (METHOD, {"top_k": 0}, ValueError, STATIC + "top_k must be at least 1, got 0."),
     (METHOD, {"min_p": "x"}, TypeError, STATIC + "min_p must be a number, got str."),
     (METHOD, {"seed": None}, TypeError, STATIC + "seed must be an int, got NoneType."),
-    ("recurrent_adaptive", {"criterion": "luck"}, ValueError, ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', "),
+    (
+        "recurrent_adaptive",
+        {"criterion": "luck"},
+        ValueError,
+        ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', ",
+    ),
     ("recurrent_adaptive", {"threshold": -0.1}, ValueError, ADAPTIVE + "threshold must be at least 0, got -0.1."),
     ("recurrent_adaptive", {"max_recurrences": 0}, ValueError, ADAPTIVE + "max_recurrences must be at least 1, got 0."),
-    ("recurrent_adaptive", {"min_recurrences": -1}, ValueError, ADAPTIVE + "min_recurrences must be at least 0, got -1."),
+    (
+        "recurrent_adaptive",
+        {"min_recurrences": -1},
+        ValueError,
+        ADAPTIVE + "min_recurrences must be at least 0, got -1.",
+    ),
     ("recurrent_adaptive", {"check_every": 0}, ValueError, ADAPTIVE + "check_every must be at least 1, got 0."),
-    ("recurrent_self_speculation", {"draft_len": -1}, ValueError, SPECULATION + "draft_len must be at least 0, got -1."),
-    ("recurrent_self_speculation", {"draft_recurrences": 0}, ValueError, SPECULATION + "draft_recurrences must be at least 1"),
-    ("recurrent_diffusion", {"inner_recurrence": 0}, ValueError, DIFFUSION + "inner_recurrence must be at least 1, got 0."),
+    (
+        "recurrent_self_speculation",
+        {"draft_len": -1},
+        ValueError,
+        SPECULATION + "draft_len must be at least 0, got -1.",
+    ),
+    (
+        "recurrent_self_speculation",
+        {"draft_recurrences": 0},
+        ValueError,
+        SPECULATION + "draft_recurrences must be at least 1",
+    ),
+    (
+        "recurrent_diffusion",
+        {"inner_recurrence": 0},
+        ValueError,
+        DIFFUSION + "inner_recurrence must be at least 1, got 0.",
+    ),
     ("recurrent_diffusion", {"max_wavefront": 0}, ValueError, DIFFUSION + "max_wavefront must be at least 1, got 0."),
     ("recurrent_diffusion", {"headway": 0}, ValueError, DIFFUSION + "headway must be at least 1, got 0."),
     ("recurrent_diffusion", {"momentum": 2}, ValueError, DIFFUSION + "momentum must be in 0 .. 1, got 2."),
     ("recurrent_diffusion", {"noise": float("inf")}, ValueError, DIFFUSION + "noise must be finite, got inf."),
-    ("recurrent_diffusion", {"noise": float("inf"), "published": True}, ValueError, DIFFUSION + "noise must be finite, got inf."),
+    (
+        "recurrent_diffusion",
+        {"noise": float("inf"), "published": True},
+        ValueError,
+        DIFFUSION + "noise must be finite, got inf.",
+    ),
     ("recurrent_diffusion", {"exit": "now"}, ValueError, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
-    ("recurrent_diffusion", {"rule": "all"}, ValueError, DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'."),
+    (
+        "recurrent_diffusion",
+        {"rule": "all"},
+        ValueError,
+        DIFFUSION + "rule must be one of 'prefix', 'last', got 'all'.",
+    ),
     ("recurrent_diffusion", {"guard": 1}, TypeError, DIFFUSION + "guard must be a bool, got int."),
-    ("recurrent_diffusion", {"max_recurrences": -1}, ValueError, DIFFUSION + "max_recurrences must be at least 0, got -1."),
+    (
+        "recurrent_diffusion",
+        {"max_recurrences": -1},
+        ValueError,
+        DIFFUSION + "max_recurrences must be at least 0, got -1.",
+    ),
     ("recurrent_diffusion", {"stability": 0}, ValueError, DIFFUSION + "stability must be at least 1, got 0."),
-    ("recurrent_diffusion", {"published": True, "guard": False}, ValueError, DIFFUSION + "guard must not be given with published"),
-    ("recurrent_diffusion", {"published": True, "schedule": "root"}, ValueError, DIFFUSION + "schedule must be one of 'harmonic', "),
-    ("recurrent_diffusion", {"published": True, "max_wavefront": 1}, ValueError, DIFFUSION + "max_wavefront must be at least 2"),
-    ("recurrent_diffusion", {"published": True, "threshold": 0}, ValueError,
-     DIFFUSION + "threshold must be above 0 with published=True and exit='latent-diff', got 0. No distance is less, "),
-    ("recurrent_diffusion", {"published": True, "prompt": [[1], [2]]}, ValueError, DIFFUSION + "prompt must be a single one with"),
+    (
+        "recurrent_diffusion",
+        {"published": True, "guard": False},
+        ValueError,
+        DIFFUSION + "guard must not be given with published",
+    ),
+    (
+        "recurrent_diffusion",
+        {"published": True, "schedule": "root"},
+        ValueError,
+        DIFFUSION + "schedule must be one of 'harmonic', ",
+    ),
+    (
+        "recurrent_diffusion",
+        {"published": True, "max_wavefront": 1},
+        ValueError,
+        DIFFUSION + "max_wavefront must be at least 2",
+    ),
+    (
+        "recurrent_diffusion",
+        {"published": True, "threshold": 0},
+        ValueError,
+        DIFFUSION
+        + "threshold must be above 0 with published=True and exit='latent-diff', got 0. No distance is less, ",
+    ),
+    (
+        "recurrent_diffusion",
+        {"published": True, "prompt": [[1], [2]]},
+        ValueError,
+        DIFFUSION + "prompt must be a single one with",
+    ),
 ]
 
 
@@ -197,13 +279,17 @@ def test_errors(method: str, options: dict[str, Any], error: type[Exception], te
 
 @pytest.mark.parametrize("method", RECURRENT)
 def test_other_models_are_refused(method: str) -> None:
-    with pytest.raises(TypeError, match=f"pdkernels.decoding.{method}: model must be a recurrent-depth model, got FakeModel."):
+    with pytest.raises(
+        TypeError, match=f"pdkernels.decoding.{method}: model must be a recurrent-depth model, got FakeModel."
+    ):
         generate(FakeModel(SCRIPTS["bigram"]), [1], method)
 
 
 @pytest.mark.parametrize("method", [name for name in available() if not suits(name, models(1)[0])])
 def test_methods_that_need_other_models_say_so(method: str) -> None:
-    with pytest.raises(TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"):
+    with pytest.raises(
+        TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"
+    ):
         generate(models(1)[0], [1], method, max_new_tokens=2)
 
 

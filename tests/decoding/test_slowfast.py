@@ -20,19 +20,21 @@ from tests.decoding.tri_mode import seeds
 
 METHOD = "slowfast"
 
-cycle_options = st.fixed_dictionaries({
-    "cycle": st.sampled_from(["last", "mean", "published"]),
-    "block_size": st.sampled_from([None, None, 1, 4, 7]),
-    "max_exploration": st.sampled_from([3, 0, 1, 2, 5, 8]),
-    "window": st.sampled_from([2, 1, 3, 4]),
-    "variance": st.sampled_from([1.0, 0, 0.3, 5.0]),
-    "tau_min": st.sampled_from([0.2, 0.0, 0.4, 0.7]),
-    "tau_high": st.sampled_from([0.5, 0.3, 0.8, 2.0]),
-    "k_slow": st.sampled_from([1, 2, 0]),
-    "k_fast": st.sampled_from([1, 2, 3]),
-    "drop_suffix": st.sampled_from([True, True, False]),
-    "temperature": st.sampled_from([0.0, 0.0, 0.8]),
-})  # fmt: skip
+cycle_options = st.fixed_dictionaries(
+    {
+        "cycle": st.sampled_from(["last", "mean", "published"]),
+        "block_size": st.sampled_from([None, None, 1, 4, 7]),
+        "max_exploration": st.sampled_from([3, 0, 1, 2, 5, 8]),
+        "window": st.sampled_from([2, 1, 3, 4]),
+        "variance": st.sampled_from([1.0, 0, 0.3, 5.0]),
+        "tau_min": st.sampled_from([0.2, 0.0, 0.4, 0.7]),
+        "tau_high": st.sampled_from([0.5, 0.3, 0.8, 2.0]),
+        "k_slow": st.sampled_from([1, 2, 0]),
+        "k_fast": st.sampled_from([1, 2, 3]),
+        "drop_suffix": st.sampled_from([True, True, False]),
+        "temperature": st.sampled_from([0.0, 0.0, 0.8]),
+    }
+)
 ends_ = st.lists(st.integers(0, MASK - 1), max_size=2)
 
 
@@ -76,10 +78,13 @@ class Kept:
     batch=prompts,
     limit=st.integers(1, 14),
     options=cycle_options,
-    cache=st.fixed_dictionaries({
-        "prompt_interval": st.integers(1, 7), "gen_interval": st.integers(1, 4),
-        "transfer_ratio": st.sampled_from([0, 0.3, 0.5, 1.0]),
-    }),  # fmt: skip
+    cache=st.fixed_dictionaries(
+        {
+            "prompt_interval": st.integers(1, 7),
+            "gen_interval": st.integers(1, 4),
+            "transfer_ratio": st.sampled_from([0, 0.3, 0.5, 1.0]),
+        }
+    ),
     ends=ends_,
     seed=seeds,
 )
@@ -93,14 +98,18 @@ def test_on_a_feature_cache_equals_the_reference(
         options |= {"k_slow": 1, "block_size": None}
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options, **cache)
-    expected = [slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    expected = [
+        slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options) for prompt in batch
+    ]
     assert_same(result, expected)
 
 
 def test_a_cache_that_keeps_nothing_is_none() -> None:
     model = small_masked(1)
-    plain, cached = (generate(model, [[3, 1, 4], [5]], METHOD, max_new_tokens=12, trace=True, **options)
-                     for options in ({}, {"prompt_interval": 1}))  # fmt: skip
+    plain, cached = (
+        generate(model, [[3, 1, 4], [5]], METHOD, max_new_tokens=12, trace=True, **options)
+        for options in ({}, {"prompt_interval": 1})
+    )
     assert all(map(torch.equal, plain.tokens, cached.tokens)) and plain.stats.accepted == cached.stats.accepted
 
 
@@ -142,7 +151,9 @@ def step_like(edge: int) -> Any:
     """Opinions up to `edge`, none behind; sure of every third place."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
-        return [(7, (0.9 if place % 3 == 0 else 0.5 - 0.01 * place) if place < edge else 0.05) for place in range(len(text))]
+        return [
+            (7, (0.9 if place % 3 == 0 else 0.5 - 0.01 * place) if place < edge else 0.05) for place in range(len(text))
+        ]
 
     return script
 
@@ -224,7 +235,9 @@ def test_a_trained_model_adds() -> None:
     assert all(a[:15] == b[:15] for a, b in zip(careful.text, quick.text, strict=True))
 
 
-@pytest.mark.parametrize("options", [{}, {"cycle": "published", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}])
+@pytest.mark.parametrize(
+    "options", [{}, {"cycle": "published", "max_exploration": 3}, {"block_size": 4, "tau_high": 0.4}]
+)
 def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, Any]) -> None:
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
@@ -255,24 +268,31 @@ def test_no_tokens_need_no_forward() -> None:
 
 
 def test_errors() -> None:
-    shared.assert_errors(METHOD, [
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-        ({"max_exploration": -1}, ValueError, "max_exploration must be at least 0, got -1."),
-        ({"window": 0}, ValueError, "window must be at least 1, got 0."),
-        ({"window": 2.0}, TypeError, "window must be an int, got float."),
-        ({"k_slow": -1}, ValueError, "k_slow must be at least 0, got -1."),
-        ({"k_fast": 0}, ValueError, "k_fast must be at least 1, got 0."),
-        ({"variance": -1}, ValueError, "variance must be at least 0, got -1."),
-        ({"tau_min": "low"}, TypeError, "tau_min must be a number, got str."),
-        ({"tau_high": -0.5}, ValueError, "tau_high must be at least 0, got -0.5."),
-        ({"cycle": "median"}, ValueError, "cycle must be one of 'last', 'mean', 'published', got 'median'."),
-        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
-        ({"prompt_interval": 2, "gen_interval": 0}, ValueError, "gen_interval must be at least 1, got 0."),
-        ({"prompt_interval": 2, "transfer_ratio": 2.0}, ValueError, "transfer_ratio must be in 0 .. 1, got 2.0."),
-        ({"gen_interval": 4}, ValueError, "gen_interval must be 1 without a cache, got 4. Pass a prompt_interval."),
-        ({"transfer_ratio": 0.5}, ValueError, "transfer_ratio must be 0 without a cache, got 0.5. Pass a prompt_interval."),
-        ({"drop_suffix": 1}, TypeError, "drop_suffix must be a bool, got int."),
-        ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-        ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
-    ])  # fmt: skip
+    shared.assert_errors(
+        METHOD,
+        [
+            ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+            ({"max_exploration": -1}, ValueError, "max_exploration must be at least 0, got -1."),
+            ({"window": 0}, ValueError, "window must be at least 1, got 0."),
+            ({"window": 2.0}, TypeError, "window must be an int, got float."),
+            ({"k_slow": -1}, ValueError, "k_slow must be at least 0, got -1."),
+            ({"k_fast": 0}, ValueError, "k_fast must be at least 1, got 0."),
+            ({"variance": -1}, ValueError, "variance must be at least 0, got -1."),
+            ({"tau_min": "low"}, TypeError, "tau_min must be a number, got str."),
+            ({"tau_high": -0.5}, ValueError, "tau_high must be at least 0, got -0.5."),
+            ({"cycle": "median"}, ValueError, "cycle must be one of 'last', 'mean', 'published', got 'median'."),
+            ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
+            ({"prompt_interval": 2, "gen_interval": 0}, ValueError, "gen_interval must be at least 1, got 0."),
+            ({"prompt_interval": 2, "transfer_ratio": 2.0}, ValueError, "transfer_ratio must be in 0 .. 1, got 2.0."),
+            ({"gen_interval": 4}, ValueError, "gen_interval must be 1 without a cache, got 4. Pass a prompt_interval."),
+            (
+                {"transfer_ratio": 0.5},
+                ValueError,
+                "transfer_ratio must be 0 without a cache, got 0.5. Pass a prompt_interval.",
+            ),
+            ({"drop_suffix": 1}, TypeError, "drop_suffix must be a bool, got int."),
+            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
+            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+        ],
+    )

@@ -45,11 +45,15 @@ def watched(method: str, options: dict[str, Any]) -> tuple[list[str], pd.decodin
     name = model_of(method)
     model = on_gpu(name)
     with waits(model.embedding) as log:
-        stats = pd.decoding.generate(model, PROMPTS, method, max_new_tokens=16 if name == MASKED else 8, **options).stats
+        stats = pd.decoding.generate(
+            model, PROMPTS, method, max_new_tokens=16 if name == MASKED else 8, **options
+        ).stats
     return log, stats
 
 
-@pytest.mark.parametrize(("method", "options"), STEPS, ids=[f"{method}-{'-'.join(options) or 'plain'}" for method, options in STEPS])
+@pytest.mark.parametrize(
+    ("method", "options"), STEPS, ids=[f"{method}-{'-'.join(options) or 'plain'}" for method, options in STEPS]
+)
 def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -> None:
     for _ in range(2):
         log, stats = watched(method, options)
@@ -100,7 +104,11 @@ def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], 
 
 def test_caches_wait_for_nothing_but_pages_that_come_back() -> None:
     sizes = {"layers": 2, "batch": 2, "kv_heads": 1, "head_dim": 4, "device": "cuda"}
-    rows, counts, lengths = torch.ones(2, 3, 1, 4, device="cuda"), torch.tensor([3, 1], device="cuda"), torch.tensor([1, 1], device="cuda")
+    rows, counts, lengths = (
+        torch.ones(2, 3, 1, 4, device="cuda"),
+        torch.tensor([3, 1], device="cuda"),
+        torch.tensor([1, 1], device="cuda"),
+    )
     paged = PagedKVCache(num_pages=4, page_size=2, **sizes)
     paged.reserve_([3, 3])
     for kept in (ContiguousKVCache(capacity=4, **sizes), paged):
@@ -119,20 +127,42 @@ def test_what_counts_as_waiting() -> None:
     table = torch.ones(4, 2, device="cuda")
     x, y = torch.arange(4, device="cuda"), torch.zeros(4, device="cuda")
     reads = (
-        lambda: x[0].item(), lambda: bool(x.any()), lambda: int(x[1]), lambda: range(9)[x[1]], x.tolist, x.cpu, x.nonzero, x.unique,
-        lambda: x[x > 1], lambda: torch.where(x > 1), lambda: torch.equal(x, x), lambda: torch.repeat_interleave(x, x),
-        lambda: torch.zeros(4).copy_(y), lambda: y.clone().index_put_((x < 2,), y[:2]),
-    )  # fmt: skip
+        lambda: x[0].item(),
+        lambda: bool(x.any()),
+        lambda: int(x[1]),
+        lambda: range(9)[x[1]],
+        x.tolist,
+        x.cpu,
+        x.nonzero,
+        x.unique,
+        lambda: x[x > 1],
+        lambda: torch.where(x > 1),
+        lambda: torch.equal(x, x),
+        lambda: torch.repeat_interleave(x, x),
+        lambda: torch.zeros(4).copy_(y),
+        lambda: y.clone().index_put_((x < 2,), y[:2]),
+    )
     uploads = (
-        lambda: torch.tensor([1, 2], device="cuda"), lambda: torch.ones(4).to("cuda"), lambda: y.copy_(torch.ones(4)),
+        lambda: torch.tensor([1, 2], device="cuda"),
+        lambda: torch.ones(4).to("cuda"),
+        lambda: y.copy_(torch.ones(4)),
         lambda: x[torch.tensor([1, 2])],
-    )  # fmt: skip
+    )
     nothing = (
-        lambda: torch.ones(4).to("cuda", non_blocking=True), lambda: y.copy_(torch.ones(4), non_blocking=True), lambda: x.to("cuda"),
-        lambda: torch.full((3,), 2, device="cuda"), lambda: y.masked_fill_(x > 1, 3), lambda: y[1:].fill_(3), x.double, x.sort,
-        lambda: y * 3 + torch.tensor(2.0), lambda: x[x], lambda: y.__setitem__(x > 1, 3.0), lambda: torch.ones(4).copy_(torch.zeros(4)),
+        lambda: torch.ones(4).to("cuda", non_blocking=True),
+        lambda: y.copy_(torch.ones(4), non_blocking=True),
+        lambda: x.to("cuda"),
+        lambda: torch.full((3,), 2, device="cuda"),
+        lambda: y.masked_fill_(x > 1, 3),
+        lambda: y[1:].fill_(3),
+        x.double,
+        x.sort,
+        lambda: y * 3 + torch.tensor(2.0),
+        lambda: x[x],
+        lambda: y.__setitem__(x > 1, 3.0),
+        lambda: torch.ones(4).copy_(torch.zeros(4)),
         lambda: torch.nn.functional.embedding(x, table.clone()),
-    )  # fmt: skip
+    )
     lookup = (lambda: torch.nn.functional.embedding(x, table),)
     for actions, expected in ((reads, ["read"]), (uploads, ["upload"]), (nothing, []), (lookup, ["forward"])):
         for action in actions:

@@ -82,7 +82,9 @@ class Cached:
         tail = torch.ones(width, width, dtype=torch.bool).tril() if mask is None else mask
         tail = (tail.dense() if isinstance(tail, TilePlan) else tail).expand(batch, width, width)
         places = (torch.arange(width) if positions is None else positions).expand(batch, width) + cache.lengths[:, None]
-        gate = torch.full((), adapted).expand(batch, width) if isinstance(adapted, bool) else adapted.expand(batch, width)
+        gate = (
+            torch.full((), adapted).expand(batch, width) if isinstance(adapted, bool) else adapted.expand(batch, width)
+        )
         k, v = cache.layer(0, max(lengths))
         out = torch.full((batch, width, self.config.vocab_size), torch.nan, dtype=torch.float64)
         for b, length in enumerate(lengths):
@@ -182,7 +184,10 @@ def reads_of_the_device(monkeypatch: pytest.MonkeyPatch, *arguments: Any, **opti
 
 
 def assert_same(
-    result: DecodeResult, expected: list[Any], lockstep: bool, accepted: Callable[[Any], int] = lambda step: step.accepted
+    result: DecodeResult,
+    expected: list[Any],
+    lockstep: bool,
+    accepted: Callable[[Any], int] = lambda step: step.accepted,
 ) -> None:
     """A batch is what the reference gives for each of its sequences.
 

@@ -55,7 +55,6 @@ struct Register {
 """
 
 
-
 def flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     unused = torch.empty(0)
@@ -80,7 +79,9 @@ STAND_INS = {
 @cache
 def install_guard() -> None:
     if torch.cuda.is_available():
-        raise RuntimeError("tests.harness.pretended_gpu: there is a GPU, and pretending another would break it for this process.")
+        raise RuntimeError(
+            "tests.harness.pretended_gpu: there is a GPU, and pretending another would break it for this process."
+        )
     folder = Path(torch.__file__).parent
     flags = ["-std=c++20", "-shared", "-fPIC", "-isystem", str(folder / "include"), "-L", str(folder / "lib"), "-lc10"]
     library = CACHE / f"libpretended_gpu-{digest_text(GUARD, torch.__version__, *flags)}.so"
@@ -102,7 +103,12 @@ class Pretended(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Pretended:
-        facts = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype, "device": "cuda:0"}
+        facts = {
+            "strides": held.stride(),
+            "storage_offset": held.storage_offset(),
+            "dtype": held.dtype,
+            "device": "cuda:0",
+        }
         tensor = Tensor._make_wrapper_subclass(cls, held.shape, **facts)
         tensor.held = held
         return tensor
@@ -126,7 +132,9 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
         if function not in INDEXING or not isinstance(args[0], Pretended):
             raise RuntimeError(f"{function}: tensors of cuda:0 and cpu in one call")
     stays = devices[0].type == "cuda" if devices else bool(there)
-    plain = tree_map(lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs))
+    plain = tree_map(
+        lambda x: x.held if isinstance(x, Pretended) else CPU if isinstance(x, torch.device) else x, (args, kwargs)
+    )
     chosen = STAND_INS.get(function, function) if there else function
     if _log is not None and (event := _event(function, args, kwargs, stays)):
         _log.append(event)
@@ -156,7 +164,9 @@ def _event(function: Any, args: Any, kwargs: Any, stays: bool) -> str | None:
     if function in INDEXING:
         indices = [index for index in args[1] if index is not None]
         if any(index.dtype == torch.bool for index in indices):
-            fills = len(args) > 2 and not isinstance(args[2], Pretended)  # a number, for which torch asks no mask where it is set
+            fills = len(args) > 2 and not isinstance(
+                args[2], Pretended
+            )  # a number, for which torch asks no mask where it is set
             return None if fills else "read"
         return "upload" if any(not isinstance(index, Pretended) for index in indices) else None
     return "read" if READING.intersection(function.tags) else None
@@ -200,7 +210,11 @@ def pretended_gpu() -> Iterator[None]:
     overwrite = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
-        with patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)), Functions(), Operators():
+        with (
+            patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)),
+            Functions(),
+            Operators(),
+        ):
             yield
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(overwrite)

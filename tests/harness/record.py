@@ -20,7 +20,9 @@ UNUSABLE = 86
 
 def first_lines(report: pytest.TestReport) -> str:
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash else report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    text = (
+        crash.message if crash else report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    )
     return "\n".join(text.strip().splitlines()[:3])[:500]
 
 

@@ -45,9 +45,24 @@ def test_after(i):
 def test_a_broken_gpu_ends_its_worker_alone(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(TESTS)
     record = tmp_path / "record.jsonl"
-    command = [sys.executable, "-m", "pytest", "-p", "tests.harness.record", "-p", "no:cacheprovider", "-n", "1", "--rootdir", tmp_path, tmp_path]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "tests.harness.record",
+        "-p",
+        "no:cacheprovider",
+        "-n",
+        "1",
+        "--rootdir",
+        tmp_path,
+        tmp_path,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PDKERNELS_TEST_RECORD": str(record)}
-    ran = subprocess.run([str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    ran = subprocess.run(
+        [str(part) for part in command], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     found = summary(record)
     assert ran.returncode == 1 and (found["passed"], found["failed"], found["skipped"]) == (12, 2, 1), ran.stdout
     said = {name.partition("::")[2]: text for name, text in found["failures"].items()}

@@ -28,8 +28,18 @@ needs_gpu = pytest.mark.skipif(not available(), reason="needs a GPU and cuda-pyt
 
 def fake_driver(cuda_include: Path) -> Path:
     source = FAKE / "libcuda.cpp"
-    command = [compiler(), "-std=c++20", "-shared", "-fPIC", "-Wall", "-Werror", "-fvisibility=hidden", f"-I{cuda_include}",
-               "-Wl,-soname,libcuda.so.1", str(source)]  # fmt: skip
+    command = [
+        compiler(),
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        "-Wall",
+        "-Werror",
+        "-fvisibility=hidden",
+        f"-I{cuda_include}",
+        "-Wl,-soname,libcuda.so.1",
+        str(source),
+    ]
     path = ROOT / "build/fake_driver" / f"libcuda-{digest_text(*command, digest([source]))}.so"
     return build_once(path, lambda target: run_compiler([*command, "-o", str(target)]))
 
@@ -62,10 +72,30 @@ def driver_of(version: int, bindings: int = 13000) -> SimpleNamespace:
 @pytest.mark.parametrize(
     "driver, device, kind, text",
     [
-        (driver_of(13000), "cpu", NotImplementedError, "the model must be on a GPU, got cpu. Decode with pdkernels.decoding.generate there"),
-        (None, "cuda", ImportError, r"cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-"),
-        (driver_of(13000, 12090), "cuda", NotImplementedError, "cuda-python must be for CUDA 13, got 12090. Install it"),
-        (driver_of(12080), "cuda", NotImplementedError, "the driver must be for CUDA 13.0 or newer, got 12080. Update it"),
+        (
+            driver_of(13000),
+            "cpu",
+            NotImplementedError,
+            "the model must be on a GPU, got cpu. Decode with pdkernels.decoding.generate there",
+        ),
+        (
+            None,
+            "cuda",
+            ImportError,
+            r"cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-",
+        ),
+        (
+            driver_of(13000, 12090),
+            "cuda",
+            NotImplementedError,
+            "cuda-python must be for CUDA 13, got 12090. Install it",
+        ),
+        (
+            driver_of(12080),
+            "cuda",
+            NotImplementedError,
+            "the driver must be for CUDA 13.0 or newer, got 12080. Update it",
+        ),
     ],
 )
 def test_what_is_missing_is_named(
@@ -84,7 +114,11 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "changed, kind, text",
     [
-        ({"method": "llada"}, NotImplementedError, "method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'"),
+        (
+            {"method": "llada"},
+            NotImplementedError,
+            "method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'",
+        ),
         ({"window": 3}, TypeError, "options must be options of method 'autoregressive', got 'window'"),
         ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
         ({"longest_prompt": 1.5}, TypeError, "longest_prompt must be an int, got float"),
@@ -120,7 +154,9 @@ def same(a: pd.decoding.DecodeResult, b: pd.decoding.DecodeResult) -> None:
 @needs_gpu
 @pytest.mark.parametrize("limit", [2, 40])
 @pytest.mark.parametrize("name, method, options", CASES)
-def test_captured_generations_are_those_of_generate(name: str, method: str, options: dict[str, Any], limit: int) -> None:
+def test_captured_generations_are_those_of_generate(
+    name: str, method: str, options: dict[str, Any], limit: int
+) -> None:
     model = pd.models.load(name).cuda()
     loop = DeviceLoop(model, method, batch=2, longest_prompt=40, max_new_tokens=limit, **options)
     for prompts in PROMPTS:
@@ -137,7 +173,10 @@ def test_captured_generation_ends_with_its_sequences() -> None:
     greedy = pd.decoding.generate(model, PROMPTS[0], max_new_tokens=12, end_tokens=())
     for ends in ([greedy.tokens[0][0].item()], [greedy.tokens[0][0].item(), greedy.tokens[1][3].item()]):
         loop = DeviceLoop(model, "jacobi", batch=2, longest_prompt=16, max_new_tokens=12, end_tokens=ends)
-        same(loop.generate(PROMPTS[0]), pd.decoding.generate(model, PROMPTS[0], "jacobi", max_new_tokens=12, end_tokens=ends))
+        same(
+            loop.generate(PROMPTS[0]),
+            pd.decoding.generate(model, PROMPTS[0], "jacobi", max_new_tokens=12, end_tokens=ends),
+        )
 
 
 @needs_gpu

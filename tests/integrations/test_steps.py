@@ -34,7 +34,9 @@ CASES = [
 IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, method, options in CASES]
 
 
-def by_the_log(model: Any, steps: Any, prompts: list[str], limit: int, ends: tuple[int, ...] | None) -> pd.decoding.DecodeResult:
+def by_the_log(
+    model: Any, steps: Any, prompts: list[str], limit: int, ends: tuple[int, ...] | None
+) -> pd.decoding.DecodeResult:
     """A generation whose only measure of the device is `more`; the session learns everything from the log, at the end."""
     session, single = open_session(model, prompts, limit, ends, trace=True)
     entry = steps.entry
@@ -69,7 +71,9 @@ def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[st
     steps = STEPS[method](largest, **options)
     for batch in (prompts, prompts[::-1]):
         result = by_the_log(model, steps, batch, limit, ends)
-        expected = pd.decoding.generate(model, batch, method, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
+        expected = pd.decoding.generate(
+            model, batch, method, max_new_tokens=limit, end_tokens=ends, trace=True, **options
+        )
         assert [ids.tolist() for ids in result.tokens] == [ids.tolist() for ids in expected.tokens]
         for fact in ("forwards", "tokens", "tokens_per_forward", "accepted", "trace"):
             assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
@@ -78,7 +82,9 @@ def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[st
 class NoCopies(TorchDispatchMode):
     """Refuses ops between the host and the device, which here has no memory at all."""
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = op(*args, **(kwargs or {}))
         tensors = [value for value in (*args, result) if isinstance(value, torch.Tensor) and value.dim() > 0]
         assert {tensor.device.type for tensor in tensors} <= {"meta"}, f"{op} touches the host"
@@ -96,7 +102,10 @@ def a_device_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 @pytest.mark.parametrize("page_size", [None, 4])
 def test_step_neither_reads_the_device_nor_sends_it_anything(
-    case: tuple[str, str, dict[str, Any]], page_size: int | None, a_device_without_memory: None, monkeypatch: pytest.MonkeyPatch
+    case: tuple[str, str, dict[str, Any]],
+    page_size: int | None,
+    a_device_without_memory: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name, method, options = case
     model = copy.deepcopy(pd.models.load(name)).to("meta")
@@ -117,7 +126,10 @@ def test_threshold_is_what_needs_the_host(a_device_without_memory: None) -> None
     model, steps = pd.models.load("tiny-trimode"), STEPS["linear_self_speculation"]
     session, _ = open_session(model, [[1]], 4, None)
     assert not steps(session, block_size=4).needs_host
-    assert steps(session, block_size=3, threshold=0.5).needs_host and not steps(session, block_size=2, threshold=0.5).needs_host
+    assert (
+        steps(session, block_size=3, threshold=0.5).needs_host
+        and not steps(session, block_size=2, threshold=0.5).needs_host
+    )
     session, _ = open_session(copy.deepcopy(model).to("meta"), [[1]], 4, None)
     with torch.inference_mode(), pytest.raises(RuntimeError, match="meta tensors"):
         asking = steps(session, block_size=4, threshold=0.5)

@@ -43,11 +43,21 @@ def brute_force(dense: Tensor, block_q: int, block_k: int) -> dict[str, object]:
     kv_offsets, kv_list, kv_bitmaps, q_order = lists(grid)
     q_offsets, q_list, q_bitmaps, k_order = lists([[grid[i][j] for i in range(q_tiles)] for j in range(kv_tiles)])
     return {
-        "kv_offsets": kv_offsets, "kv_tiles": kv_list, "kv_bitmaps": kv_bitmaps,
-        "q_offsets": q_offsets, "q_tiles": q_list, "q_bitmaps": q_bitmaps, "q_order": q_order, "k_order": k_order,
+        "kv_offsets": kv_offsets,
+        "kv_tiles": kv_list,
+        "kv_bitmaps": kv_bitmaps,
+        "q_offsets": q_offsets,
+        "q_tiles": q_list,
+        "q_bitmaps": q_bitmaps,
+        "q_order": q_order,
+        "k_order": k_order,
         "bitmaps": [[list(line) for line in bits] for bits in bitmaps],
-        "q_len": q_len, "kv_len": kv_len, "block_q": block_q, "block_k": block_k, "visible_pairs": int(dense.sum()),
-    }  # fmt: skip
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "block_q": block_q,
+        "block_k": block_k,
+        "visible_pairs": int(dense.sum()),
+    }
 
 
 def listed(plan: TilePlan) -> dict[str, object]:

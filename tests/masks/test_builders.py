@@ -126,7 +126,9 @@ def test_dual_stream_trains_what_inference_does(length: int, block_size: int, pr
     mask = masks.dual_stream(length, block_size, order=order, prefix_len=prefix_len)
     noisy_count = length - prefix_len
     rows = torch.arange(mask.q_len)
-    noisy, clean = (rows[:noisy_count], rows[noisy_count:]) if order == "noisy_first" else (rows[length:], rows[:length])
+    noisy, clean = (
+        (rows[:noisy_count], rows[noisy_count:]) if order == "noisy_first" else (rows[length:], rows[:length])
+    )
     dense = mask.dense()
     assert torch.equal(dense[clean][:, clean], masks.causal(length).dense()) and not dense[clean][:, noisy].any()
     for start in range(0, noisy_count, block_size):
@@ -150,7 +152,9 @@ def test_blocks_of_one_token_are_causal(length: int) -> None:
 def test_a_tree_that_is_one_chain_is_causal(length: int) -> None:
     chain = masks.tree(list(range(-1, length - 1)))
     assert len(chain.segments) <= 1
-    assert torch.equal(chain.dense(), masks.causal(length).dense()) and torch.equal(chain.positions, masks.causal(length).positions)
+    assert torch.equal(chain.dense(), masks.causal(length).dense()) and torch.equal(
+        chain.positions, masks.causal(length).positions
+    )
 
 
 @given(st.integers(0, 4), st.integers(0, 5))

@@ -28,7 +28,9 @@ def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
     rows, columns = (slice(data.draw(edge), data.draw(edge)) for _ in range(2))
     part = mask[rows, columns]
     assert torch.equal(part.dense(), mask.dense()[rows, columns])
-    assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(part.kv_positions, mask.kv_positions[columns])
+    assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(
+        part.kv_positions, mask.kv_positions[columns]
+    )
     assert torch.equal(part[1:, 1:].dense(), mask.dense()[rows, columns][1:, 1:])
 
 
@@ -78,13 +80,29 @@ def test_block_mask(mask: masks.SegmentMask, block_size: int | tuple[int, int]) 
 @pytest.mark.parametrize(
     "call, kind, sentence",
     [
-        (lambda: to_block_mask(masks.causal(8).plan()), TypeError, r"to_block_mask: mask must be a SegmentMask, got TilePlan\."),
+        (
+            lambda: to_block_mask(masks.causal(8).plan()),
+            TypeError,
+            r"to_block_mask: mask must be a SegmentMask, got TilePlan\.",
+        ),
         (lambda: to_block_mask(masks.causal(0)), ValueError, r"mask must have at least one row, .* got \(0, 0\)\."),
-        (lambda: from_block_mask(masks.causal(8)), TypeError, r"from_block_mask: block_mask must be a BlockMask, got SegmentMask\."),
-        (lambda: from_block_mask(tiles_of(20)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\."),
-        (lambda: from_block_mask(tiles_of(2048)), ValueError, r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\."),
+        (
+            lambda: from_block_mask(masks.causal(8)),
+            TypeError,
+            r"from_block_mask: block_mask must be a BlockMask, got SegmentMask\.",
+        ),
+        (
+            lambda: from_block_mask(tiles_of(20)),
+            ValueError,
+            r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\.",
+        ),
+        (
+            lambda: from_block_mask(tiles_of(2048)),
+            ValueError,
+            r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors_of_flex_attention(call, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
         call()
@@ -96,14 +114,18 @@ def tiles_of(size: int) -> BlockMask:
 
 def test_block_mask_of_a_batch() -> None:
     lengths = torch.tensor([20, 50])
-    block_mask = create_block_mask(lambda b, h, q, k: (k <= q) & (k < lengths[b]), 2, None, 50, 50, device="cpu", BLOCK_SIZE=16)
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (k <= q) & (k < lengths[b]), 2, None, 50, 50, device="cpu", BLOCK_SIZE=16
+    )
     plan = from_block_mask(block_mask)
     assert plan.batch == 2
     dense = [masks.causal(50).dense() & (torch.arange(50) < length) for length in lengths]
     assert plan.visible_pairs == sum(int(part.sum()) for part in dense)
     for b, part in enumerate(dense):
         assert listed(plan._sample(b))["kv_tiles"] == brute_force(part, 16, 16)["kv_tiles"]
-    with pytest.raises(ValueError, match=r"from_block_mask: block_mask must have one head, got 2. Create it with H=None"):
+    with pytest.raises(
+        ValueError, match=r"from_block_mask: block_mask must have one head, got 2. Create it with H=None"
+    ):
         from_block_mask(create_block_mask(lambda b, h, q, k: k <= q + h, None, 2, 32, 32, device="cpu", BLOCK_SIZE=16))
     with pytest.raises(TypeError, match="must be a BlockMask, got int"):
         from_block_mask(3)
@@ -160,16 +182,48 @@ Segment = masks.Segment
         (lambda: masks.causal(-1), ValueError, r"masks.causal: q_len must be 0 or more, got -1\."),
         (lambda: masks.causal(2.5), TypeError, r"masks.causal: q_len must be an integer, got float\."),
         (lambda: masks.full(True), TypeError, r"masks.full: q_len must be an integer, got bool\."),
-        (lambda: masks.dual_stream(2**40, 32), ValueError, r"masks.dual_stream: length must be less than 2\*\*31, got 1099511627776\."),
+        (
+            lambda: masks.dual_stream(2**40, 32),
+            ValueError,
+            r"masks.dual_stream: length must be less than 2\*\*31, got 1099511627776\.",
+        ),
         (lambda: masks.block_causal(4, 0), ValueError, r"masks.block_causal: block_size must be 1 or more, got 0\."),
         (lambda: masks.block_causal(4, 2, 5), ValueError, r"prefix_len must be at most length \(4\), got 5\."),
-        (lambda: masks.noise_aware_causal(4, 2, 2, "dirty"), ValueError, r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'"),
-        (lambda: masks.noise_aware_causal(4, 2, 2, layout="x"), ValueError, r"layout must be one of 'streams', 'interleaved', got 'x'"),
-        (lambda: masks.noise_aware_causal(4, 2, 2, "window"), ValueError, r'window must be given with conditioning="window", got None\.'),
-        (lambda: masks.noise_aware_causal(4, 2, 2, window=3), ValueError, r"window must be None with conditioning='noisy', got 3\."),
-        (lambda: masks.dual_stream(4, 2, noisy_positions=[2, 1]), ValueError, r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]"),
-        (lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1), ValueError, r"ascend within \[1, 4\), got \[0\]"),
-        (lambda: masks.dual_stream(4, 2, noisy_positions=[0.5, 2]), TypeError, r"noisy_positions must be int32 or int64, got torch.float32\."),
+        (
+            lambda: masks.noise_aware_causal(4, 2, 2, "dirty"),
+            ValueError,
+            r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'",
+        ),
+        (
+            lambda: masks.noise_aware_causal(4, 2, 2, layout="x"),
+            ValueError,
+            r"layout must be one of 'streams', 'interleaved', got 'x'",
+        ),
+        (
+            lambda: masks.noise_aware_causal(4, 2, 2, "window"),
+            ValueError,
+            r'window must be given with conditioning="window", got None\.',
+        ),
+        (
+            lambda: masks.noise_aware_causal(4, 2, 2, window=3),
+            ValueError,
+            r"window must be None with conditioning='noisy', got 3\.",
+        ),
+        (
+            lambda: masks.dual_stream(4, 2, noisy_positions=[2, 1]),
+            ValueError,
+            r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]",
+        ),
+        (
+            lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1),
+            ValueError,
+            r"ascend within \[1, 4\), got \[0\]",
+        ),
+        (
+            lambda: masks.dual_stream(4, 2, noisy_positions=[0.5, 2]),
+            TypeError,
+            r"noisy_positions must be int32 or int64, got torch.float32\.",
+        ),
         (lambda: masks.planned([3]), TypeError, r"stages must hold stages \(plan, chunks, sync\), got 3\."),
         (lambda: masks.planned([(3, 4)]), TypeError, r"chunks must be a tuple of lengths, got 4\."),
         (lambda: masks.planned([(3, (-4,))]), ValueError, r"chunks must be 0 or more, got -4\."),
@@ -179,29 +233,85 @@ Segment = masks.Segment
         (lambda: masks.quadratic(0), ValueError, r"draft_len must be 1 or more, got 0\."),
         (lambda: masks.tree([-1, 1]), ValueError, r"come before their child, so be in \[-1, 0\] for token 1, got 1\."),
         (lambda: masks.tree([-1, 0.5]), TypeError, r"masks.tree: parents must be an integer, got float\."),
-        (lambda: masks.pack(masks.causal(3), 4), TypeError, r"masks must be a list of masks, got one mask\. Write pack\(\[mask\]"),
-        (lambda: masks.pack([masks.causal(3)], 2), ValueError, r"length must be at least the 3 tokens of the masks, got 2\."),
-        (lambda: masks.pack([masks.causal(3)[1:]]), ValueError, r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first"),
+        (
+            lambda: masks.pack(masks.causal(3), 4),
+            TypeError,
+            r"masks must be a list of masks, got one mask\. Write pack\(\[mask\]",
+        ),
+        (
+            lambda: masks.pack([masks.causal(3)], 2),
+            ValueError,
+            r"length must be at least the 3 tokens of the masks, got 2\.",
+        ),
+        (
+            lambda: masks.pack([masks.causal(3)[1:]]),
+            ValueError,
+            r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first",
+        ),
         (lambda: masks.pack([3]), TypeError, r"masks must be segment masks, got int\."),
         (lambda: masks.causal(3)[::2], ValueError, r"rows must have step 1, got 2\."),
         (lambda: masks.causal(3)[:1, :1, :1], TypeError, r"slices must be of rows and columns, got 3 slices\."),
         (lambda: masks.causal(3)[1], TypeError, r"rows must be a slice, got 1\. Write mask\[a:b\]"),
-        (lambda: masks.causal(3).plan(100, 128), ValueError, r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\."),
+        (
+            lambda: masks.causal(3).plan(100, 128),
+            ValueError,
+            r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\.",
+        ),
         (lambda: masks.causal(3).plan("cuda"), TypeError, r"masks.plan: block_q must be an integer, got str\."),
-        (lambda: masks.causal(3).plan(128, 2048), ValueError, r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
-        (lambda: masks.SegmentMask([Segment(-1, "full")]), ValueError, r"segment 0 must have a length of 0 or more, got -1\."),
-        (lambda: masks.SegmentMask([(1, "full")]), TypeError, r"segments must be Segments with int lengths, got \(1, 'full'\)\."),
-        (lambda: masks.SegmentMask([Segment(1.5, "full")]), TypeError, r"segments must be Segments with int lengths, got Segment\(length=1.5"),
-        (lambda: masks.SegmentMask([Segment(1, "some")]), ValueError, r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0"),
-        (lambda: masks.SegmentMask([Segment(1, "full", (range(1),))]), ValueError, r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)"),
+        (
+            lambda: masks.causal(3).plan(128, 2048),
+            ValueError,
+            r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\.",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(-1, "full")]),
+            ValueError,
+            r"segment 0 must have a length of 0 or more, got -1\.",
+        ),
+        (
+            lambda: masks.SegmentMask([(1, "full")]),
+            TypeError,
+            r"segments must be Segments with int lengths, got \(1, 'full'\)\.",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(1.5, "full")]),
+            TypeError,
+            r"segments must be Segments with int lengths, got Segment\(length=1.5",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(1, "some")]),
+            ValueError,
+            r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(1, "full", (range(1),))]),
+            ValueError,
+            r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)",
+        ),
         (lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]), ValueError, r"below 1, got range\(1, 3, 1\)"),
-        (lambda: masks.SegmentMask([Segment(1, "full", ((0, 1),))]), TypeError, r"sees must be a tuple of ranges, got <class 'tuple'> in segment 0"),
-        (lambda: masks.SegmentMask([Segment(2, "full")], torch.zeros(3).long()), ValueError, r"positions must have shape \(2,\), got \(3,\)"),
-        (lambda: masks.SegmentMask([Segment(1, "full")], torch.zeros(1)), TypeError, r"positions must be an int64 tensor, got"),
+        (
+            lambda: masks.SegmentMask([Segment(1, "full", ((0, 1),))]),
+            TypeError,
+            r"sees must be a tuple of ranges, got <class 'tuple'> in segment 0",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(2, "full")], torch.zeros(3).long()),
+            ValueError,
+            r"positions must have shape \(2,\), got \(3,\)",
+        ),
+        (
+            lambda: masks.SegmentMask([Segment(1, "full")], torch.zeros(1)),
+            TypeError,
+            r"positions must be an int64 tensor, got",
+        ),
         (lambda: masks.TilePlan.stack([]), ValueError, r"stack: plans must hold at least one plan, got none\."),
-        (lambda: masks.TilePlan.stack([masks.causal(n).plan() for n in (3, 4)]), ValueError, r"agree in q_len \(3\), got 4\. Lengthen"),
+        (
+            lambda: masks.TilePlan.stack([masks.causal(n).plan() for n in (3, 4)]),
+            ValueError,
+            r"agree in q_len \(3\), got 4\. Lengthen",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(make, kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind, match=sentence) as raised:
         make()

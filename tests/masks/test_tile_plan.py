@@ -54,7 +54,9 @@ def test_skipped_tiles_are_hidden_and_full_tiles_visible(mask: masks.SegmentMask
         (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, False),
         (plan.q_offsets, plan.q_tiles, plan.q_bitmaps, True),
     ):
-        unpacked = torch.zeros(-(-mask.q_len // block_q) * block_q, -(-mask.kv_len // block_k) * block_k, dtype=torch.bool)
+        unpacked = torch.zeros(
+            -(-mask.q_len // block_q) * block_q, -(-mask.kv_len // block_k) * block_k, dtype=torch.bool
+        )
         for tile in range(len(offsets) - 1):
             for visit in range(offsets[tile], offsets[tile + 1]):
                 i, j = (int(others[visit]), tile) if transposed else (tile, int(others[visit]))
@@ -107,7 +109,10 @@ def test_noise_aware_tiles(num_blocks: int, layout: str, visited: int, partial: 
     assert 1 / mask.plan().tile_efficiency == pytest.approx(work, abs=1e-3)
 
 
-@pytest.mark.parametrize("conditioning, window, short, long", [("noisy", None, 0.95, 0.98), ("window", 16, 0.95, 0.98), ("clean", None, 0.92, 0.97)])
+@pytest.mark.parametrize(
+    "conditioning, window, short, long",
+    [("noisy", None, 0.95, 0.98), ("window", 16, 0.95, 0.98), ("clean", None, 0.92, 0.97)],
+)
 def test_noise_aware_efficiency(conditioning: str, window: int | None, short: float, long: float) -> None:
     for num_blocks, efficiency in ((64, short), (248, long)):
         assert masks.noise_aware_causal(512, 32, num_blocks, conditioning, window).plan().tile_efficiency >= efficiency
@@ -122,7 +127,8 @@ def test_dual_stream_tiles(clean: str, pairs: int, work: float, order: str) -> N
 
 
 @pytest.mark.parametrize(
-    "tile, draft_len, interleaved, spec_first, of", [(16, 16, 168, 33, 289), (64, 16, 18, 9, 25), (64, 32, 168, 33, 289), (128, 32, 52, 17, 81)]
+    "tile, draft_len, interleaved, spec_first, of",
+    [(16, 16, 168, 33, 289), (64, 16, 18, 9, 25), (64, 32, 168, 33, 289), (128, 32, 52, 17, 81)],
 )
 def test_quadratic_tiles(tile: int, draft_len: int, interleaved: int, spec_first: int, of: int) -> None:
     for layout, visited in (("interleaved", interleaved), ("spec_first", spec_first)):

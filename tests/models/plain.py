@@ -69,7 +69,9 @@ def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
             return plain
         if wavelength > original / rope["low_freq_factor"]:
             return plain / rope["factor"]
-        smooth = (original / wavelength - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+        smooth = (original / wavelength - rope["low_freq_factor"]) / (
+            rope["high_freq_factor"] - rope["low_freq_factor"]
+        )
         return (1 - smooth) * plain / rope["factor"] + smooth * plain
 
     def boundary(turns: float) -> float:
@@ -152,38 +154,96 @@ def plain_logits(
 
 
 QWEN2 = {
-    "model_type": "qwen2", "vocab_size": 23, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "intermediate_size": 20, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True, "max_position_embeddings": 64, "eos_token_id": 5,
+    "model_type": "qwen2",
+    "vocab_size": 23,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 20,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+    "eos_token_id": 5,
 }
 LLAMA = {
-    "model_type": "llama", "vocab_size": 19, "hidden_size": 20, "num_hidden_layers": 1, "num_attention_heads": 3,
-    "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 12, "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False, "max_position_embeddings": 64,
+    "model_type": "llama",
+    "vocab_size": 19,
+    "hidden_size": 20,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 12,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
 }
 MINISTRAL3 = {
-    "model_type": "ministral3", "vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 24, "tie_word_embeddings": False,
-    "max_position_embeddings": 64, "dtype": "bfloat16", "eos_token_id": [2, 11],
+    "model_type": "ministral3",
+    "vocab_size": 17,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "intermediate_size": 24,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 64,
+    "dtype": "bfloat16",
+    "eos_token_id": [2, 11],
     "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8,
-        "beta_fast": 1.0, "beta_slow": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+        "rope_type": "yarn",
+        "rope_theta": 100.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 8,
+        "beta_fast": 1.0,
+        "beta_slow": 0.1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
     },
 }
 QWEN3 = {
-    "model_type": "qwen3", "vocab_size": 21, "hidden_size": 20, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 24, "rope_theta": 1e6, "rms_norm_eps": 1e-6,
-    "attention_bias": False, "tie_word_embeddings": True, "max_position_embeddings": 64, "sliding_window": None,
-    "use_sliding_window": False, "max_window_layers": 2, "rope_scaling": None, "eos_token_id": 20,
+    "model_type": "qwen3",
+    "vocab_size": 21,
+    "hidden_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 64,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 2,
+    "rope_scaling": None,
+    "eos_token_id": 20,
 }
 # Of its eight pairs one keeps its frequency, two lie between, five are slowed down.
 LLAMA31 = {
-    **LLAMA, "head_dim": 16, "rope_theta": 100.0, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    **LLAMA,
+    "head_dim": 16,
+    "rope_theta": 100.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
 }
 LINEAR = {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}
 CHECKPOINTS = {
-    "qwen2": QWEN2, "qwen3": QWEN3, "llama": LLAMA, "llama 3.1": LLAMA31, "linear": LINEAR, "ministral3": MINISTRAL3,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "llama": LLAMA,
+    "llama 3.1": LLAMA31,
+    "linear": LINEAR,
+    "ministral3": MINISTRAL3,
 }

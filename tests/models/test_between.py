@@ -13,7 +13,9 @@ from pdkernels import masks
 from pdkernels.models import Transformer, TransformerConfig, YarnScaling
 from tests.harness.error_budget import assert_within_budget
 
-CONFIG = TransformerConfig(vocab_size=50, hidden_size=48, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate_size=40)
+CONFIG = TransformerConfig(
+    vocab_size=50, hidden_size=48, layers=3, heads=4, kv_heads=2, head_dim=16, intermediate_size=40
+)
 VARIANTS = {
     "plain": CONFIG,
     "biases, norms of heads": dataclasses.replace(CONFIG, qkv_bias=True, qk_norm=True),
@@ -82,7 +84,9 @@ def test_one_op_each_between_the_products() -> None:
     # Two norms a layer and the last one; the sums are theirs, but for the last.
     assert ops["pdkernels::add_rms_norm"] == 2 * 3 + 1
     assert ops["pdkernels::silu_gate"] == ops["pdkernels::rotate_"] == 3
-    assert ops["aten::add"] == 1 and not any(ops[f"aten::{name}"] for name in ("rms_norm", "mul", "silu", "addcmul", "cat"))
+    assert ops["aten::add"] == 1 and not any(
+        ops[f"aten::{name}"] for name in ("rms_norm", "mul", "silu", "addcmul", "cat")
+    )
     assert calls(model, tokens)["pdkernels::add_rms_norm"] == 0
 
 

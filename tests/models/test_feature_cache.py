@@ -53,14 +53,26 @@ def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], 
     seed=st.integers(0, 2**32),
 )
 def test_equals_the_reference_step_by_step(
-    predicts: str, prompts: list[int], generated: int, prompt_interval: int, gen_interval: int, ratio: float, baseline: Any,
-    cuts: bool, qk_norm: bool, page_size: int | None, seed: int,
-) -> None:  # fmt: skip
+    predicts: str,
+    prompts: list[int],
+    generated: int,
+    prompt_interval: int,
+    gen_interval: int,
+    ratio: float,
+    baseline: Any,
+    cuts: bool,
+    qk_norm: bool,
+    page_size: int | None,
+    seed: int,
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = deep_masked(seed % 2, predicts, qk_norm=qk_norm)
     options: dict[str, Any] = {
-        "prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": ratio, "baseline": baseline,
-    }  # fmt: skip
+        "prompt_interval": prompt_interval,
+        "gen_interval": gen_interval,
+        "transfer_ratio": ratio,
+        "baseline": baseline,
+    }
     ours = FeatureCache(model, len(prompts), max(prompts), generated, page_size=page_size, **options)
     plain = [Reference(with_parts(model), prompt, **options) for prompt in prompts]
     tokens, lengths = canvases(generator, prompts, generated), torch.tensor(prompts)
@@ -95,10 +107,13 @@ def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: i
 
 
 @pytest.mark.parametrize("predicts", ["own", "next"])
-@pytest.mark.parametrize("options", [
-    {"prompt_interval": 3, "gen_interval": 2, "transfer_ratio": 0.5},
-    {"prompt_interval": 2, "gen_interval": 5, "transfer_ratio": 0.25, "baseline": "recomputed"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prompt_interval": 3, "gen_interval": 2, "transfer_ratio": 0.5},
+        {"prompt_interval": 2, "gen_interval": 5, "transfer_ratio": 0.25, "baseline": "recomputed"},
+    ],
+)
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: dict[str, Any], qk_norm: bool) -> None:
     generator = torch.Generator().manual_seed(5)
@@ -165,7 +180,13 @@ def test_what_a_step_computes(
     last = [1] if predicts == "next" else []
     whole = [[5 + generated]] * 3
     none: list[list[int]] = [[]] * 3
-    assert seen[0] == {"project": whole, "project:qk": none, "project:v": none, "project_out": whole, "feed_forward": whole}
+    assert seen[0] == {
+        "project": whole,
+        "project:qk": none,
+        "project:v": none,
+        "project_out": whole,
+        "feed_forward": whole,
+    }
     first = {"project": [*last, generated], "project_out": [sum(last) + generated], "feed_forward": [*last, generated]}
     for step in (1, 2):
         assert {name: rows[0] for name, rows in seen[step].items() if rows[0]} == first
@@ -181,27 +202,44 @@ def test_what_a_step_computes(
 
 
 CONFIG: dict[str, Any] = {
-    "vocab_size": 13, "hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 8,
+    "vocab_size": 13,
+    "hidden_size": 16,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 8,
     "attention": "bidirectional",
-}  # fmt: skip
+}
 SIZES: dict[str, Any] = {
-    "batch": 2, "prompt_capacity": 3, "generated": 4, "prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5,
-}  # fmt: skip
+    "batch": 2,
+    "prompt_capacity": 3,
+    "generated": 4,
+    "prompt_interval": 4,
+    "gen_interval": 2,
+    "transfer_ratio": 0.5,
+}
 
 
-@pytest.mark.parametrize(("changed", "error", "text"), [
-    ({"batch": 0}, ValueError, "batch must be at least 1, got 0."),
-    ({"prompt_capacity": 0}, ValueError, "prompt_capacity must be at least 1, got 0."),
-    ({"generated": 2.0}, TypeError, "generated must be an int, got float."),
-    ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
-    ({"gen_interval": True}, TypeError, "gen_interval must be an int, got bool."),
-    ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
-    ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
-    ({"baseline": "first"}, ValueError, "baseline must be 'last' or 'recomputed', got 'first'."),
-    ({"model": Transformer(TransformerConfig(**CONFIG | {"attention": "causal"}))}, ValueError,
-     "model must be bidirectional, got attention 'causal'."),
-    ({"model": torch.nn.Linear(1, 1)}, TypeError, "model must be a Transformer, got Linear."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "error", "text"),
+    [
+        ({"batch": 0}, ValueError, "batch must be at least 1, got 0."),
+        ({"prompt_capacity": 0}, ValueError, "prompt_capacity must be at least 1, got 0."),
+        ({"generated": 2.0}, TypeError, "generated must be an int, got float."),
+        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
+        ({"gen_interval": True}, TypeError, "gen_interval must be an int, got bool."),
+        ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
+        ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
+        ({"baseline": "first"}, ValueError, "baseline must be 'last' or 'recomputed', got 'first'."),
+        (
+            {"model": Transformer(TransformerConfig(**CONFIG | {"attention": "causal"}))},
+            ValueError,
+            "model must be bidirectional, got attention 'causal'.",
+        ),
+        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model must be a Transformer, got Linear."),
+    ],
+)
 def test_errors_of_sizes(changed: dict[str, Any], error: type[Exception], text: str) -> None:
     arguments = {"model": Transformer(TransformerConfig(**CONFIG))} | SIZES | changed
     with pytest.raises(error) as raised:
@@ -212,17 +250,31 @@ def test_errors_of_sizes(changed: dict[str, Any], error: type[Exception], text: 
 LENGTHS, WHOLE = torch.tensor([3, 1]), torch.tensor([7, 5])
 
 
-@pytest.mark.parametrize(("tokens", "lengths", "visible", "error", "text"), [
-    (torch.zeros(2, 6, dtype=torch.int64), LENGTHS, None, ValueError, "tokens must have shape (2, 7), got (2, 6)."),
-    (torch.zeros(2, 7), LENGTHS, None, TypeError,
-     "tokens must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64)."),
-    (None, torch.tensor([3]), None, ValueError, "prompt_lengths must have shape (2), got (1,)."),
-    (None, torch.tensor([3, 0]), None, ValueError, "prompt_lengths must lie in [1, 3], got 0..3."),
-    (None, torch.tensor([4, 1]), None, ValueError, "prompt_lengths must lie in [1, 3], got 1..4."),
-    (None, LENGTHS, WHOLE[:1], ValueError, "visible must have shape (2), got (1,)."),
-    (None, LENGTHS, WHOLE + 1, ValueError, "visible must be 4 to 4 places behind the prompt, got 5 to 5."),
-    (None, LENGTHS, WHOLE - torch.tensor([0, 1]), ValueError, "visible must be 4 to 4 places behind the prompt, got 3 to 4."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "visible", "error", "text"),
+    [
+        (torch.zeros(2, 6, dtype=torch.int64), LENGTHS, None, ValueError, "tokens must have shape (2, 7), got (2, 6)."),
+        (
+            torch.zeros(2, 7),
+            LENGTHS,
+            None,
+            TypeError,
+            "tokens must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+        ),
+        (None, torch.tensor([3]), None, ValueError, "prompt_lengths must have shape (2), got (1,)."),
+        (None, torch.tensor([3, 0]), None, ValueError, "prompt_lengths must lie in [1, 3], got 0..3."),
+        (None, torch.tensor([4, 1]), None, ValueError, "prompt_lengths must lie in [1, 3], got 1..4."),
+        (None, LENGTHS, WHOLE[:1], ValueError, "visible must have shape (2), got (1,)."),
+        (None, LENGTHS, WHOLE + 1, ValueError, "visible must be 4 to 4 places behind the prompt, got 5 to 5."),
+        (
+            None,
+            LENGTHS,
+            WHOLE - torch.tensor([0, 1]),
+            ValueError,
+            "visible must be 4 to 4 places behind the prompt, got 3 to 4.",
+        ),
+    ],
+)
 def test_errors_of_a_step(tokens: Any, lengths: Tensor, visible: Any, error: type[Exception], text: str) -> None:
     cache = FeatureCache(Transformer(TransformerConfig(**CONFIG)), **SIZES)
     tokens = torch.zeros(2, 7, dtype=torch.int64) if tokens is None else tokens

@@ -12,23 +12,67 @@ import torch
 
 from pdkernels import models
 from pdkernels.decoding import generate
-from pdkernels.models import from_hf_config, from_llada_config, from_llada_state_dict, to_hf_state_dict, to_llada_state_dict
+from pdkernels.models import (
+    from_hf_config,
+    from_llada_config,
+    from_llada_state_dict,
+    to_hf_state_dict,
+    to_llada_state_dict,
+)
 from reference.masked_model import MaskedTransformerReference, random_weights
 from tests.models.test_zoo import write
 
 LLADA = {
-    "model_type": "llada", "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 24, "mlp_ratio": 4,
-    "vocab_size": 13, "embedding_size": 16, "weight_tying": False, "rope": True, "rope_theta": 500.0, "rms_norm_eps": 1e-5,
-    "block_type": "llama", "layer_norm_type": "rms", "activation_type": "silu", "include_bias": False,
-    "include_qkv_bias": False, "max_sequence_length": 64, "mask_token_id": 11, "eos_token_id": 9, "pad_token_id": 9,
-    "alibi": False, "clip_qkv": None, "multi_query_attention": None, "rope_full_precision": True, "scale_logits": False,
-}  # fmt: skip
+    "model_type": "llada",
+    "d_model": 16,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "mlp_hidden_size": 24,
+    "mlp_ratio": 4,
+    "vocab_size": 13,
+    "embedding_size": 16,
+    "weight_tying": False,
+    "rope": True,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-5,
+    "block_type": "llama",
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "max_sequence_length": 64,
+    "mask_token_id": 11,
+    "eos_token_id": 9,
+    "pad_token_id": 9,
+    "alibi": False,
+    "clip_qkv": None,
+    "multi_query_attention": None,
+    "rope_full_precision": True,
+    "scale_logits": False,
+}
 DREAM = {
-    "model_type": "Dream", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "vocab_size": 16, "rope_theta": 500.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-    "hidden_act": "silu", "max_position_embeddings": 64, "mask_token_id": 11, "eos_token_id": 9, "pad_token_id": 9,
-    "rope_scaling": None, "sliding_window": None, "use_sliding_window": False, "use_mrope": False, "torch_dtype": "float32",
-}  # fmt: skip
+    "model_type": "Dream",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 16,
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 64,
+    "mask_token_id": 11,
+    "eos_token_id": 9,
+    "pad_token_id": 9,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "use_mrope": False,
+    "torch_dtype": "float32",
+}
 SIZES = {"vocab_size": 16, "hidden_size": 16, "heads": 4, "kv_heads": 2, "intermediate_size": 24}
 
 
@@ -37,20 +81,30 @@ def weights(names: str, **changes: Any) -> dict[str, torch.Tensor]:
 
 
 def without_head(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor for name, tensor in state.items() if name not in ("model.transformer.ff_out.weight", "lm_head.weight")}
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if name not in ("model.transformer.ff_out.weight", "lm_head.weight")
+    }
 
 
 FOLDERS = {
     "llada": ("llada", LLADA, weights("llada")),
     "llada, tied, with biases": (
-        "llada", {**LLADA, "weight_tying": True, "include_qkv_bias": True}, without_head(weights("llada", bias=True)),
+        "llada",
+        {**LLADA, "weight_tying": True, "include_qkv_bias": True},
+        without_head(weights("llada", bias=True)),
     ),
     "llada, as many kv heads": ("llada", {**LLADA, "n_kv_heads": None}, weights("llada", kv_heads=4)),
-    "llada, one kv head": ("llada", {**LLADA, "n_kv_heads": None, "multi_query_attention": True}, weights("llada", kv_heads=1)),
+    "llada, one kv head": (
+        "llada",
+        {**LLADA, "n_kv_heads": None, "multi_query_attention": True},
+        weights("llada", kv_heads=1),
+    ),
     "llada, width by ratio": ("llada", {**LLADA, "mlp_hidden_size": None}, weights("llada", intermediate_size=64)),
     "dream": ("qwen2", DREAM, weights("qwen2")),
     "dream, tied": ("qwen2", {**DREAM, "tie_word_embeddings": True}, without_head(weights("qwen2"))),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -90,7 +144,14 @@ def test_fast_dllm_v2_is_qwen2_with_a_mask_token(tmp_path: Path) -> None:
     write(tmp_path, fields, state)
     model = models.load(tmp_path)
     assert model.config == from_hf_config({**DREAM, "model_type": "qwen2"}) and model.mask_token == 11
-    assert len(generate(model, [1, 2, 3], "fast_dllm_v2", max_new_tokens=9, block_size=4, small_block_size=2, end_tokens=()).tokens) == 9
+    assert (
+        len(
+            generate(
+                model, [1, 2, 3], "fast_dllm_v2", max_new_tokens=9, block_size=4, small_block_size=2, end_tokens=()
+            ).tokens
+        )
+        == 9
+    )
     write(tmp_path, {name: value for name, value in fields.items() if name != "mask_token_id"}, state)
     with pytest.raises(ValueError, match="mask_token must be an id below vocab_size .16., got 151665."):
         models.load(tmp_path)
@@ -98,10 +159,29 @@ def test_fast_dllm_v2_is_qwen2_with_a_mask_token(tmp_path: Path) -> None:
 
 def test_the_published_sizes() -> None:
     """Parameters of the 8B and the 7B model, from their configurations alone."""
-    llada = from_llada_config({**LLADA, "d_model": 4096, "n_layers": 32, "n_heads": 32, "n_kv_heads": 32, 
-                               "mlp_hidden_size": 12288, "vocab_size": 126464, "embedding_size": 126464})  # fmt: skip
-    dream = from_hf_config({**DREAM, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
-                            "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064})  # fmt: skip
+    llada = from_llada_config(
+        {
+            **LLADA,
+            "d_model": 4096,
+            "n_layers": 32,
+            "n_heads": 32,
+            "n_kv_heads": 32,
+            "mlp_hidden_size": 12288,
+            "vocab_size": 126464,
+            "embedding_size": 126464,
+        }
+    )
+    dream = from_hf_config(
+        {
+            **DREAM,
+            "hidden_size": 3584,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "intermediate_size": 18944,
+            "vocab_size": 152064,
+        }
+    )
     sizes = {}
     for name, config in (("llada", llada), ("dream", dream)):
         with torch.device("meta"):
@@ -110,8 +190,20 @@ def test_the_published_sizes() -> None:
 
 
 def test_defaults_of_absent_fields() -> None:
-    few = {name: LLADA[name] for name in ("model_type", "vocab_size", "d_model", "n_layers", "n_heads", "block_type",
-                                          "layer_norm_type", "activation_type", "rope")}  # fmt: skip
+    few = {
+        name: LLADA[name]
+        for name in (
+            "model_type",
+            "vocab_size",
+            "d_model",
+            "n_layers",
+            "n_heads",
+            "block_type",
+            "layer_norm_type",
+            "activation_type",
+            "rope",
+        )
+    }
     config = from_llada_config(few)
     assert (config.vocab_size, config.kv_heads, config.intermediate_size, config.tied_head) == (13, 4, 64, True)
     assert (config.rope_theta, config.norm_eps, config.qkv_bias) == (10000.0, 1e-5, False)
@@ -168,5 +260,7 @@ def test_tensors_that_do_not_fit() -> None:
         from_llada_state_dict({name: x for name, x in state.items() if "blocks.1.attn_out" not in name}, config)
     with pytest.raises(ValueError, match=r"got also model\.transformer\.blocks\.0\.q_proj\.bias\."):
         from_llada_state_dict({**state, "model.transformer.blocks.0.q_proj.bias": torch.ones(16)}, config)
-    with pytest.raises(ValueError, match=r"model\.transformer\.ff_out\.weight must equal the embedding of a tied model"):
+    with pytest.raises(
+        ValueError, match=r"model\.transformer\.ff_out\.weight must equal the embedding of a tied model"
+    ):
         from_llada_state_dict(state, replace(config, tied_head=True))

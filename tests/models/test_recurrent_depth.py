@@ -8,18 +8,34 @@ import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, from_huginn_state_dict, recurrent_depth, to_huginn_state_dict
+from pdkernels.models import (
+    RecurrentDepth,
+    RecurrentDepthConfig,
+    from_huginn_state_dict,
+    recurrent_depth,
+    to_huginn_state_dict,
+)
 from pdkernels.models.between import rms_norm
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
 
 CONFIG = RecurrentDepthConfig(
-    vocab_size=19, hidden_size=24, heads=3, head_dim=8, intermediate_size=20, prelude_layers=1, core_layers=2, coda_layers=1,
-    mean_recurrence=3, max_positions=16,
-)  # fmt: skip
+    vocab_size=19,
+    hidden_size=24,
+    heads=3,
+    head_dim=8,
+    intermediate_size=20,
+    prelude_layers=1,
+    core_layers=2,
+    coda_layers=1,
+    mean_recurrence=3,
+    max_positions=16,
+)
 # The shape of the published model, made small: layers 2 + 4 + 2, an odd number of heads, head_dim 96.
-PUBLISHED = replace(CONFIG, hidden_size=288, head_dim=96, intermediate_size=72, prelude_layers=2, core_layers=4, coda_layers=2)
+PUBLISHED = replace(
+    CONFIG, hidden_size=288, head_dim=96, intermediate_size=72, prelude_layers=2, core_layers=4, coda_layers=2
+)
 
 # For the kernels. Deeper, and what bf16 rounds would decide where a random model ends up.
 WIDE = replace(CONFIG, hidden_size=96, head_dim=32, vocab_size=61)
@@ -28,8 +44,14 @@ WIDE = replace(CONFIG, hidden_size=96, head_dim=32, vocab_size=61)
 def weights(config: RecurrentDepthConfig = CONFIG, seed: int = 0) -> dict[str, Tensor]:
     """Random ones in fp64, with the published names."""
     layers = (config.prelude_layers, config.core_layers, config.coda_layers)
-    return random_weights(vocab_size=config.vocab_size, hidden_size=config.hidden_size, heads=config.heads,
-                          intermediate_size=config.intermediate_size, layers=layers, seed=seed)  # fmt: skip
+    return random_weights(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        heads=config.heads,
+        intermediate_size=config.intermediate_size,
+        layers=layers,
+        seed=seed,
+    )
 
 
 def build(config: RecurrentDepthConfig = CONFIG, dtype: torch.dtype = torch.float64, seed: int = 0) -> RecurrentDepth:
@@ -41,14 +63,18 @@ def build(config: RecurrentDepthConfig = CONFIG, dtype: torch.dtype = torch.floa
 def reference_of(model: RecurrentDepth, dtype: torch.dtype | None = None, **options: float) -> RecurrentDepthReference:
     """The plain model on the very weights of `model`, computed in `dtype`."""
     theirs = to_huginn_state_dict(model.state_dict(), model.config)
-    return RecurrentDepthReference({name: tensor.to(dtype or model.dtype) for name, tensor in theirs.items()}, **options)
+    return RecurrentDepthReference(
+        {name: tensor.to(dtype or model.dtype) for name, tensor in theirs.items()}, **options
+    )
 
 
 def random_tokens(batch: int, length: int, vocab: int = CONFIG.vocab_size, seed: int = 0) -> Tensor:
     return torch.randint(vocab, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def plain_logits(plain: RecurrentDepthReference, tokens: list[int], pieces: list[int], recurrences: int, seed: int = 0) -> Tensor:
+def plain_logits(
+    plain: RecurrentDepthReference, tokens: list[int], pieces: list[int], recurrences: int, seed: int = 0
+) -> Tensor:
     """Of `tokens` fed in pieces, each frozen before the next."""
     past, init, out = plain.new_past(), position_states(plain.hidden_size, seed=seed, dtype=plain.dtype), []
     for count in pieces:
@@ -115,9 +141,15 @@ def test_the_exit_op_ends_a_recurrence() -> None:
     state, term = model.begin(model.prelude(tokens, place), place)
     zeros = torch.zeros(2, dtype=torch.int64)
     ended = pd.recurrence_exit(
-        *model.core_parts(state, term, place), model.exit_weight, state, torch.ones(2, 6, dtype=torch.int64), zeros + 6, zeros,
-        threshold=0.1, eps=CONFIG.norm_eps,
-    )  # fmt: skip
+        *model.core_parts(state, term, place),
+        model.exit_weight,
+        state,
+        torch.ones(2, 6, dtype=torch.int64),
+        zeros + 6,
+        zeros,
+        threshold=0.1,
+        eps=CONFIG.norm_eps,
+    )
     close(ended.state, model.core(state, term, place), 1e-5)
 
 
@@ -242,20 +274,40 @@ def test_bad_calls() -> None:
     model, tokens = build(), random_tokens(2, 4)
     cache = model.new_cache(3, 8)
     cases = [
-        (lambda: model(tokens[0]), ValueError, r"RecurrentDepth: tokens must have shape \(batch, length\), got \(4,\)\."),
+        (
+            lambda: model(tokens[0]),
+            ValueError,
+            r"RecurrentDepth: tokens must have shape \(batch, length\), got \(4,\)\.",
+        ),
         (lambda: model([[1, 2]]), TypeError, r"tokens must be a tensor, got list\."),
         (lambda: model(tokens.float()), TypeError, r"tokens must be int64 or int32, got torch.float32\."),
         (lambda: model(tokens + 99), ValueError, r"tokens must hold ids in \[0, 19\), got "),
         (lambda: model(tokens, recurrences=0), ValueError, r"recurrences must be at least 1, got 0\."),
         (lambda: model(tokens, recurrences=2.5), TypeError, r"recurrences must be an int, got float\."),
         (lambda: model(tokens, init_scale=-1.0), ValueError, r"init_scale must not be negative, got -1.0\."),
-        (lambda: model(tokens, cache=cache), ValueError, r"tokens must have the batch size of the cache \(3\), got 2\."),
+        (
+            lambda: model(tokens, cache=cache),
+            ValueError,
+            r"tokens must have the batch size of the cache \(3\), got 2\.",
+        ),
         (lambda: model(tokens, counts=torch.tensor([1, 1])), ValueError, r"counts must be None without a cache"),
-        (lambda: model(random_tokens(3, 4), cache=cache, counts=torch.tensor([1, 1])), ValueError, r"counts must have shape \(3\)"),
+        (
+            lambda: model(random_tokens(3, 4), cache=cache, counts=torch.tensor([1, 1])),
+            ValueError,
+            r"counts must have shape \(3\)",
+        ),
         (lambda: model(tokens, rows=[4]), ValueError, r"rows must lie in \[-4, 4\), got 4\."),
         (lambda: model.place(0), ValueError, r"RecurrentDepth.place: rows must be at least 1, got 0\."),
-        (lambda: model.new_cache(1, 8, kind="ring"), ValueError, r"RecurrentDepth.new_cache: kind must be 'contiguous' or 'paged'"),
-        (lambda: RecurrentDepth(CONFIG, end_tokens=[19]), ValueError, r"end_tokens must be ids below vocab_size \(19\), got 19\."),
+        (
+            lambda: model.new_cache(1, 8, kind="ring"),
+            ValueError,
+            r"RecurrentDepth.new_cache: kind must be 'contiguous' or 'paged'",
+        ),
+        (
+            lambda: RecurrentDepth(CONFIG, end_tokens=[19]),
+            ValueError,
+            r"end_tokens must be ids below vocab_size \(19\), got 19\.",
+        ),
         (lambda: RecurrentDepth({}), TypeError, r"RecurrentDepth: config must be a RecurrentDepthConfig, got dict\."),
     ]
     for call, error, message in cases:

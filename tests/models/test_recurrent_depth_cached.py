@@ -13,7 +13,16 @@ from torch import Tensor
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.models import RecurrentDepth, between
 from tests.harness.error_budget import assert_within_budget
-from tests.models.test_recurrent_depth import CONFIG, PUBLISHED, WIDE, build, close, plain_logits, random_tokens, reference_of
+from tests.models.test_recurrent_depth import (
+    CONFIG,
+    PUBLISHED,
+    WIDE,
+    build,
+    close,
+    plain_logits,
+    random_tokens,
+    reference_of,
+)
 
 # ---- dtypes
 
@@ -51,9 +60,15 @@ def in_pieces(
 
 
 def drive(
-    model: RecurrentDepth, lengths: list[int], steps: list[list[int]], kind: str, page_size: int, slack: int, recurrences: int,
+    model: RecurrentDepth,
+    lengths: list[int],
+    steps: list[list[int]],
+    kind: str,
+    page_size: int,
+    slack: int,
+    recurrences: int,
     tolerance: float = 1e-10,
-) -> None:  # fmt: skip
+) -> None:
     """Feed row b in pieces of `steps[s][b]` tokens, padded to the widest, and compare every row that counts."""
     batch, tokens = len(lengths), random_tokens(len(lengths), max(lengths), model.config.vocab_size)
     plain = reference_of(model)
@@ -153,7 +168,9 @@ def test_parts_leave_the_lengths_alone_and_can_be_repeated() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["uncached", "contiguous", "paged"])
-def test_fused_layers_are_as_exact_as_plain_ones(dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_layers_are_as_exact_as_plain_ones(
+    dtype: torch.dtype, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokens = build(WIDE, dtype), random_tokens(2, 8, 61)
     exact = copy.deepcopy(model).double()
 

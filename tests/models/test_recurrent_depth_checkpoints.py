@@ -26,23 +26,65 @@ from pdkernels.reference.recurrent_sampling import forward, position_states
 
 # config.json of the published model, but for what only its training needed.
 HUGINN = {
-    "architectures": ["RavenForCausalLM"], "model_type": "huginn_raven", "architecture_class_name": "RecurrentGPT",
-    "n_embd": 5280, "n_heads": 55, "num_key_value_heads": 55, "head_dim": 96, "intermediate_size": 17920,
-    "vocab_size": 65536, "padded_vocab_size": 65536, "padding_multiple": 4096, "block_size": 4096, "n_layers": 8,
-    "n_layers_in_prelude": 2, "n_layers_in_recurrent_block": 4, "n_layers_in_coda": 2, "mean_recurrence": 32,
-    "mean_backprop_depth": 8, "effective_expected_depth": 132, "injection_type": "linear", "state_init": "like-init",
-    "block_class_name": "SandwichBlock", "mlp_class_name": "GatedMLP", "nonlin_name": "SiLU", "norm_class_name": "RMSNorm_llama",
-    "norm_eps": 1e-6, "qk_bias": True, "bias": False, "tie_embeddings": True, "tie_word_embeddings": True, "rope_base": 50000,
-    "test_time_noise": 0, "test_time_noise_type": "none", "torch_dtype": "bfloat16", "bos_token_id": 65504, "eos_token_id": 65505,
-    "pad_token_id": 65509, "init_values": {"std": 0.008703882797784892, "embed_scale": 72.6636084983398},
-}  # fmt: skip
+    "architectures": ["RavenForCausalLM"],
+    "model_type": "huginn_raven",
+    "architecture_class_name": "RecurrentGPT",
+    "n_embd": 5280,
+    "n_heads": 55,
+    "num_key_value_heads": 55,
+    "head_dim": 96,
+    "intermediate_size": 17920,
+    "vocab_size": 65536,
+    "padded_vocab_size": 65536,
+    "padding_multiple": 4096,
+    "block_size": 4096,
+    "n_layers": 8,
+    "n_layers_in_prelude": 2,
+    "n_layers_in_recurrent_block": 4,
+    "n_layers_in_coda": 2,
+    "mean_recurrence": 32,
+    "mean_backprop_depth": 8,
+    "effective_expected_depth": 132,
+    "injection_type": "linear",
+    "state_init": "like-init",
+    "block_class_name": "SandwichBlock",
+    "mlp_class_name": "GatedMLP",
+    "nonlin_name": "SiLU",
+    "norm_class_name": "RMSNorm_llama",
+    "norm_eps": 1e-6,
+    "qk_bias": True,
+    "bias": False,
+    "tie_embeddings": True,
+    "tie_word_embeddings": True,
+    "rope_base": 50000,
+    "test_time_noise": 0,
+    "test_time_noise_type": "none",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 65504,
+    "eos_token_id": 65505,
+    "pad_token_id": 65509,
+    "init_values": {"std": 0.008703882797784892, "embed_scale": 72.6636084983398},
+}
 # The same, small: an odd number of heads of 96 components.
 SMALL = {
-    **HUGINN, "n_embd": 288, "n_heads": 3, "num_key_value_heads": 3, "intermediate_size": 40, "vocab_size": 29,
-    "padded_vocab_size": 32, "n_layers": 5, "n_layers_in_prelude": 1, "n_layers_in_coda": 2, "n_layers_in_recurrent_block": 2,
-    "mean_recurrence": 3, "rope_base": 700.0, "norm_eps": 1e-5, "block_size": 64, "init_values": {"embed_scale": 288**0.5},
+    **HUGINN,
+    "n_embd": 288,
+    "n_heads": 3,
+    "num_key_value_heads": 3,
+    "intermediate_size": 40,
+    "vocab_size": 29,
+    "padded_vocab_size": 32,
+    "n_layers": 5,
+    "n_layers_in_prelude": 1,
+    "n_layers_in_coda": 2,
+    "n_layers_in_recurrent_block": 2,
+    "mean_recurrence": 3,
+    "rope_base": 700.0,
+    "norm_eps": 1e-5,
+    "block_size": 64,
+    "init_values": {"embed_scale": 288**0.5},
     "eos_token_id": 5,
-}  # fmt: skip
+}
 
 
 def tensors(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -66,7 +108,9 @@ def write(folder: Path, fields: dict[str, Any], state: dict[str, Tensor], shards
 
 
 def plain_logits(state: dict[str, Tensor], tokens: list[int], recurrences: int) -> Tensor:
-    plain = RecurrentDepthReference({name: tensor.double() for name, tensor in state.items()}, rope_theta=700.0, norm_eps=1e-5)
+    plain = RecurrentDepthReference(
+        {name: tensor.double() for name, tensor in state.items()}, rope_theta=700.0, norm_eps=1e-5
+    )
     return forward(plain, tokens, plain.new_past(), recurrences, position_states(288))
 
 
@@ -127,17 +171,39 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 
 def test_the_published_configuration() -> None:
     assert from_huginn_config(HUGINN) == RecurrentDepthConfig(
-        vocab_size=65536, hidden_size=5280, heads=55, head_dim=96, intermediate_size=17920, prelude_layers=2, core_layers=4,
-        coda_layers=2, mean_recurrence=32, rope_theta=50000.0, norm_eps=1e-6, max_positions=4096,
-    )  # fmt: skip
+        vocab_size=65536,
+        hidden_size=5280,
+        heads=55,
+        head_dim=96,
+        intermediate_size=17920,
+        prelude_layers=2,
+        core_layers=4,
+        coda_layers=2,
+        mean_recurrence=32,
+        rope_theta=50000.0,
+        norm_eps=1e-6,
+        max_positions=4096,
+    )
 
 
 def test_published_defaults_and_names_of_transformers() -> None:
-    sizes = ("vocab_size", "n_embd", "n_heads", "intermediate_size", "n_layers_in_prelude", "n_layers_in_recurrent_block",
-             "n_layers_in_coda")  # fmt: skip
+    sizes = (
+        "vocab_size",
+        "n_embd",
+        "n_heads",
+        "intermediate_size",
+        "n_layers_in_prelude",
+        "n_layers_in_recurrent_block",
+        "n_layers_in_coda",
+    )
     few = {name: HUGINN[name] for name in sizes}
     assert from_huginn_config(few) == from_huginn_config(HUGINN)
-    renamed = {"hidden_size": few.pop("n_embd"), "num_attention_heads": few.pop("n_heads"), "num_hidden_layers": 8, **few}
+    renamed = {
+        "hidden_size": few.pop("n_embd"),
+        "num_attention_heads": few.pop("n_heads"),
+        "num_hidden_layers": 8,
+        **few,
+    }
     assert from_huginn_config(renamed) == from_huginn_config(HUGINN)
 
 
@@ -160,7 +226,10 @@ def test_state_dicts_go_round() -> None:
     ("changes", "message"),
     [
         ({"injection_type": "add"}, "injection_type must be 'linear', got 'add'."),
-        ({"block_class_name": "TransformerPreNormBlock"}, "block_class_name must be 'SandwichBlock', got 'TransformerPreNormBlock'."),
+        (
+            {"block_class_name": "TransformerPreNormBlock"},
+            "block_class_name must be 'SandwichBlock', got 'TransformerPreNormBlock'.",
+        ),
         ({"norm_class_name": "LayerNorm"}, "norm_class_name must be 'RMSNorm_llama', got 'LayerNorm'."),
         ({"mlp_class_name": "BaseMLP"}, "mlp_class_name must be 'GatedMLP', got 'BaseMLP'."),
         ({"nonlin_name": "ReLU2"}, "nonlin_name must be 'SiLU', got 'ReLU2'."),
@@ -209,12 +278,16 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     short = {name: tensor for name, tensor in state.items() if "coda.1" not in name}
     with pytest.raises(ValueError, match=r"got none called transformer\.coda\.1\.attn\.Wqkv\.weight.* and 5 more\."):
         from_huginn_state_dict(short, config)
-    with pytest.raises(ValueError, match=r"hold only tensors of its config\.json, got also transformer\.coda\.2\.norm_1"):
+    with pytest.raises(
+        ValueError, match=r"hold only tensors of its config\.json, got also transformer\.coda\.2\.norm_1"
+    ):
         from_huginn_state_dict({**state, "transformer.coda.2.norm_1.weight": torch.ones(288)}, config)
     with pytest.raises(ValueError, match=r"lm_head\.weight must equal the embedding of a tied model"):
         from_huginn_state_dict({**state, "lm_head.weight": torch.ones(32, 288)}, config)
     name = "transformer.core_block.1.attn.qk_bias"
-    with pytest.raises(ValueError, match=r"core_block\.1\.attn\.qk_bias must have shape \(2, 1, 3, 96\), got \(2, 3, 96\)\."):
+    with pytest.raises(
+        ValueError, match=r"core_block\.1\.attn\.qk_bias must have shape \(2, 1, 3, 96\), got \(2, 3, 96\)\."
+    ):
         from_huginn_state_dict({**state, name: state[name][:, 0]}, config)
     write(tmp_path, SMALL, {**state, "transformer.ln_f.weight": torch.ones(289)})
     with pytest.raises(ValueError, match=r"norm must have shape \(288,\), got \(289,\)\."):
@@ -226,8 +299,19 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_tiny_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    config = RecurrentDepthConfig(vocab_size=257, hidden_size=16, heads=2, head_dim=8, intermediate_size=24, prelude_layers=1,
-                                  core_layers=2, coda_layers=1, mean_recurrence=5, rope_theta=99.0, norm_eps=1e-5)  # fmt: skip
+    config = RecurrentDepthConfig(
+        vocab_size=257,
+        hidden_size=16,
+        heads=2,
+        head_dim=8,
+        intermediate_size=24,
+        prelude_layers=1,
+        core_layers=2,
+        coda_layers=1,
+        mean_recurrence=5,
+        rope_theta=99.0,
+        norm_eps=1e-5,
+    )
     model = RecurrentDepth(config)
     zoo.save_tiny(model, tmp_path / "tiny-test.safetensors", bits=1.5)
     monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)

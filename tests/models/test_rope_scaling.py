@@ -14,11 +14,16 @@ from tests.models.plain import LINEAR, LLAMA31, MINISTRAL3, frequency
 
 # Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.
 LLAMA31_8B: dict[str, Any] = {
-    "head_dim": 128, "rope_theta": 500000.0, "rope_scaling": {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "head_dim": 128,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 LLAMA32_1B = {**LLAMA31_8B, "head_dim": 64, "rope_scaling": {**LLAMA31_8B["rope_scaling"], "factor": 32.0}}
 
 
@@ -69,14 +74,21 @@ def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
         (lambda: LinearScaling(0.5), "LinearScaling: factor must be at least 1, got 0.5."),
         (lambda: Llama3Scaling(0.5, 8), "Llama3Scaling: factor must be at least 1, got 0.5."),
         (lambda: Llama3Scaling(2.0, 0), "Llama3Scaling: original_positions must be at least 1, got 0."),
-        (lambda: Llama3Scaling(2.0, 8, 4.0, 4.0),
-         "Llama3Scaling: high_freq_factor must be more than low_freq_factor (4.0) > 0, got 4.0."),
-        (lambda: Llama3Scaling(2.0, 8, 0.0, 4.0),
-         "Llama3Scaling: high_freq_factor must be more than low_freq_factor (0.0) > 0, got 4.0."),
+        (
+            lambda: Llama3Scaling(2.0, 8, 4.0, 4.0),
+            "Llama3Scaling: high_freq_factor must be more than low_freq_factor (4.0) > 0, got 4.0.",
+        ),
+        (
+            lambda: Llama3Scaling(2.0, 8, 0.0, 4.0),
+            "Llama3Scaling: high_freq_factor must be more than low_freq_factor (0.0) > 0, got 4.0.",
+        ),
         (lambda: YarnScaling(0.5, 8), "YarnScaling: factor must be at least 1, got 0.5."),
-        (lambda: YarnScaling(2.0, 8, 1.0, 2.0), "YarnScaling: beta_fast must be at least beta_slow (2.0) > 0, got 1.0."),
+        (
+            lambda: YarnScaling(2.0, 8, 1.0, 2.0),
+            "YarnScaling: beta_fast must be at least beta_slow (2.0) > 0, got 1.0.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(make: Any, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         make()

@@ -48,7 +48,10 @@ def test_byte_errors() -> None:
         TOKENIZER.decode([-1])
     with pytest.raises(TypeError, match=r"pdkernels\.ByteTokenizer\.encode: text must be a str, got bytes\."):
         TOKENIZER.encode(b"x")
-    with pytest.raises(ValueError, match=r"pdkernels\.ByteTokenizer\.encode: text must hold Unicode characters alone, got the surrogate"):
+    with pytest.raises(
+        ValueError,
+        match=r"pdkernels\.ByteTokenizer\.encode: text must hold Unicode characters alone, got the surrogate",
+    ):
         TOKENIZER.encode("caf\udce9")  # how a shell hands over a byte that is not UTF-8
 
 
@@ -65,8 +68,10 @@ def json_tokenizer(path: Path) -> JsonTokenizer:
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280, special_tokens=["<|endoftext|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+        vocab_size=280,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     made.train_from_iterator(["def read(self):\n    return self\n"] * 4, trainer)
     made.save(str(path))

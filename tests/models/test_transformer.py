@@ -9,14 +9,29 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.models import Llama3Scaling, Transformer, TransformerConfig, YarnScaling, from_hf_config, from_hf_state_dict, transformer
+from pdkernels.models import (
+    Llama3Scaling,
+    Transformer,
+    TransformerConfig,
+    YarnScaling,
+    from_hf_config,
+    from_hf_state_dict,
+    transformer,
+)
 from pdkernels.models.attention import cached_visibility
 from pdkernels.models.between import rms_norm
 from pdkernels.models.rope import rope_tables, rotate
 from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 
 CONFIG = TransformerConfig(
-    vocab_size=13, hidden_size=24, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=20, qkv_bias=True,
+    vocab_size=13,
+    hidden_size=24,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    intermediate_size=20,
+    qkv_bias=True,
     max_positions=16,
 )
 VARIANTS = {
@@ -78,8 +93,12 @@ def test_explicit_mask_and_positions_equal_the_plain_transcription() -> None:
     masks |= torch.eye(6, dtype=torch.bool)
     logits = model(tokens, positions=positions, mask=masks)
     for row in range(2):
-        close(logits[row], plain_logits(state, QWEN2, tokens[row].tolist(), positions=positions[row].tolist(),
-                                        visible=masks[row].tolist()))
+        close(
+            logits[row],
+            plain_logits(
+                state, QWEN2, tokens[row].tolist(), positions=positions[row].tolist(), visible=masks[row].tolist()
+            ),
+        )
     close(model(tokens, mask=masks[0]), model(tokens, mask=masks[:1].expand(2, -1, -1)))
     close(model(tokens, positions=positions[0]), model(tokens, positions=positions[:1].expand(2, -1)))
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -107,8 +126,9 @@ def test_rotation_is_rounded_once(style: str, dtype: torch.dtype) -> None:
     table = rope_tables(12, 16, theta=1e4, style=style, dtype=wide)
     actual = rotate(x, table.span(3, 9), style)
     assert actual.dtype == dtype
-    expected = torch.stack([rotate_pairs(x[0, :, head].double(), list(range(3, 12)), {}, style == "interleaved")
-                            for head in range(2)], 1)
+    expected = torch.stack(
+        [rotate_pairs(x[0, :, head].double(), list(range(3, 12)), {}, style == "interleaved") for head in range(2)], 1
+    )
     rounding = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(wide).eps
     assert ((actual[0].double() - expected).abs() <= rounding * 2 * x.abs().max()).all()
     if dtype in (torch.bfloat16, torch.float16):
@@ -141,7 +161,12 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 def drive(
-    model: Transformer, tokens: torch.Tensor, lengths: list[int], steps: list[list[int]], kind: str, page_size: int,
+    model: Transformer,
+    tokens: torch.Tensor,
+    lengths: list[int],
+    steps: list[list[int]],
+    kind: str,
+    page_size: int,
     slack: int,
 ) -> None:
     """Feed row b of `tokens` in pieces of `steps[s][b]`, and compare every valid row with the full forward."""
@@ -183,9 +208,15 @@ def test_any_chunking_on_any_cache_equals_the_full_forward(data: st.DataObject) 
     lengths = data.draw(st.lists(st.integers(1, 11), min_size=batch, max_size=batch))
     sizes = st.lists(st.integers(0, 5), min_size=batch, max_size=batch)
     steps = [*data.draw(st.lists(sizes, max_size=5)), lengths]
-    drive(model, random_tokens(batch, max(lengths), seed=data.draw(st.integers(0, 99))), lengths, steps,
-          data.draw(st.sampled_from(["contiguous", "paged"])), data.draw(st.integers(1, 5)),
-          data.draw(st.integers(0, 3)))
+    drive(
+        model,
+        random_tokens(batch, max(lengths), seed=data.draw(st.integers(0, 99))),
+        lengths,
+        steps,
+        data.draw(st.sampled_from(["contiguous", "paged"])),
+        data.draw(st.integers(1, 5)),
+        data.draw(st.integers(0, 3)),
+    )
 
 
 def test_the_mask_of_a_device_that_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +224,9 @@ def test_the_mask_of_a_device_that_the_host_does_not_read(monkeypatch: pytest.Mo
     logits = []
     for host_reads in (True, False):
         if not host_reads:
-            monkeypatch.setattr(transformer, "cached_visibility",
-                                lambda cache, lengths, *rest: cached_visibility(cache, None, *rest))
+            monkeypatch.setattr(
+                transformer, "cached_visibility", lambda cache, lengths, *rest: cached_visibility(cache, None, *rest)
+            )
         cache = model.new_cache(2, 11)
         logits.append(model(tokens[:, :5], cache=cache))
         cache.commit_(torch.tensor([5, 3]))
@@ -314,13 +346,22 @@ def test_initial_loss_is_that_of_a_uniform_guess() -> None:
         ({"layers": 0}, ValueError, "pdkernels.TransformerConfig: layers must be at least 1, got 0."),
         ({"heads": 4.0}, TypeError, "pdkernels.TransformerConfig: heads must be an int, got float."),
         ({"kv_heads": 3}, ValueError, "pdkernels.TransformerConfig: kv_heads must divide heads (4), got 3."),
-        ({"head_dim": 7}, ValueError,
-         "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7."),
-        ({"rope_style": "neox"}, ValueError,
-         "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'."),
+        (
+            {"head_dim": 7},
+            ValueError,
+            "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7.",
+        ),
+        (
+            {"rope_style": "neox"},
+            ValueError,
+            "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'.",
+        ),
         ({"rope_theta": 0.0}, ValueError, "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0."),
-        ({"rope_scaling": {"factor": 2.0}}, TypeError,
-         "pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict."),
+        (
+            {"rope_scaling": {"factor": 2.0}},
+            TypeError,
+            "pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict.",
+        ),
         ({"qk_norm": "both"}, TypeError, "pdkernels.TransformerConfig: qk_norm must be a bool, got str."),
         ({"norm_eps": -1.0}, ValueError, "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0."),
     ],
@@ -337,17 +378,25 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"positions": [0, 1, 2]}, TypeError, "positions must be a tensor, got list."),
     ({"rows": 1}, TypeError, "rows must be a slice, a tensor or a list of ints, got int."),
     ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens must be int64 or int32, got torch.float32."),
-    ({"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")}, ValueError,
-     "tokens must be on the model's device (cpu), got meta."),
+    (
+        {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")},
+        ValueError,
+        "tokens must be on the model's device (cpu), got meta.",
+    ),
     ({"tokens": torch.full((2, 3), 13)}, ValueError, "tokens must hold ids in [0, 13), got 13..13."),
-    ({"counts": torch.tensor([1, 1])}, ValueError,
-     "counts must be None without a cache, got a tensor. Pass a cache too."),
-    ({"positions": torch.zeros(4, dtype=torch.int64)}, ValueError,
-     "positions must have shape (3,) or (2, 3), got (4,)."),
+    (
+        {"counts": torch.tensor([1, 1])},
+        ValueError,
+        "counts must be None without a cache, got a tensor. Pass a cache too.",
+    ),
+    (
+        {"positions": torch.zeros(4, dtype=torch.int64)},
+        ValueError,
+        "positions must have shape (3,) or (2, 3), got (4,).",
+    ),
     ({"positions": torch.zeros(3)}, TypeError, "positions must be int64 or int32, got torch.float32."),
     ({"positions": torch.tensor([0, -2, 1])}, ValueError, "positions must not be negative, got -2."),
-    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError,
-     "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
+    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
     ({"mask": torch.ones(3, 3)}, TypeError, "mask must be bool (True = visible), got torch.float32."),
     ({"rows": [0, 3]}, ValueError, "rows must lie in [-3, 3), got 3."),
     ({"rows": torch.tensor([0, 3])}, ValueError, "rows must lie in [0, 3), got 0..3."),
@@ -356,8 +405,11 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rows": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, "rows must have shape (R,) or (2, R), got (3, 1)."),
     ({"cache": 3}, ValueError, "tokens must have the batch size of the cache (3), got 2."),
     ({"cache": 2, "counts": torch.tensor([1, 1, 1])}, ValueError, "counts must have shape (2), got (3,)."),
-    ({"cache": 2, "counts": torch.tensor([1.0, 1.0])}, TypeError,
-     "counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64)."),
+    (
+        {"cache": 2, "counts": torch.tensor([1.0, 1.0])},
+        TypeError,
+        "counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+    ),
 ]
 
 

@@ -59,7 +59,12 @@ def test_within_the_error_of_dense_masks(
     tokens = random_tokens(batch, rows, seed=1)
     actual = model(tokens, cache=caches(model, prefixes, page_size), mask=plan, positions=mask.positions)
     expected, pytorch = (
-        torch.stack([alone(m, prefix, row, batch, tokens[row], mask.dense(), mask.positions) for row, prefix in enumerate(prefixes)])
+        torch.stack(
+            [
+                alone(m, prefix, row, batch, tokens[row], mask.dense(), mask.positions)
+                for row, prefix in enumerate(prefixes)
+            ]
+        )
         for m in (exact, model)
     )
     found = measured(actual, expected, pytorch, name="logits")
@@ -77,7 +82,12 @@ def test_largest_errors_of_all_masks(variant: str) -> None:
             tokens, prefixes = random_tokens(2, mask.q_len, seed=seed), [3 * seed, 6]
             found = model(tokens, cache=caches(model, prefixes, 3), mask=plan, positions=mask.positions)
             by_both = (
-                torch.stack([alone(m, prefix, row, 2, tokens[row], mask.dense(), mask.positions) for row, prefix in enumerate(prefixes)])
+                torch.stack(
+                    [
+                        alone(m, prefix, row, 2, tokens[row], mask.dense(), mask.positions)
+                        for row, prefix in enumerate(prefixes)
+                    ]
+                )
                 for m in (exact, model)
             )
             every.append([t.flatten() for t in (found, *by_both)])

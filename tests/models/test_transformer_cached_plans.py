@@ -94,7 +94,9 @@ def test_equals_a_forward_without_a_cache(
     following = model(random_tokens(batch, 2, seed=2), cache=cache)
     for row, prefix in enumerate(prefixes):
         before = prefix + int(kept[row])
-        all_tokens = torch.cat([random_tokens(batch, CAPACITY)[row, :prefix], tokens[row], random_tokens(batch, 2, seed=2)[row]])
+        all_tokens = torch.cat(
+            [random_tokens(batch, CAPACITY)[row, :prefix], tokens[row], random_tokens(batch, 2, seed=2)[row]]
+        )
         whole = torch.zeros(prefix + rows + 2, prefix + rows + 2, dtype=torch.bool)
         whole[: prefix + rows, : prefix + rows] = full_mask(prefix, mask.dense())
         whole[-2:, :before] = True
@@ -144,7 +146,9 @@ def test_a_device_that_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -
     """The whole capacity is read, under a mask."""
     model, mask, tokens = build(), MASKS["quadratic"], random_tokens(2, 9, seed=1)
     expected = model(tokens, cache=caches(model, [3, 7], 4), mask=mask.dense(), positions=mask.positions)
-    monkeypatch.setattr(transformer, "cached_visibility", lambda cache, lengths, *rest: cached_visibility(cache, None, *rest))
+    monkeypatch.setattr(
+        transformer, "cached_visibility", lambda cache, lengths, *rest: cached_visibility(cache, None, *rest)
+    )
     close(model(tokens, cache=caches(model, [3, 7], 4), mask=mask.dense(), positions=mask.positions), expected)
 
 
@@ -157,7 +161,10 @@ def with_adapter(scale: float = 2.0, rank: int = 3) -> tuple[Transformer, Transf
     generator = torch.Generator().manual_seed(5)
     width, hidden = CONFIG.heads * CONFIG.head_dim, CONFIG.hidden_size
     pairs = [
-        (torch.randn(rank, width, generator=generator).double(), torch.randn(hidden, rank, generator=generator).double() / 4)
+        (
+            torch.randn(rank, width, generator=generator).double(),
+            torch.randn(hidden, rank, generator=generator).double() / 4,
+        )
         for _ in range(CONFIG.layers)
     ]
     model.attach_adapter_(pairs, scale)
@@ -223,7 +230,9 @@ def test_hidden_rows_and_their_logits() -> None:
     assert hidden.shape == (2, 6, CONFIG.hidden_size)
     close(model.logits(hidden[:, 2:5]), model(tokens, rows=slice(2, 5)))
     trained = build().requires_grad_(True)
-    assert trained.hidden(tokens).requires_grad and not trained.hidden(tokens, cache=trained.new_cache(2, 6)).requires_grad
+    assert (
+        trained.hidden(tokens).requires_grad and not trained.hidden(tokens, cache=trained.new_cache(2, 6)).requires_grad
+    )
 
 
 # ---- errors
@@ -232,14 +241,28 @@ BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
     ({"mask": torch.ones(3, 3)}, TypeError, "mask must be bool (True = visible), got torch.float32."),
     ({"mask": pd.masks.full(4).plan(16, 16)}, ValueError, "mask must be a plan of 3 x 3 tokens, got 4 x 4."),
-    ({"mask": pd.masks.full(3)}, TypeError, "mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has "
-     "both: mask.dense() and mask.plan()."),
-    ({"positions": torch.zeros(4, dtype=torch.int64)}, ValueError, "positions must have shape (3,) or (2, 3), got (4,)."),
-    ({"positions": torch.tensor([0, 1, 3])}, ValueError, "positions must lie in [0, 3) with a cache, got 0..3. There they count "
-     "from the cached length."),
-    ({"adapted": True}, ValueError, "adapted must be False for a model without an adapter, got True. Give it one with "
-     "attach_adapter_."),
-]  # fmt: skip
+    (
+        {"mask": pd.masks.full(3)},
+        TypeError,
+        "mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has "
+        "both: mask.dense() and mask.plan().",
+    ),
+    (
+        {"positions": torch.zeros(4, dtype=torch.int64)},
+        ValueError,
+        "positions must have shape (3,) or (2, 3), got (4,).",
+    ),
+    (
+        {"positions": torch.tensor([0, 1, 3])},
+        ValueError,
+        "positions must lie in [0, 3) with a cache, got 0..3. There they count from the cached length.",
+    ),
+    (
+        {"adapted": True},
+        ValueError,
+        "adapted must be False for a model without an adapter, got True. Give it one with attach_adapter_.",
+    ),
+]
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[m[:40] for _, _, m in BAD_CALLS])
@@ -260,7 +283,9 @@ def test_adapter_errors() -> None:
     with pytest.raises(TypeError, match=op + r": adapted must be a bool or a bool tensor, got torch\.float32\."):
         model(random_tokens(2, 3), adapted=torch.ones(3))
     a, b = torch.zeros(3, 32), torch.zeros(24, 3)
-    with pytest.raises(ValueError, match=op + r"\.attach_adapter_: pairs must be one pair for each of 2 layers, got 1\."):
+    with pytest.raises(
+        ValueError, match=op + r"\.attach_adapter_: pairs must be one pair for each of 2 layers, got 1\."
+    ):
         model.attach_adapter_([(a, b)])
     with pytest.raises(ValueError, match=r"pairs must hold a of shape \(rank, 32\), got \(3, 31\)\."):
         model.attach_adapter_([(a[:, 1:], b)] * 2)

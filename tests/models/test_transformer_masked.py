@@ -78,7 +78,9 @@ class Rewrite(NamedTuple):
     visible: Tensor
 
     def run(self, model: Transformer, cache: Any) -> Tensor:
-        return model.rewrite(self.tokens, cache, self.starts, slots=self.slots, counts=self.counts, visible=self.visible)
+        return model.rewrite(
+            self.tokens, cache, self.starts, slots=self.slots, counts=self.counts, visible=self.visible
+        )
 
     def counted(self, sequence: int) -> list[tuple[int, int]]:
         """Rows of a sequence that are no padding, and their places."""
@@ -241,7 +243,9 @@ def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
-def test_kernels_read_where_rows_lie_and_only_what_is_visible(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_read_where_rows_lie_and_only_what_is_visible(
+    page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, call = build(replace(PLAIN, head_dim=16), torch.float32), draw(5, 2, 4, by_slots=True, by_counts=False)
     call = call._replace(visible=torch.tensor([9, 3]))
     clean, poisoned = (new_cache(model, 2, page_size) for _ in range(2))
@@ -279,8 +283,10 @@ def test_index_dtypes() -> None:
         ({"slots": torch.zeros(2, 3, dtype=torch.int64)}, "slots must have shape (2, 2), got (2, 3)."),
         ({"slots": torch.tensor([[0, 1], [0, -2]])}, "slots must be -1 or more, got -2."),
         ({"starts": torch.tensor([0, 11])}, "slots must stay below the cache's capacity (12), got 12."),
-        ({"counts": torch.zeros(2)},
-         "counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64)."),
+        (
+            {"counts": torch.zeros(2)},
+            "counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+        ),
         ({"visible": torch.tensor([5, 13])}, "visible must lie in [0, 12], the cache's capacity, got 5..13."),
         ({"visible": torch.tensor([-1, 3])}, "visible must lie in [0, 12], the cache's capacity, got -1..3."),
         ({"tokens": torch.tensor([[1, 2], [13, 0]])}, "tokens must hold ids in [0, 13), got 0..13."),

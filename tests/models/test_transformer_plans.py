@@ -80,16 +80,29 @@ def test_errors() -> None:
     wrong = [
         (tokens[:, :56], plan, ValueError, "mask must be a plan of 56 x 56 tokens, got 57 x 57."),
         (tokens, MASK[:, :40].plan(32, 32), ValueError, "mask must be a plan of 57 x 57 tokens, got 57 x 40."),
-        (tokens, TilePlan.stack([plan] * 3), ValueError, "mask must be one plan, or 2 stacked ones, got 3 stacked ones."),
+        (
+            tokens,
+            TilePlan.stack([plan] * 3),
+            ValueError,
+            "mask must be one plan, or 2 stacked ones, got 3 stacked ones.",
+        ),
         (tokens, plan.to("meta"), ValueError, "mask must be on the model's device (cpu), got meta."),
-        (tokens, MASK, TypeError, "mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has both: "
-                                  "mask.dense() and mask.plan()."),
-    ]  # fmt: skip
+        (
+            tokens,
+            MASK,
+            TypeError,
+            "mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has both: "
+            "mask.dense() and mask.plan().",
+        ),
+    ]
     for some, mask, error, message in wrong:
         with pytest.raises(error) as caught:
             model(some, mask=mask)
         assert str(caught.value) == f"pdkernels.Transformer: {message}"
     for other in (build(CONFIG, torch.float32), build(replace(CONFIG, head_dim=16), torch.float64)):
-        with pytest.raises(ValueError, match=r"Transformer: mask must be a bool tensor for a model in .* with heads of .* Pass mask\.dense\(\)\."):
+        with pytest.raises(
+            ValueError,
+            match=r"Transformer: mask must be a bool tensor for a model in .* with heads of .* Pass mask\.dense\(\)\.",
+        ):
             other(tokens, mask=plan)
         assert other(tokens, mask=plan.dense()).shape[:2] == tokens.shape

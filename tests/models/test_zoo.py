@@ -25,7 +25,17 @@ from pdkernels.models import (
     to_hf_state_dict,
 )
 from pdkernels.models.zoo import WEIGHTS
-from tests.models.plain import CHECKPOINTS, LINEAR, LLAMA, LLAMA31, MINISTRAL3, QWEN2, QWEN3, plain_logits, random_checkpoint
+from tests.models.plain import (
+    CHECKPOINTS,
+    LINEAR,
+    LLAMA,
+    LLAMA31,
+    MINISTRAL3,
+    QWEN2,
+    QWEN3,
+    plain_logits,
+    random_checkpoint,
+)
 
 SNIPPET = '''\
 class Counter:
@@ -93,7 +103,9 @@ def test_tiny_files_from_when_yarn_was_the_only_rule(tmp_path: Path, monkeypatch
     fields = asdict(config)
     fields["yarn"] = fields.pop("rope_scaling")
     del fields["qk_norm"]
-    save_file(Transformer(config).state_dict(), tmp_path / "tiny-test.safetensors", metadata={"config": json.dumps(fields)})
+    save_file(
+        Transformer(config).state_dict(), tmp_path / "tiny-test.safetensors", metadata={"config": json.dumps(fields)}
+    )
     monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
     assert zoo.load("tiny-test").config == config
 
@@ -105,7 +117,9 @@ def test_tiny_files_keep_mask_token_and_adapter(
     from pdkernels.models import zoo
 
     torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=258, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24)
+    config = TransformerConfig(
+        vocab_size=258, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=8, intermediate_size=24
+    )
     model = Transformer(config, mask_token=mask_token)
     if adapter:
         model.attach_adapter_([(torch.randn(3, 16), torch.randn(16, 3)) for _ in range(2)], scale=0.5)
@@ -184,8 +198,9 @@ def test_dtype_and_end_tokens_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 3}))
     assert models.load(tmp_path).end_tokens == (3,)
     (tmp_path / "generation_config.json").write_text("{}")
-    (tmp_path / "config.json").write_text(json.dumps({**MINISTRAL3, "torch_dtype": "float32", "dtype": None,
-                                                      "eos_token_id": None}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**MINISTRAL3, "torch_dtype": "float32", "dtype": None, "eos_token_id": None})
+    )
     assert models.load(tmp_path).dtype == torch.float32 and models.load(tmp_path).end_tokens == ()
 
 
@@ -200,8 +215,17 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_the_published_size_of_qwen3_8b() -> None:
-    fields = {**QWEN3, "vocab_size": 151936, "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "tie_word_embeddings": False}  # fmt: skip
+    fields = {
+        **QWEN3,
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "tie_word_embeddings": False,
+    }
     with torch.device("meta"):
         model = Transformer(from_hf_config(fields))
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_190_735_360
@@ -216,7 +240,9 @@ def test_configurations() -> None:
     config = from_hf_config(QWEN3)
     assert (config.qk_norm, config.qkv_bias, config.head_dim, config.rope_scaling) == (True, False, 8, None)
     # A window that is named and not used.
-    assert from_hf_config({**{k: v for k, v in QWEN3.items() if k != "use_sliding_window"}, "sliding_window": 8}) == config
+    assert (
+        from_hf_config({**{k: v for k, v in QWEN3.items() if k != "use_sliding_window"}, "sliding_window": 8}) == config
+    )
     assert asdict(from_hf_config(LLAMA))["qkv_bias"] is False and from_hf_config(LLAMA).head_dim == 8
     rope = {"type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384}
     yarn = from_hf_config({**QWEN2, "rope_scaling": rope}).rope_scaling
@@ -229,8 +255,11 @@ def test_state_dict_round_trip(fields: dict[str, Any]) -> None:
     state, config = random_checkpoint(fields), from_hf_config(fields)
     back = to_hf_state_dict(from_hf_state_dict(state, config), config)
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
-    extra = {**state, "lm_head.weight": state["model.embed_tokens.weight"].clone(),
-             "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    extra = {
+        **state,
+        "lm_head.weight": state["model.embed_tokens.weight"].clone(),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3),
+    }
     assert from_hf_state_dict(extra, config).keys() == from_hf_state_dict(state, config).keys()
 
 
@@ -254,19 +283,32 @@ def test_bad_dtype() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "model_type must be one of qwen2, qwen3, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, got 'gpt2'."),
+        (
+            {"model_type": "gpt2"},
+            "model_type must be one of qwen2, qwen3, llama, mistral, ministral3, Dream, Fast_dLLM_Qwen, got 'gpt2'.",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'."),
-        ({"sliding_window": 8, "use_sliding_window": True},
-         "sliding_window must be absent or cover all 64 positions, got 8."),
-        ({"rope_scaling": {"rope_type": "dynamic"}},
-         "rope_type must be one of default, linear, llama3, yarn, got 'dynamic'."),
+        (
+            {"sliding_window": 8, "use_sliding_window": True},
+            "sliding_window must be absent or cover all 64 positions, got 8.",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_type must be one of default, linear, llama3, yarn, got 'dynamic'.",
+        ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1, got 0.5."),
-        ({**QWEN3, "sliding_window": 8, "use_sliding_window": True},
-         "sliding_window must be absent or cover all 64 positions, got 8."),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
-         "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1."),
-        ({"rope_parameters": {"llama_4_scaling_beta": 0.1}},
-         "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1."),
+        (
+            {**QWEN3, "sliding_window": 8, "use_sliding_window": True},
+            "sliding_window must be absent or cover all 64 positions, got 8.",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1.",
+        ),
+        (
+            {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
+            "llama_4_scaling_beta must be 0 without rope_type 'yarn', got 0.1.",
+        ),
     ],
 )
 def test_what_is_not_computed_is_not_loaded(changes: dict[str, Any], message: str) -> None:
@@ -288,8 +330,10 @@ def test_missing_field() -> None:
     [
         ({"rope_type": "linear"}, "must hold 'factor', got only rope_type."),
         ({"rope_type": "yarn", "beta_fast": 32}, "must hold 'factor', got only beta_fast, rope_type."),
-        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0},
-         "must hold 'low_freq_factor', got only factor, high_freq_factor, original_max_position_embeddings, rope_type."),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "high_freq_factor": 4.0},
+            "must hold 'low_freq_factor', got only factor, high_freq_factor, original_max_position_embeddings, rope_type.",
+        ),
     ],
 )
 def test_missing_field_of_rope(where: str, rope: dict[str, Any], message: str) -> None:

@@ -53,7 +53,14 @@ class Results(NamedTuple):
 
 
 def make_inputs(
-    q_len: int, kv_len: int, *, batch: int = 2, heads: int = 4, kv_heads: int = 2, head_dim: int = 32, dtype: torch.dtype = torch.float32
+    q_len: int,
+    kv_len: int,
+    *,
+    batch: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
 ) -> Inputs:
     generator = torch.Generator().manual_seed(q_len + 7 * kv_len)
 
@@ -79,7 +86,9 @@ def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None
     return Results(*(x.detach().cpu() for x in (out, lse, *torch.autograd.grad(outputs, leaves, gradients))))
 
 
-def run_dense(inputs: Inputs, mask: Tensor, dtype: torch.dtype, scale: float | None = None, through_lse: bool = True) -> Results:
+def run_dense(
+    inputs: Inputs, mask: Tensor, dtype: torch.dtype, scale: float | None = None, through_lse: bool = True
+) -> Results:
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs[:3]]
     out, lse = reference(*leaves, mask, scale)
     gradients = (inputs.grad_out.to(dtype), inputs.grad_lse.to(lse.dtype) * through_lse)
@@ -88,7 +97,7 @@ def run_dense(inputs: Inputs, mask: Tensor, dtype: torch.dtype, scale: float | N
 
 def check(
     backend: str, inputs: Inputs, plan: TilePlan, dense: Tensor, scale: float | None = None, through_lse: bool = True
-) -> Results:  # fmt: skip
+) -> Results:
     actual = run(backend, inputs, plan, scale, through_lse)
     exact = run_dense(inputs, dense, torch.float64, scale, through_lse)
     same = run_dense(inputs, dense, inputs.q.dtype, scale, through_lse)

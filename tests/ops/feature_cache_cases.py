@@ -45,20 +45,38 @@ class Selection(Call):
     block_table: Tensor | None
 
     def run(self, select) -> Tensor:
-        options = dict(count=self.count, wanted=self.wanted, counts=self.counts, update=self.update, block_table=self.block_table)
+        options = dict(
+            count=self.count, wanted=self.wanted, counts=self.counts, update=self.update, block_table=self.block_table
+        )
         return select(self.v, self.v_cache, self.starts, **options)
 
     def sequence(self, b: int) -> Selection:
         """One sequence of the same storages."""
-        parts = {name: t[b : b + 1] for name in ("v", "starts", "wanted", "counts", "block_table") if (t := getattr(self, name)) is not None}
+        parts = {
+            name: t[b : b + 1]
+            for name in ("v", "starts", "wanted", "counts", "block_table")
+            if (t := getattr(self, name)) is not None
+        }
         return replace(self, **parts, v_cache=self.v_cache if self.block_table is not None else self.v_cache[b : b + 1])
 
 
 def make_selection(
-    seed: int, *, batch: int = 2, rows: int = 7, kv_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float32, count: int = 3,
-    page_size: int | None = None, capacity: int = 16, pad: int = 0, wanted: bool = True, counts: bool = True, update: str = "all",
+    seed: int,
+    *,
+    batch: int = 2,
+    rows: int = 7,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    count: int = 3,
+    page_size: int | None = None,
+    capacity: int = 16,
+    pad: int = 0,
+    wanted: bool = True,
+    counts: bool = True,
+    update: str = "all",
     index_dtype: torch.dtype = torch.int64,
-) -> Selection:  # fmt: skip
+) -> Selection:
     """Cosines of a sequence lie far apart, so that no rounding decides which are lowest."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
@@ -68,8 +86,15 @@ def make_selection(
     v = storage((batch, rows, kv_heads, head_dim), dtype, order, pad, seed)
     v_cache = storage((pages, places, kv_heads, head_dim), dtype, order, pad, seed + 1)
     v_cache.copy_(torch.randn(v_cache.shape, generator=generator))
-    ids = torch.tensor(rng.sample(range(pages), batch * per_sequence), dtype=torch.int32).view(batch, per_sequence) if page_size else None
-    starts, numbers = [rng.randint(0, capacity - rows) for _ in range(batch)], [rng.randint(0, rows) for _ in range(batch)]
+    ids = (
+        torch.tensor(rng.sample(range(pages), batch * per_sequence), dtype=torch.int32).view(batch, per_sequence)
+        if page_size
+        else None
+    )
+    starts, numbers = (
+        [rng.randint(0, capacity - rows) for _ in range(batch)],
+        [rng.randint(0, rows) for _ in range(batch)],
+    )
     for b, start in enumerate(starts):
         cosines = torch.linspace(-0.95, 0.95, rows)[torch.randperm(rows, generator=generator)]
         for i in range(rows):
@@ -81,21 +106,36 @@ def make_selection(
             v[b, i] = (new * rng.uniform(1, 20)).view(kv_heads, head_dim).to(dtype)
     wishes = [rng.choice([0, count // 2, count, count + 3]) for _ in range(batch)]
     return Selection(
-        v, v_cache, torch.tensor(starts, dtype=index_dtype), count, torch.tensor(wishes, dtype=index_dtype) if wanted else None,
-        torch.tensor(numbers, dtype=index_dtype) if counts else None, update, ids,
-    )  # fmt: skip
+        v,
+        v_cache,
+        torch.tensor(starts, dtype=index_dtype),
+        count,
+        torch.tensor(wishes, dtype=index_dtype) if wanted else None,
+        torch.tensor(numbers, dtype=index_dtype) if counts else None,
+        update,
+        ids,
+    )
 
 
 @st.composite
 def selections(draw: st.DrawFn) -> Selection:
     rows = draw(st.integers(1, 12))
     return make_selection(
-        draw(st.integers(0, 2**20)), batch=draw(st.integers(1, 3)), rows=rows, kv_heads=draw(st.integers(1, 3)),
-        head_dim=draw(st.sampled_from([8, 16, 34, 64])), dtype=draw(st.sampled_from(DTYPES)), count=draw(st.integers(0, rows + 2)),
-        page_size=draw(st.sampled_from([None, 1, 3, 16])), capacity=draw(st.integers(rows, 20)), pad=draw(st.integers(0, 2)),
-        wanted=draw(st.booleans()), counts=draw(st.booleans()), update=draw(st.sampled_from(reference.UPDATES)),
+        draw(st.integers(0, 2**20)),
+        batch=draw(st.integers(1, 3)),
+        rows=rows,
+        kv_heads=draw(st.integers(1, 3)),
+        head_dim=draw(st.sampled_from([8, 16, 34, 64])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        count=draw(st.integers(0, rows + 2)),
+        page_size=draw(st.sampled_from([None, 1, 3, 16])),
+        capacity=draw(st.integers(rows, 20)),
+        pad=draw(st.integers(0, 2)),
+        wanted=draw(st.booleans()),
+        counts=draw(st.booleans()),
+        update=draw(st.sampled_from(reference.UPDATES)),
         index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -110,9 +150,16 @@ class Sum(Call):
 
 
 def make_sum(
-    seed: int, *, batch: int = 2, rows: int = 7, replaced: int | None = 3, width: int = 16, dtype: torch.dtype = torch.float32,
-    pad: int = 0, index_dtype: torch.dtype = torch.int64,
-) -> Sum:  # fmt: skip
+    seed: int,
+    *,
+    batch: int = 2,
+    rows: int = 7,
+    replaced: int | None = 3,
+    width: int = 16,
+    dtype: torch.dtype = torch.float32,
+    pad: int = 0,
+    index_dtype: torch.dtype = torch.int64,
+) -> Sum:
     """Random bytes: NaN and infinities are among them."""
     rng = random.Random(seed)
     order = (1, 0, 2) if pad else (0, 1, 2)
@@ -120,14 +167,21 @@ def make_sum(
     if replaced is None:
         return Sum(x, cached, None, None)
     lists = [sorted(rng.sample(range(rows), rng.randint(0, min(rows, replaced)))) for _ in range(batch)]
-    index = torch.tensor([picked + [-1] * (replaced - len(picked)) for picked in lists], dtype=index_dtype).view(batch, replaced)
+    index = torch.tensor([picked + [-1] * (replaced - len(picked)) for picked in lists], dtype=index_dtype).view(
+        batch, replaced
+    )
     return Sum(x, cached, storage((batch, replaced, width), dtype, order, pad, seed + 2), index)
 
 
 @st.composite
 def sums(draw: st.DrawFn) -> Sum:
     return make_sum(
-        draw(st.integers(0, 2**20)), batch=draw(st.integers(0, 3)), rows=draw(st.integers(0, 9)),
-        replaced=draw(st.one_of(st.none(), st.integers(0, 9))), width=draw(st.sampled_from([0, 1, 7, 16, 64, 130])),
-        dtype=draw(st.sampled_from(DTYPES)), pad=draw(st.integers(0, 2)), index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-    )  # fmt: skip
+        draw(st.integers(0, 2**20)),
+        batch=draw(st.integers(0, 3)),
+        rows=draw(st.integers(0, 9)),
+        replaced=draw(st.one_of(st.none(), st.integers(0, 9))),
+        width=draw(st.sampled_from([0, 1, 7, 16, 64, 130])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        pad=draw(st.integers(0, 2)),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+    )

@@ -44,7 +44,11 @@ class Public:
         self.rotate_ = pd.rotate_
         self.logit_drift = pd.logit_drift
         self.unmask_ = pd.unmask_
-        self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = pd.value_drift_select_, pd.gather_rows, pd.add_cached_rows_
+        self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = (
+            pd.value_drift_select_,
+            pd.gather_rows,
+            pd.add_cached_rows_,
+        )
         self.token_statistics = pd.token_statistics
 
 
@@ -72,21 +76,56 @@ class Simulated:
         self.ops.record_step_(log, count, more, entry, signed(handle))
 
     def recurrence_inject(
-        self, state, embedding, previous_embedding, recurrences, cursor, width, advance, steps, *, seed=0, noise=0.0,
-        schedule="linear", horizon=32, mixer="linear", momentum=0.0, init_std=0.4**0.5, new_state="fresh", damp_new=False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        state,
+        embedding,
+        previous_embedding,
+        recurrences,
+        cursor,
+        width,
+        advance,
+        steps,
+        *,
+        seed=0,
+        noise=0.0,
+        schedule="linear",
+        horizon=32,
+        mixer="linear",
+        momentum=0.0,
+        init_std=0.4**0.5,
+        new_state="fresh",
+        damp_new=False,
+    ) -> Tensor:
         tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
-        return self.ops.recurrence_inject(*tensors, seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+        return self.ops.recurrence_inject(
+            *tensors, seed, noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new
+        )
 
-    def recurrence_exit(self, *tensors, threshold, older=None, older_advance=None, min_recurrences=1, eps=1e-6) -> pd.RecurrenceExit:
-        return pd.RecurrenceExit(*self.ops.recurrence_exit(*tensors, threshold, older, older_advance, min_recurrences, eps))
+    def recurrence_exit(
+        self, *tensors, threshold, older=None, older_advance=None, min_recurrences=1, eps=1e-6
+    ) -> pd.RecurrenceExit:
+        return pd.RecurrenceExit(
+            *self.ops.recurrence_exit(*tensors, threshold, older, older_advance, min_recurrences, eps)
+        )
 
     def recurrence_advance_(
-        self, *tensors, settled=None, inner_recurrence, max_wavefront=None, max_recurrences=0, stability=0, rule="prefix",
-        headway=1, filler=None, end_tokens=None, guard=True, keep_last=False,
-    ) -> None:  # fmt: skip
+        self,
+        *tensors,
+        settled=None,
+        inner_recurrence,
+        max_wavefront=None,
+        max_recurrences=0,
+        stability=0,
+        rule="prefix",
+        headway=1,
+        filler=None,
+        end_tokens=None,
+        guard=True,
+        keep_last=False,
+    ) -> None:
         limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
         self.ops.recurrence_advance_(*tensors, settled, *limits, filler, end_tokens, guard, keep_last)
+
     def add_rms_norm(self, x, residual, weight, *, next_weight=None, eps=1e-6) -> tuple[Tensor, Tensor | None]:
         y, following = self.ops.add_rms_norm(x, residual, weight, next_weight, eps)
         return y, None if next_weight is None else following
@@ -94,7 +133,9 @@ class Simulated:
     def silu_gate(self, x) -> Tensor:
         return self.ops.silu_gate(x)
 
-    def rotate_append_(self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved", slots=None) -> None:
+    def rotate_append_(
+        self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved", slots=None
+    ) -> None:
         self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved", slots)
 
     def rotate_(self, x, cos, sin, positions, *, style="half") -> None:
@@ -104,14 +145,31 @@ class Simulated:
         return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
 
     def unmask_(
-        self, tokens, ids, confidence=None, *, mask_token, positions=None, windows=None, quota=1, threshold=None, need=1, factor=None,
-        strict=False, seed=0, step=0,
-    ) -> pd.Unmasked:  # fmt: skip
+        self,
+        tokens,
+        ids,
+        confidence=None,
+        *,
+        mask_token,
+        positions=None,
+        windows=None,
+        quota=1,
+        threshold=None,
+        need=1,
+        factor=None,
+        strict=False,
+        seed=0,
+        step=0,
+    ) -> pd.Unmasked:
         (quota, quotas), (need, needs), (step, steps) = (number_or_tensor(value) for value in (quota, need, step))
         rule = (quota, quotas, threshold, need, needs, factor, strict)
-        return pd.Unmasked(*self.ops.unmask_(tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps))
+        return pd.Unmasked(
+            *self.ops.unmask_(tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps)
+        )
 
-    def value_drift_select_(self, v, v_cache, starts, *, count, wanted=None, counts=None, update="all", block_table=None) -> Tensor:
+    def value_drift_select_(
+        self, v, v_cache, starts, *, count, wanted=None, counts=None, update="all", block_table=None
+    ) -> Tensor:
         return self.ops.value_drift_select_(v, v_cache, starts, count, wanted, counts, update, block_table)
 
     def gather_rows(self, x, index) -> Tensor:
@@ -121,10 +179,25 @@ class Simulated:
         return self.ops.add_cached_rows_(x, cached, rows, index)
 
     def token_statistics(
-        self, logits, *, temperature=0.0, seed=0, step=0, positions=None, row_index=None, suppress=(), top_k=5, top_p=1.0, min_p=0.0,
+        self,
+        logits,
+        *,
+        temperature=0.0,
+        seed=0,
+        step=0,
+        positions=None,
+        row_index=None,
+        suppress=(),
+        top_k=5,
+        top_p=1.0,
+        min_p=0.0,
         law="model",
-    ) -> pd.TokenStatistics:  # fmt: skip
-        steps = step.expand(logits.shape[:-1] if row_index is None else row_index.shape) if isinstance(step, Tensor) else None
+    ) -> pd.TokenStatistics:
+        steps = (
+            step.expand(logits.shape[:-1] if row_index is None else row_index.shape)
+            if isinstance(step, Tensor)
+            else None
+        )
         draw = (temperature, seed, 0 if steps is not None else step, steps, positions, row_index)
         return pd.TokenStatistics(*self.ops.token_statistics(logits, *draw, list(suppress), top_k, top_p, min_p, law))
 
@@ -168,7 +241,9 @@ def simulated_ops() -> tuple[ctypes.CDLL, object]:
 def emulated_ops() -> object:
     """All CPU ops once more beside the real ones; PDKERNELS_CPU_ISA names the level of each call."""
     environment = os.environ | {"PDKERNELS_EMULATE_ISA": "1"}
-    built = subprocess.run([sys.executable, "setup.py", "-q", "build_ext"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    built = subprocess.run(
+        [sys.executable, "setup.py", "-q", "build_ext"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert built.returncode == 0, built.stdout + built.stderr
     library = torch.library.Library("pdkernels_emulated", "DEF")
     for schema in SCHEMAS.values():

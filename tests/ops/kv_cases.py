@@ -14,7 +14,9 @@ LAYOUTS = ["dense", "heads_first", "padded", "layers_apart", "layers_inner"]
 GUARD = 64  # elements before and after every buffer
 
 
-def storage(shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...], pad: int, seed: int, offset: int = 0) -> Tensor:
+def storage(
+    shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...], pad: int, seed: int, offset: int = 0
+) -> Tensor:
     """A view of `shape` whose dimensions lie in memory in `order`, rows `pad` elements apart, in a random storage."""
     sizes = [shape[dim] for dim in order]
     strides = [0] * len(shape)
@@ -39,7 +41,9 @@ def whole(t: Tensor) -> Tensor:
 def copy_of(t: Tensor, device: torch.device | None = None) -> Tensor:
     """The same view of a copied storage."""
     raw = whole(t).clone().to(device or t.device)
-    return torch.empty(0, dtype=t.dtype, device=raw.device).set_(raw.untyped_storage(), t.storage_offset(), t.shape, t.stride())
+    return torch.empty(0, dtype=t.dtype, device=raw.device).set_(
+        raw.untyped_storage(), t.storage_offset(), t.shape, t.stride()
+    )
 
 
 @dataclass

@@ -16,7 +16,9 @@ from tests.harness.error_budget import assert_within_budget
 DRAWS = [(0.0, "model"), (0.7, "model"), (1.6, "sampling"), (0.0, "sampling")]
 
 
-def inputs(rows: int, width: int, depth: int, dtype: torch.dtype = torch.float32, peak: float = 3.0) -> tuple[Tensor, Tensor]:
+def inputs(
+    rows: int, width: int, depth: int, dtype: torch.dtype = torch.float32, peak: float = 3.0
+) -> tuple[Tensor, Tensor]:
     """Hidden states and a head whose logits have a standard deviation of `peak`."""
     generator = torch.Generator().manual_seed(rows * 10_007 + width * 101 + depth)
     hidden, weight = (torch.randn(size, depth, generator=generator) for size in (rows, width))
@@ -41,9 +43,17 @@ def check_exactly(found: pd.TokenStatistics, hidden: Tensor, weight: Tensor, **o
 
 
 def check(
-    found: pd.TokenStatistics, hidden: Tensor, weight: Tensor, *, temperature: float = 0.0, seed: int = 0, step: int = 0,
-    suppress: tuple[int, ...] = (), top_k: int = 5, law: str = "model",
-) -> None:  # fmt: skip
+    found: pd.TokenStatistics,
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    temperature: float = 0.0,
+    seed: int = 0,
+    step: int = 0,
+    suppress: tuple[int, ...] = (),
+    top_k: int = 5,
+    law: str = "model",
+) -> None:
     """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two
     logits may have: that of the product in this dtype, by the same budget."""
     options = {"temperature": temperature, "seed": seed, "step": step, "suppress": suppress, "top_k": top_k, "law": law}
@@ -53,7 +63,9 @@ def check(
         assert_within_budget(getattr(found, name), getattr(exact, name), getattr(same, name), name=name)
 
     logits, plain = linear(hidden.double(), weight.double()), linear(hidden, weight).double()
-    error = 2 * (logits - plain).abs().max() + torch.finfo(hidden.dtype).eps / 2 * logits.abs().max() + 1e-6 * temperature
+    error = (
+        2 * (logits - plain).abs().max() + torch.finfo(hidden.dtype).eps / 2 * logits.abs().max() + 1e-6 * temperature
+    )
     for x in (logits, plain):
         x[:, list(suppress)] = -torch.inf
     rows = torch.arange(len(logits))[:, None]

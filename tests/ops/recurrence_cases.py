@@ -19,7 +19,9 @@ def spread_out(x: Tensor, style: str) -> Tensor:
     if style == "transposed":
         return x.transpose(0, 1).contiguous().transpose(0, 1)
     odd = style == "odd"
-    room = torch.full((x.shape[0], x.shape[1] + 1, x.shape[2] + (3 if odd else 32)), torch.nan, dtype=x.dtype, device=x.device)
+    room = torch.full(
+        (x.shape[0], x.shape[1] + 1, x.shape[2] + (3 if odd else 32)), torch.nan, dtype=x.dtype, device=x.device
+    )
     place = room[:, 1:, 1 : x.shape[2] + 1] if odd else room[:, 1:, 16 : x.shape[2] + 16]
     place.copy_(x)
     return place
@@ -170,7 +172,9 @@ def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype
     vocabulary = rng.choice([2, 4, 50])
 
     def table(columns: int, most: int) -> Tensor:
-        return torch.tensor([[rng.randint(0, most) for _ in range(columns)] for _ in range(batch)], dtype=dtype).reshape(batch, columns)
+        return torch.tensor(
+            [[rng.randint(0, most) for _ in range(columns)] for _ in range(batch)], dtype=dtype
+        ).reshape(batch, columns)
 
     def vector(*choices: int) -> Tensor:
         return torch.tensor([rng.choice(choices) for _ in range(batch)], dtype=dtype)
@@ -182,12 +186,26 @@ def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype
             if rng.random() < agree:
                 tokens[b, i + 1] = predictions[b, i]
     wave = Wave(
-        tokens, predictions, table(room, 9), table(room, 4), vector(rows, rows, *range(rows + 1)), vector(0, 7, 2**31 - 99), vector(0, 3),
-        vector(0, 11), vector(0, 1, 2, room, 1000),
-    )  # fmt: skip
+        tokens,
+        predictions,
+        table(room, 9),
+        table(room, 4),
+        vector(rows, rows, *range(rows + 1)),
+        vector(0, 7, 2**31 - 99),
+        vector(0, 3),
+        vector(0, 11),
+        vector(0, 1, 2, room, 1000),
+    )
     share = rng.choice([0.0, 0.5, 0.9, 1.0])
     options: dict[str, object] = {
-        "settled": rng.choice([None, torch.tensor([[rng.random() < share for _ in range(rows)] for _ in range(batch)]).reshape(batch, rows).bool()]),
+        "settled": rng.choice(
+            [
+                None,
+                torch.tensor([[rng.random() < share for _ in range(rows)] for _ in range(batch)])
+                .reshape(batch, rows)
+                .bool(),
+            ]
+        ),
         "inner_recurrence": rng.randint(1, 4),
         "max_wavefront": cap,
         "max_recurrences": rng.choice([0, 0, 8]),

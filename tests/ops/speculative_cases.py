@@ -53,9 +53,16 @@ class Results(NamedTuple):
 
 
 def make_inputs(
-    new: int, lengths: Sequence[int], *, slots: int | None = None, page_size: int = 0,
-    heads: int = 4, kv_heads: int = 2, head_dim: int = 32, dtype: torch.dtype = torch.float32,
-) -> Inputs:  # fmt: skip
+    new: int,
+    lengths: Sequence[int],
+    *,
+    slots: int | None = None,
+    page_size: int = 0,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+) -> Inputs:
     """NaN stands wherever nothing may be read: in the cache behind the lengths, and with a page size in pages nobody owns."""
     generator = torch.Generator().manual_seed(new + 7 * sum(lengths))
     batch, slots = len(lengths), max(lengths, default=0) + 3 if slots is None else slots
@@ -67,7 +74,9 @@ def make_inputs(
     for b, length in enumerate(lengths):
         k_cache[b, length:] = v_cache[b, length:] = NAN
     # int32 and int64 take turns, apart from each other in the table.
-    inputs = Inputs(q, k_new, v_new, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int64 if new % 2 else torch.int32))
+    inputs = Inputs(
+        q, k_new, v_new, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int64 if new % 2 else torch.int32)
+    )
     return in_pages(inputs, page_size) if page_size else inputs
 
 
@@ -85,7 +94,9 @@ def in_pages(inputs: Inputs, page_size: int) -> Inputs:
         pools.append(pool)
     table[torch.arange(columns) >= -(-inputs.lengths // page_size)[:, None]] = NO_PAGE
     narrow = inputs.lengths.dtype == torch.int64
-    return inputs._replace(k_cache=pools[0], v_cache=pools[1], block_table=table.to(torch.int32 if narrow else torch.int64))
+    return inputs._replace(
+        k_cache=pools[0], v_cache=pools[1], block_table=table.to(torch.int32 if narrow else torch.int64)
+    )
 
 
 def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None) -> Results:
@@ -104,9 +115,13 @@ def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None
 
 
 def check(
-    backend: str, inputs: Inputs, mask: SegmentMask | Sequence[SegmentMask], tiles: tuple[int, int] = (32, 32),
-    scale: float | None = None, plan: TilePlan | None = None,
-) -> Results:  # fmt: skip
+    backend: str,
+    inputs: Inputs,
+    mask: SegmentMask | Sequence[SegmentMask],
+    tiles: tuple[int, int] = (32, 32),
+    scale: float | None = None,
+    plan: TilePlan | None = None,
+) -> Results:
     """`mask` is one for all sequences, or one for each; `plan` another plan of it than that of `tiles`."""
     if isinstance(mask, SegmentMask):
         made, dense = mask.plan(*tiles), mask.dense()
@@ -154,7 +169,9 @@ def capacity(inputs: Inputs) -> int:
 
 def with_room(inputs: Inputs, rows: Rows, page_size: int) -> Inputs:
     """The same cache in pages, which exist for the prefix and for what is stored behind it, and no further."""
-    stored = torch.tensor([len(rows.chosen(inputs.q.shape[1], b)) for b in range(len(inputs.q))], dtype=inputs.lengths.dtype)
+    stored = torch.tensor(
+        [len(rows.chosen(inputs.q.shape[1], b)) for b in range(len(inputs.q))], dtype=inputs.lengths.dtype
+    )
     return in_pages(inputs._replace(lengths=inputs.lengths + stored), page_size)._replace(lengths=inputs.lengths)
 
 
@@ -168,18 +185,22 @@ def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tupl
         plan = plan.to(triton_device())
         lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps)
         moved = (None if x is None else x.to(triton_device()) for x in rows)
-        results = forward(*tensors, *lists, plan.block_q, plan.block_k, inputs.q.shape[-1] ** -0.5, table, *moved, append=True)
+        results = forward(
+            *tensors, *lists, plan.block_q, plan.block_k, inputs.q.shape[-1] ** -0.5, table, *moved, append=True
+        )
     else:
         device, name = on_device(backend)
         *tensors, table = inputs.map(lambda x: copy_of(x, torch.device(device)))
         options = {name: None if x is None else x.to(device) for name, x in rows._asdict().items()}
         results = pd.speculative_attention_append_(
             *tensors, plan.to(device), **options, block_table=table, return_lse=True, backend=name
-        )  # fmt: skip
+        )
     return Results(*(x.cpu() for x in results)), tensors[3], tensors[4]
 
 
-def check_append(backend: str, inputs: Inputs, mask: SegmentMask, rows: Rows, tiles: tuple[int, int] = (32, 32)) -> None:
+def check_append(
+    backend: str, inputs: Inputs, mask: SegmentMask, rows: Rows, tiles: tuple[int, int] = (32, 32)
+) -> None:
     """The results are those without storing, bit for bit, and no byte of the caches changes but the chosen rows' places."""
     plan = mask.plan(*tiles)
     results, *caches = run_append(backend, inputs, plan, rows)
@@ -209,7 +230,9 @@ TAILS: dict[str, SegmentMask] = {
     # The chunks of a round, which are drafted together behind a cached plan.
     "planned chunks": masks.planned([Stage(3, (33, 20))])[3:56, 3:56],
     "planned chunks, sparse": masks.planned([Stage(3, (33, 20))], sparse=True)[3:56, 3:56],
-    "rows that see the prefix alone": SegmentMask([Segment(20, "none"), Segment(16, "causal"), Segment(5, "none", (range(1, 2),))]),
+    "rows that see the prefix alone": SegmentMask(
+        [Segment(20, "none"), Segment(16, "causal"), Segment(5, "none", (range(1, 2),))]
+    ),
     "nothing": masks.pack([], length=24),
 }
 

@@ -34,7 +34,7 @@ from tests.ops.attention_cases import (
     raw,
     run,
     run_dense,
-)  # fmt: skip
+)
 
 __all__ = ["backend", "kernels"]  # fixtures
 
@@ -49,7 +49,9 @@ def test_masks(backend: str, kind: str, dtype: torch.dtype) -> None:
     """All masks in all dtypes; head dimensions, groups and tiles turn at speeds of their own."""
     mask, turn = MASKS[kind], list(MASKS).index(kind) * len(DTYPES) + DTYPES.index(dtype)
     (heads, kv_heads), tiles = GROUPS[turn % len(GROUPS)], TILES[turn % len(TILES)]
-    inputs = make_inputs(*mask.shape, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIMS[turn % len(HEAD_DIMS)], dtype=dtype)
+    inputs = make_inputs(
+        *mask.shape, heads=heads, kv_heads=kv_heads, head_dim=HEAD_DIMS[turn % len(HEAD_DIMS)], dtype=dtype
+    )
     check(backend, inputs, mask.plan(*tiles), mask.dense())
 
 
@@ -69,15 +71,23 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, TilePlan, Tensor]:
     # Some hundred values of each kind: see assert_within_budget.
     batch = draw(st.integers(1, 3)) + 300 // (heads * max(1, mask.q_len)) + 300 // (16 * kv_heads * max(1, mask.kv_len))
     inputs = make_inputs(
-        *mask.shape, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from([16, 24, 32])),
+        *mask.shape,
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([16, 24, 32])),
         dtype=draw(st.sampled_from(DTYPES)),
-    )  # fmt: skip
+    )
     if draw(st.booleans()):
         return inputs, mask.plan(*tiles), mask.dense()
     others = [mask, masks.full(*mask.shape), masks.causal(max(mask.shape))[: mask.q_len, : mask.kv_len]]
     chosen = [others[draw(st.integers(0, 2))] for _ in range(min(batch, 4))]
     chosen += [mask] * (batch - len(chosen))
-    return inputs, TilePlan.stack([each.plan(*tiles) for each in chosen]), torch.stack([each.dense() for each in chosen])
+    return (
+        inputs,
+        TilePlan.stack([each.plan(*tiles) for each in chosen]),
+        torch.stack([each.dense() for each in chosen]),
+    )
 
 
 @settings(max_examples=60)
@@ -102,7 +112,9 @@ def test_gradient_through_the_log_sum_exp_alone(backend: str) -> None:
     _, lse = pd.block_sparse_attention(q, k, v, mask.plan(32, 32).to(device), return_lse=True, backend=name)
     lse.backward(inputs.grad_lse.to(device))
     assert v.grad is None
-    torch.testing.assert_close((q.grad.cpu().double(), k.grad.cpu().double()), (expected.dq, expected.dk), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        (q.grad.cpu().double(), k.grad.cpu().double()), (expected.dq, expected.dk), rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -125,7 +137,9 @@ def test_the_reference_computes_in_float64() -> None:
     mask = masks.pack([masks.causal(3), masks.full(2)], length=7)
     q, k, v = (torch.randn(1, 7, heads, 16, dtype=torch.float64, requires_grad=True) for heads in (2, 1, 1))
     plan = mask.plan(16, 16)
-    assert torch.autograd.gradcheck(lambda *x: pd.block_sparse_attention(*x, plan, backend="reference"), (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda *x: pd.block_sparse_attention(*x, plan, backend="reference"), (q, k, v), fast_mode=True
+    )
 
 
 # --- memory ------------------------------------------------------------------------------------------------------------
@@ -154,7 +168,10 @@ def test_gradients_of_any_strides(backend: str) -> None:
     """Such as those of a sum: one number, expanded."""
     mask = masks.causal(50)
     inputs = make_inputs(50, 50)
-    expanded = inputs._replace(grad_out=torch.ones(1, 1, 1, 1).expand_as(inputs.grad_out), grad_lse=torch.ones(1, 1, 1).expand_as(inputs.grad_lse))
+    expanded = inputs._replace(
+        grad_out=torch.ones(1, 1, 1, 1).expand_as(inputs.grad_out),
+        grad_lse=torch.ones(1, 1, 1).expand_as(inputs.grad_lse),
+    )
     turned = inputs._replace(grad_out=inputs.grad_out.transpose(1, 3).contiguous().transpose(1, 3))
     for each in (expanded, turned):
         check(backend, each, mask.plan(32, 32), mask.dense())
@@ -304,10 +321,18 @@ def test_fullgraph_without_recompiles(kernels: str) -> None:
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     device, _ = on_device(kernels)
-    for batch, heads, kv_heads, prompt, blocks in [(2, 4, 2, 20, 4), (3, 9, 3, 37, 9), (4, 6, 2, 70, 3), (5, 8, 4, 130, 7)]:
+    for batch, heads, kv_heads, prompt, blocks in [
+        (2, 4, 2, 20, 4),
+        (3, 9, 3, 37, 9),
+        (4, 6, 2, 70, 3),
+        (5, 8, 4, 130, 7),
+    ]:
         mask = masks.noise_aware_causal(prompt, 8, blocks, layout="interleaved")
         plan = mask.plan(32, 32, device)
-        leaves = [x.to(device).requires_grad_() for x in make_inputs(*mask.shape, batch=batch, heads=heads, kv_heads=kv_heads)[:3]]
+        leaves = [
+            x.to(device).requires_grad_()
+            for x in make_inputs(*mask.shape, batch=batch, heads=heads, kv_heads=kv_heads)[:3]
+        ]
         results = []
         for function in (compiled, step):
             out, lse = function(*leaves, plan)
@@ -321,12 +346,17 @@ def test_fullgraph_without_recompiles(kernels: str) -> None:
 @requires_triton
 @pytest.mark.skipif(not interpreted(), reason="the compiled kernels run above")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
-@pytest.mark.parametrize("kind", ["noise aware, window, interleaved", "dual stream, block, noisy_first", "pack", "causal, cached"])
+@pytest.mark.parametrize(
+    "kind", ["noise aware, window, interleaved", "dual stream, block, noisy_first", "pack", "causal, cached"]
+)
 def test_triton_kernels_read_the_planners_lists(kind: str) -> None:
     from pdkernels.triton import block_sparse_attention as triton
 
     mask = MASKS[kind]
-    plan, inputs = mask.plan(32, 32), make_inputs(*mask.shape, batch=1, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16)
+    plan, inputs = (
+        mask.plan(32, 32),
+        make_inputs(*mask.shape, batch=1, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16),
+    )
     q, k, v, grad_out, grad_lse = inputs
     rest = (*plan._tensors().values(), 32, 32, 0.25)
     out, lse = triton.forward(q, k, v, *rest)

@@ -19,13 +19,21 @@ Q, K, V = make_inputs(40, 40, batch=2, heads=4, kv_heads=2, head_dim=16)[:3]
 
 CASES = {
     "q no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
-    "q without heads": ({"q": Q[:, :, 0]}, ValueError, "q must have shape (batch, length, heads, head_dim), got (2, 40, 16)"),
+    "q without heads": (
+        {"q": Q[:, :, 0]},
+        ValueError,
+        "q must have shape (batch, length, heads, head_dim), got (2, 40, 16)",
+    ),
     "q integers": (
         {"q": Q.int(), "k": K.int(), "v": V.int()},
         TypeError,
         "q must be float32, float16 or bfloat16, got torch.int32. Convert it with .to().",
     ),
-    "dtypes differ": ({"k": K.half()}, TypeError, "k must be torch.float32 like q, got torch.float16. Convert it with .to()."),
+    "dtypes differ": (
+        {"k": K.half()},
+        TypeError,
+        "k must be torch.float32 like q, got torch.float16. Convert it with .to().",
+    ),
     "v's dtype differs": ({"v": V.bfloat16()}, TypeError, "v must be torch.float32 like q, got torch.bfloat16."),
     "device": ({"v": V.to("meta")}, ValueError, "v must be on cpu like q, got meta. Move it with .to('cpu')."),
     "strides": (
@@ -33,25 +41,43 @@ CASES = {
         ValueError,
         "k must have a contiguous last dimension, got strides (1280, 32, 1, 2). Call .contiguous() on it.",
     ),
-    "batch": ({"k": K[:1], "v": V[:1]}, ValueError, "k must have the batch 2 and the head_dim 16 of q, got (1, 40, 2, 16)"),
-    "head_dim differs": ({"q": Q.repeat(1, 1, 1, 2)}, ValueError, "k must have the batch 2 and the head_dim 32 of q, got (2, 40, 2, 16)"),
+    "batch": (
+        {"k": K[:1], "v": V[:1]},
+        ValueError,
+        "k must have the batch 2 and the head_dim 16 of q, got (1, 40, 2, 16)",
+    ),
+    "head_dim differs": (
+        {"q": Q.repeat(1, 1, 1, 2)},
+        ValueError,
+        "k must have the batch 2 and the head_dim 32 of q, got (2, 40, 2, 16)",
+    ),
     "k and v": ({"v": V[:, :, :1]}, ValueError, "v must have shape (2, 40, 2, 16) like k, got (2, 40, 1, 16)"),
     "groups": ({"q": Q[:, :, :3]}, ValueError, "k must have a number of heads that divides the 3 of q, got 2"),
-    "no heads": ({"k": K[:, :, :0], "v": V[:, :, :0]}, ValueError, "k must have a number of heads that divides the 4 of q, got 0"),
+    "no heads": (
+        {"k": K[:, :, :0], "v": V[:, :, :0]},
+        ValueError,
+        "k must have a number of heads that divides the 4 of q, got 0",
+    ),
     "head_dim": (
         {"q": Q[..., :12], "k": K[..., :12], "v": V[..., :12]},
         ValueError,
         "head_dim must be a multiple of 8 in [16, 256], got 12. Pad q, k and v with zeros and pass the scale.",
     ),
     "head_dim of no size": (
-        {name: x[..., :0] for name, x in (("q", Q), ("k", K), ("v", V))}, ValueError, "head_dim must be a multiple of 8 in [16, 256], got 0",
+        {name: x[..., :0] for name, x in (("q", Q), ("k", K), ("v", V))},
+        ValueError,
+        "head_dim must be a multiple of 8 in [16, 256], got 0",
     ),
     "head_dim too large": (
         {name: x.repeat(1, 1, 1, 17) for name, x in (("q", Q), ("k", K), ("v", V))},
         ValueError,
         "head_dim must be a multiple of 8 in [16, 256], got 272",
     ),
-    "a mask": ({"plan": MASK}, TypeError, "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device)."),
+    "a mask": (
+        {"plan": MASK},
+        TypeError,
+        "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device).",
+    ),
     "no plan": ({"plan": None}, TypeError, "plan must be a TilePlan, got NoneType"),
     "lengths": (
         {"plan": masks.causal(39).plan(16, 32)},
@@ -63,14 +89,18 @@ CASES = {
         ValueError,
         "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
-    "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
+    "plan's device": (
+        {"plan": PLAN.to("meta")},
+        ValueError,
+        "plan must be on cpu like q, got meta. Move it with plan.to('cpu').",
+    ),
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
     "scale is NaN": ({"scale": float("nan")}, ValueError, "scale must be finite in float32, got nan"),
     "scale beyond float32": ({"scale": 1e39}, ValueError, "scale must be finite in float32, got 1e+39"),
     "scale below float32": ({"scale": -(10**39)}, ValueError, "scale must be finite in float32, got -1000"),
     "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     "backend": ({"backend": "fast"}, ValueError, "backend must be one of auto, native, triton, reference, got 'fast'"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -83,12 +113,16 @@ def test_bad_call(backend: str, case: str) -> None:
     assert str(raised.value).startswith(f"pdkernels.block_sparse_attention: {text}")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0].keys() <= {"q", "k", "v", "plan"} and case != "q no tensor"])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if CASES[case][0].keys() <= {"q", "k", "v", "plan"} and case != "q no tensor"]
+)
 def test_bad_call_while_tracing(case: str) -> None:
     """Tracing runs the same checks."""
     arguments, _, text = CASES[case]
     call = {"q": Q, "k": K, "v": V, "plan": PLAN, **arguments}
-    compiled = torch.compile(lambda: pd.block_sparse_attention(**call, backend="native"), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda: pd.block_sparse_attention(**call, backend="native"), fullgraph=True, backend="eager"
+    )
     torch._dynamo.reset()
     with pytest.raises(Exception, match=re.escape(text.partition(",")[0])):
         compiled()
@@ -97,7 +131,9 @@ def test_bad_call_while_tracing(case: str) -> None:
 def test_float64_belongs_to_the_reference(kernels: str) -> None:
     device, _ = on_device(kernels)
     q, k, v = (x.to(device).double() for x in (Q, K, V))
-    text = r"q must be float32, float16 or bfloat16 for the kernels, got torch.float64\. Pass backend='reference', which"
+    text = (
+        r"q must be float32, float16 or bfloat16 for the kernels, got torch.float64\. Pass backend='reference', which"
+    )
     with pytest.raises(TypeError, match=text):
         pd.block_sparse_attention(q, k, v, PLAN.to(device))
     assert pd.block_sparse_attention(q, k, v, PLAN.to(device), backend="reference").dtype == torch.float64
@@ -114,7 +150,10 @@ def test_triton_is_for_gpus() -> None:
 def test_no_cuda_kernel_becomes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where Triton is missing, a call on CUDA says so."""
     monkeypatch.setitem(backends.CHOICES, "block_sparse_attention", {("reference", "cuda"): "reference"})
-    with pytest.raises(NotImplementedError, match=r"one of reference on cuda, got 'auto'\. Install triton, or pass backend='reference'\."):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"one of reference on cuda, got 'auto'\. Install triton, or pass backend='reference'\.",
+    ):
         backends.resolve("block_sparse_attention", "auto", torch.device("cuda"))
 
 
@@ -128,7 +167,10 @@ def test_a_gradient_is_not_differentiated_again(kernels: str) -> None:
 
 
 def test_derivatives_by_functions_are_refused_and_not_dropped() -> None:
-    with pytest.raises(NotImplementedError, match=r"q, k and v must be differentiated by torch\.autograd, got a derivative by torch\.func\."):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"q, k and v must be differentiated by torch\.autograd, got a derivative by torch\.func\.",
+    ):
         torch.func.grad(lambda q: pd.block_sparse_attention(q, K, V, PLAN).sum())(Q)
     torch.func.grad(lambda q: pd.block_sparse_attention(q, K, V, PLAN, backend="reference").sum())(Q)
 
@@ -157,11 +199,21 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
     bad = replaced(forward, place, change(forward[place]))
     with pytest.raises(RuntimeError if kernels == "native" else (ValueError, TypeError)):
         OP(*bad)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises((ValueError, TypeError), match=re.escape(text)):
+    with (
+        torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pytest.raises((ValueError, TypeError), match=re.escape(text)),
+    ):
         OP(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in bad))
 
 
-@pytest.mark.parametrize("place, text", [(0, "grad_out must be torch.float32 of shape (2, 40, 4, 32) on cpu"), (5, "lse must be"), (18, "grad_lse must be")])
+@pytest.mark.parametrize(
+    "place, text",
+    [
+        (0, "grad_out must be torch.float32 of shape (2, 40, 4, 32) on cpu"),
+        (5, "lse must be"),
+        (18, "grad_lse must be"),
+    ],
+)
 def test_bad_raw_gradient(kernels: str, place: int, text: str) -> None:
     if kernels == "cuda":
         pytest.skip("the same checks, on the CPU")
@@ -169,5 +221,8 @@ def test_bad_raw_gradient(kernels: str, place: int, text: str) -> None:
     bad = replaced(backward, place, backward[place][:1])
     with pytest.raises(RuntimeError):
         BACKWARD(*bad)
-    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(ValueError, match=re.escape(text)):
+    with (
+        torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pytest.raises(ValueError, match=re.escape(text)),
+    ):
         BACKWARD(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in bad))

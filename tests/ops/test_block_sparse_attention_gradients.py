@@ -43,7 +43,10 @@ def cases(kind: str, seeds: int) -> Iterator[tuple[Inputs, TilePlan]]:
             (heads, kv_heads), tiles = HEADS[(turn + j + seed) % 3], TILES[(turn + 2 * j + seed) % 3]
             generator = torch.Generator().manual_seed(1000 * seed + 10 * turn + j)
             rows, columns = (1, mask.q_len, heads, head_dim), (1, mask.kv_len, kv_heads, head_dim)
-            tensors = (torch.randn(shape, generator=generator) for shape in (rows, columns, columns, rows, (1, heads, mask.q_len)))
+            tensors = (
+                torch.randn(shape, generator=generator)
+                for shape in (rows, columns, columns, rows, (1, heads, mask.q_len))
+            )
             yield Inputs(*tensors), mask.plan(*tiles)
 
 
@@ -53,7 +56,10 @@ def check_gradients(kind: str, seeds: int, run_kernels: Callable[[Inputs, TilePl
     for inputs, plan in cases(kind, seeds):
         for through_lse in (True, False):
             inputs = inputs._replace(grad_lse=inputs.grad_lse * through_lse)
-            results = (run_kernels(inputs, plan), *(run_dense(inputs, dense, dtype) for dtype in (torch.float64, torch.float32)))
+            results = (
+                run_kernels(inputs, plan),
+                *(run_dense(inputs, dense, dtype) for dtype in (torch.float64, torch.float32)),
+            )
             for gradient in GRADIENTS:
                 tensors = [getattr(result, gradient).flatten() for result in results]
                 name = f"{gradient} of {kind}, heads of {inputs.q.shape[-1]}"

@@ -83,5 +83,7 @@ def test_levels_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in LEVELS:
         monkeypatch.setenv("PDKERNELS_CPU_ISA", level)
         inputs = make_inputs(150, 150, head_dim=64, dtype=torch.bfloat16)
-        results.append(torch.cat([x.float().flatten() for x in run(emulated_ops(), inputs, MASKS["causal"].plan(64, 64))]))
+        results.append(
+            torch.cat([x.float().flatten() for x in run(emulated_ops(), inputs, MASKS["causal"].plan(64, 64))])
+        )
     assert not torch.equal(results[2], results[3])

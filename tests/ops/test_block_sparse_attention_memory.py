@@ -71,7 +71,8 @@ def measure(blocks: int, head_dim: int, backend: str = "native") -> dict[str, fl
 
 pytestmark = [
     pytest.mark.skipif(
-        ("native", "cpu") not in backends.CHOICES.get("block_sparse_attention", {}), reason="no compiled kernel for the CPU"
+        ("native", "cpu") not in backends.CHOICES.get("block_sparse_attention", {}),
+        reason="no compiled kernel for the CPU",
     ),
     pytest.mark.skipif(not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory"),
 ]

@@ -139,10 +139,18 @@ def run_reference(q, k, v, mask: Tensor, scale: float, grad_out, grad_lse, dtype
 
 
 def check(
-    mask: Tensor, blocks: tuple[int, int] = (32, 32), *,
-    batch: int = 1, heads: int = 2, kv_heads: int = 1, head_dim: int = 16,
-    dtype: torch.dtype = torch.float16, scale: float | None = None, with_lse: bool = True, plan: Plan | None = None,
-) -> Results:  # fmt: skip
+    mask: Tensor,
+    blocks: tuple[int, int] = (32, 32),
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int = 1,
+    head_dim: int = 16,
+    dtype: torch.dtype = torch.float16,
+    scale: float | None = None,
+    with_lse: bool = True,
+    plan: Plan | None = None,
+) -> Results:
     q_len, kv_len = mask.shape[-2:]
     q = randn(batch, q_len, heads, head_dim, dtype=dtype, seed=0)
     k, v = (randn(batch, kv_len, kv_heads, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))

@@ -30,7 +30,12 @@ def results(found: object) -> list[Tensor]:
 class Case:
     """What an op is given, drawn anew for each seed, and the call. Tensors it writes to are results too."""
 
-    def __init__(self, make: Callable[[torch.Generator], Tensors], call: Callable[[Tensors], object], writes: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        make: Callable[[torch.Generator], Tensors],
+        call: Callable[[Tensors], object],
+        writes: tuple[str, ...] = (),
+    ) -> None:
         self.make, self.call, self.writes = make, call, writes
 
     def tensors(self, seed: int) -> Tensors:
@@ -73,39 +78,62 @@ WAVE = {"state": (2, 6, 64), "embedding": (2, 6, 64), "previous": (2, 6, 64)}
 
 
 def wave_numbers(g: torch.Generator) -> Tensors:
-    names = {"recurrences": (0, 9, (2, 6)), "cursor": (0, 9, (2,)), "width": (1, 7, (2,)), "steps": (0, 9, (2,)), "remaining": (9, 20, (2,))}
+    names = {
+        "recurrences": (0, 9, (2, 6)),
+        "cursor": (0, 9, (2,)),
+        "width": (1, 7, (2,)),
+        "steps": (0, 9, (2,)),
+        "remaining": (9, 20, (2,)),
+    }
     drawn = {name: torch.randint(low, high, shape, generator=g) for name, (low, high, shape) in names.items()}
     return drawn | {"advance": torch.zeros(2, dtype=torch.int64), "stable": torch.zeros(2, 6, dtype=torch.int64)}
 
 
 def canvas(g: torch.Generator) -> Tensors:
     tokens = torch.randint(0, 50, (2, 40), generator=g).masked_fill(torch.rand(2, 40, generator=g) < 0.6, 99)
-    return {"tokens": tokens, "ids": torch.randint(0, 50, (2, 40), generator=g), "confidence": torch.rand(2, 40, generator=g)}
+    return {
+        "tokens": tokens,
+        "ids": torch.randint(0, 50, (2, 40), generator=g),
+        "confidence": torch.rand(2, 40, generator=g),
+    }
 
 
 CASES = {
-    "block_sparse_attention": Case(normal(**QKV), lambda t: pd.block_sparse_attention(*t.values(), NOISE_AWARE.plan(32, 32, "cuda"))),
+    "block_sparse_attention": Case(
+        normal(**QKV), lambda t: pd.block_sparse_attention(*t.values(), NOISE_AWARE.plan(32, 32, "cuda"))
+    ),
     "block_sparse_attention_backward": Case(normal(**QKV, grad=QKV["q"]), gradients),
     "speculative_attention": Case(
-        both(normal(**STEP), whole(65, lengths=(2,))), lambda t: pd.speculative_attention(*t.values(), QUADRATIC.plan(16, 16, "cuda"))
+        both(normal(**STEP), whole(65, lengths=(2,))),
+        lambda t: pd.speculative_attention(*t.values(), QUADRATIC.plan(16, 16, "cuda")),
     ),
     "speculative_attention_append_": Case(
         both(normal(**STEP), whole(65 - N, lengths=(2,))),
-        lambda t: pd.speculative_attention_append_(*t.values(), QUADRATIC.plan(16, 16, "cuda")), ("k", "v"),
+        lambda t: pd.speculative_attention_append_(*t.values(), QUADRATIC.plan(16, 16, "cuda")),
+        ("k", "v"),
     ),
     "kv_append_": Case(
-        both(normal(**CACHE, k_new=(3, 2, 5, 2, 16), v_new=(3, 2, 5, 2, 16)), whole(50, lengths=(2,)), whole(6, counts=(2,))),
-        lambda t: pd.kv_append_(t["k"], t["v"], t["k_new"], t["v_new"], t["lengths"], counts=t["counts"]), ("k", "v", "lengths"),
+        both(
+            normal(**CACHE, k_new=(3, 2, 5, 2, 16), v_new=(3, 2, 5, 2, 16)),
+            whole(50, lengths=(2,)),
+            whole(6, counts=(2,)),
+        ),
+        lambda t: pd.kv_append_(t["k"], t["v"], t["k_new"], t["v_new"], t["lengths"], counts=t["counts"]),
+        ("k", "v", "lengths"),
     ),
     "kv_commit_": Case(
         both(normal(**CACHE), whole(50, lengths=(2,)), whole(5, counts=(2,)), chosen),
-        lambda t: pd.kv_commit_(t["k"], t["v"], t["lengths"], t["counts"], t["index"]), ("k", "v", "lengths"),
+        lambda t: pd.kv_commit_(t["k"], t["v"], t["lengths"], t["counts"], t["index"]),
+        ("k", "v", "lengths"),
     ),
     "kv_trim_": Case(
         lambda g: {"lengths": torch.randint(9, 20, (3,), generator=g), "new": torch.randint(0, 9, (3,), generator=g)},
-        lambda t: pd.kv_trim_(t["lengths"], t["new"]), ("lengths",),
+        lambda t: pd.kv_trim_(t["lengths"], t["new"]),
+        ("lengths",),
     ),
-    "verify_draft": Case(whole(2, draft=(3, 9), predictions=(3, 9)), lambda t: pd.verify_draft(t["draft"], t["predictions"])),
+    "verify_draft": Case(
+        whole(2, draft=(3, 9), predictions=(3, 9)), lambda t: pd.verify_draft(t["draft"], t["predictions"])
+    ),
     "recurrence_inject": Case(
         both(normal(**WAVE), wave_numbers),
         lambda t: pd.recurrence_inject(
@@ -114,44 +142,81 @@ CASES = {
     ),
     "recurrence_exit": Case(
         both(normal(x=(2, 6, 64), residual=(2, 6, 64), weight=(64,), before=(2, 6, 64)), wave_numbers),
-        lambda t: pd.recurrence_exit(*(t[n] for n in ("x", "residual", "weight", "before", "recurrences", "width", "advance")), threshold=1.4),
+        lambda t: pd.recurrence_exit(
+            *(t[n] for n in ("x", "residual", "weight", "before", "recurrences", "width", "advance")), threshold=1.4
+        ),
     ),
     "recurrence_advance_": Case(
         both(whole(9, tokens=(2, 7), predictions=(2, 6)), wave_numbers),
         lambda t: pd.recurrence_advance_(
-            *(t[n] for n in ("tokens", "predictions", "recurrences", "stable", "width", "cursor", "advance", "steps", "remaining")),
-            settled=t["predictions"] > 3, inner_recurrence=4,
+            *(
+                t[n]
+                for n in (
+                    "tokens",
+                    "predictions",
+                    "recurrences",
+                    "stable",
+                    "width",
+                    "cursor",
+                    "advance",
+                    "steps",
+                    "remaining",
+                )
+            ),
+            settled=t["predictions"] > 3,
+            inner_recurrence=4,
         ),
         ("tokens", "recurrences", "stable", "width", "cursor", "advance", "steps", "remaining"),
     ),
-    "add_rms_norm": Case(normal(x=(5, 64), residual=(5, 64), weight=(64,)), lambda t: pd.add_rms_norm(*t.values(), next_weight=t["weight"])),
+    "add_rms_norm": Case(
+        normal(x=(5, 64), residual=(5, 64), weight=(64,)),
+        lambda t: pd.add_rms_norm(*t.values(), next_weight=t["weight"]),
+    ),
     "silu_gate": Case(normal(x=(5, 128)), lambda t: pd.silu_gate(t["x"])),
     "rotate_append_": Case(
-        both(normal(qkv=(2, 3, 6, 16), k=(2, 20, 2, 16), v=(2, 20, 2, 16)), normal(torch.float32, cos=(20, 16), sin=(20, 16)), whole(17, lengths=(2,))),
-        lambda t: pd.rotate_append_(t["qkv"], None, t["cos"], t["sin"], t["k"], t["v"], t["lengths"]), ("qkv", "k", "v"),
+        both(
+            normal(qkv=(2, 3, 6, 16), k=(2, 20, 2, 16), v=(2, 20, 2, 16)),
+            normal(torch.float32, cos=(20, 16), sin=(20, 16)),
+            whole(17, lengths=(2,)),
+        ),
+        lambda t: pd.rotate_append_(t["qkv"], None, t["cos"], t["sin"], t["k"], t["v"], t["lengths"]),
+        ("qkv", "k", "v"),
     ),
     "rotate_": Case(
         both(normal(x=(2, 3, 6, 16)), normal(torch.float32, cos=(20, 16), sin=(20, 16)), whole(20, positions=(2, 3))),
-        lambda t: pd.rotate_(*t.values()), ("x",),
+        lambda t: pd.rotate_(*t.values()),
+        ("x",),
     ),
     "logit_drift": Case(normal(now=(3, 900), then=(3, 900)), lambda t: pd.logit_drift(*t.values())),
     "unmask_": Case(canvas, lambda t: pd.unmask_(*t.values(), mask_token=99, quota=3), ("tokens",)),
     "value_drift_select_": Case(
         both(normal(v=(2, 12, 2, 8), cache=(2, 20, 2, 8)), whole(8, starts=(2,))),
-        lambda t: pd.value_drift_select_(*t.values(), count=4), ("cache",),
+        lambda t: pd.value_drift_select_(*t.values(), count=4),
+        ("cache",),
     ),
     "gather_rows": Case(both(normal(x=(2, 12, 16)), chosen), lambda t: pd.gather_rows(*t.values())),
     "add_cached_rows_": Case(
-        both(normal(x=(2, 12, 16), cached=(2, 12, 16), rows=(2, 4, 16)), chosen), lambda t: pd.add_cached_rows_(*t.values()), ("cached",)
+        both(normal(x=(2, 12, 16), cached=(2, 12, 16), rows=(2, 4, 16)), chosen),
+        lambda t: pd.add_cached_rows_(*t.values()),
+        ("cached",),
     ),
     "record_step_": Case(
-        lambda g: {"log": torch.zeros(4, 2, 3, dtype=torch.int64), "count": torch.ones(1, dtype=torch.int64),
-                   "more": torch.zeros(1, dtype=torch.bool), "entry": torch.randint(0, 9, (2, 3), generator=g)},
-        lambda t: pd.record_step_(*t.values()), ("log", "count", "more"),
+        lambda g: {
+            "log": torch.zeros(4, 2, 3, dtype=torch.int64),
+            "count": torch.ones(1, dtype=torch.int64),
+            "more": torch.zeros(1, dtype=torch.bool),
+            "entry": torch.randint(0, 9, (2, 3), generator=g),
+        },
+        lambda t: pd.record_step_(*t.values()),
+        ("log", "count", "more"),
     ),
-    "token_statistics": Case(normal(logits=(3, 900)), lambda t: pd.token_statistics(t["logits"], temperature=0.7, top_p=0.9)),
-    "linear_token_statistics": Case(normal(x=(3, 32), head=(300, 32)), lambda t: pd.linear_token_statistics(*t.values(), temperature=0.7)),
-}  # fmt: skip
+    "token_statistics": Case(
+        normal(logits=(3, 900)), lambda t: pd.token_statistics(t["logits"], temperature=0.7, top_p=0.9)
+    ),
+    "linear_token_statistics": Case(
+        normal(x=(3, 32), head=(300, 32)), lambda t: pd.linear_token_statistics(*t.values(), temperature=0.7)
+    ),
+}
 
 
 @contextmanager

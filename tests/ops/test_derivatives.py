@@ -46,8 +46,12 @@ def rotate(x: Tensor, **options: Any) -> Any:
 # The op with its first float input: ``(1, 4, 16)``.
 CALLS: dict[str, Call] = {
     "kv_append_": lambda x, **o: pd.kv_append_([kv()], [kv()], [x[:, :, None]], [kv()[:, :4]], ONE, **o),
-    "kv_commit_": lambda x, **o: pd.kv_commit_(x[:, :, None].clone(), kv()[:, :4], ZERO.clone(), TWO, torch.tensor([[0, 2]]), **o),
-    "block_sparse_attention": lambda x, **o: pd.block_sparse_attention(x[:, :, None], kv()[:, :4], kv()[:, :4], PLAN, **o),
+    "kv_commit_": lambda x, **o: pd.kv_commit_(
+        x[:, :, None].clone(), kv()[:, :4], ZERO.clone(), TWO, torch.tensor([[0, 2]]), **o
+    ),
+    "block_sparse_attention": lambda x, **o: pd.block_sparse_attention(
+        x[:, :, None], kv()[:, :4], kv()[:, :4], PLAN, **o
+    ),
     "speculative_attention": lambda x, **o: attention(x[:, :, None], pd.speculative_attention, **o),
     "speculative_attention_append_": lambda x, **o: attention(x[:, :, None], pd.speculative_attention_append_, **o),
     "token_statistics": pd.token_statistics,
@@ -59,7 +63,9 @@ CALLS: dict[str, Call] = {
     "rotate_": lambda x, **o: pd.rotate_(x[:, :, None].clone(), *[torch.ones(8, 16)] * 2, torch.arange(4), **o),
     "recurrence_inject": inject,
     "recurrence_exit": exit_,
-    "unmask_": lambda x, **o: pd.unmask_(torch.zeros(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.int64), x[0], mask_token=0, **o),
+    "unmask_": lambda x, **o: pd.unmask_(
+        torch.zeros(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.int64), x[0], mask_token=0, **o
+    ),
     "value_drift_select_": lambda x, **o: pd.value_drift_select_(x[:, :, None], kv(), ZERO, count=2, **o),
     "gather_rows": lambda x, **o: pd.gather_rows(x, torch.tensor([[0, 2]]), **o),
     "add_cached_rows_": lambda x, **o: pd.add_cached_rows_(x, torch.randn(1, 4, 16), **o),
@@ -91,12 +97,17 @@ def test_a_tangent_is_refused(op: str, level: None) -> None:
         CALLS[op](dual)
 
 
-@pytest.mark.parametrize("op", sorted(set(CALLS) - {"unmask_", "value_drift_select_", "rotate_append_", "rotate_", "kv_append_", "kv_commit_"}))
+@pytest.mark.parametrize(
+    "op",
+    sorted(set(CALLS) - {"unmask_", "value_drift_select_", "rotate_append_", "rotate_", "kv_append_", "kv_commit_"}),
+)
 def test_the_reference_has_it(op: str, level: None) -> None:
     """All but ops that return no floats."""
     x = torch.randn(1, 4, 16)
     found = CALLS[op](forward_ad.make_dual(x, torch.ones_like(x)), backend="reference")
-    floats = [t for t in (found if isinstance(found, tuple) else (found,)) if isinstance(t, Tensor) and t.is_floating_point()]
+    floats = [
+        t for t in (found if isinstance(found, tuple) else (found,)) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
     assert any(forward_ad.unpack_dual(t).tangent is not None for t in floats)
 
 

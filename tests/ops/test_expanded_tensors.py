@@ -33,9 +33,16 @@ def rotate(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
 
 
 def advance(
-    tokens: Tensor, recurrences: Tensor, stable: Tensor, width: Tensor, cursor: Tensor, advance: Tensor, steps: Tensor, remaining: Tensor,
+    tokens: Tensor,
+    recurrences: Tensor,
+    stable: Tensor,
+    width: Tensor,
+    cursor: Tensor,
+    advance: Tensor,
+    steps: Tensor,
+    remaining: Tensor,
     backend: str,
-) -> None:  # fmt: skip
+) -> None:
     before = (tokens, ints(2, 4), recurrences, stable, width, cursor, advance, steps, remaining)
     pd.recurrence_advance_(*before, inner_recurrence=1, backend=backend)
 
@@ -47,11 +54,15 @@ def unmask(tokens: Tensor, backend: str) -> None:
 # Each op with the tensors that it writes.
 CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
     "kv_append_": (
-        lambda k_cache, v_cache, backend: pd.kv_append_(k_cache, v_cache, kv(3)[None], kv(3)[None], ints(2), backend=backend),
+        lambda k_cache, v_cache, backend: pd.kv_append_(
+            k_cache, v_cache, kv(3)[None], kv(3)[None], ints(2), backend=backend
+        ),
         {"k_cache": kv()[None], "v_cache": kv()[None]},
     ),
     "kv_commit_": (
-        lambda k_cache, v_cache, lengths, backend: pd.kv_commit_(k_cache, v_cache, lengths, ints(2) + 1, ints(2, 1) + 1, backend=backend),
+        lambda k_cache, v_cache, lengths, backend: pd.kv_commit_(
+            k_cache, v_cache, lengths, ints(2) + 1, ints(2, 1) + 1, backend=backend
+        ),
         {"k_cache": kv(), "v_cache": kv(), "lengths": ints(2)},
     ),
     "kv_trim_": (lambda lengths, backend: pd.kv_trim_(lengths, ints(2), backend=backend), {"lengths": ints(2) + 1}),
@@ -60,7 +71,8 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
     "rotate_": (lambda x, backend: pd.rotate_(x, TABLE, TABLE, ints(4), backend=backend), {"x": kv(4)}),
     "unmask_": (unmask, {"tokens": ints(2, 4)}),
     "value_drift_select_": (
-        lambda v_cache, backend: pd.value_drift_select_(kv(4), v_cache, ints(2), count=2, backend=backend), {"v_cache": kv()},
+        lambda v_cache, backend: pd.value_drift_select_(kv(4), v_cache, ints(2), count=2, backend=backend),
+        {"v_cache": kv()},
     ),
     "add_cached_rows_": (
         lambda cached, backend: pd.add_cached_rows_(kv()[:, :, 0], cached, kv(1)[:, :, 0], ints(2, 1), backend=backend),
@@ -68,16 +80,25 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
     ),
     "recurrence_advance_": (
         advance,
-        {"tokens": ints(2, 5), "recurrences": ints(2, 4), "stable": ints(2, 4), "width": ints(2) + 4, "cursor": ints(2),
-         "advance": ints(2), "steps": ints(2), "remaining": ints(2) + 9},
+        {
+            "tokens": ints(2, 5),
+            "recurrences": ints(2, 4),
+            "stable": ints(2, 4),
+            "width": ints(2) + 4,
+            "cursor": ints(2),
+            "advance": ints(2),
+            "steps": ints(2),
+            "remaining": ints(2) + 9,
+        },
     ),
-}  # fmt: skip
+}
 CASES = [
     (op, name, dim)
     for op, (_, tensors) in CALLS.items()
     for name, tensor in tensors.items()
     for dim in range(tensor.dim())
-    if tensor.shape[dim] > 1 and (tensor.dim() < 3 or dim < tensor.dim() - 1)  # of rows of numbers the last one is contiguous
+    if tensor.shape[dim] > 1
+    and (tensor.dim() < 3 or dim < tensor.dim() - 1)  # of rows of numbers the last one is contiguous
 ]
 
 

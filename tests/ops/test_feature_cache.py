@@ -44,13 +44,26 @@ def test_select_equals_reference(impl, case: Selection) -> None:
 
 @pytest.mark.parametrize("update", reference.UPDATES)
 def test_select_sizes_of_llada(impl, update: str) -> None:
-    case = make_selection(3, batch=1, rows=24, kv_heads=32, head_dim=128, dtype=torch.bfloat16, count=6, capacity=30, update=update, counts=False)
+    case = make_selection(
+        3,
+        batch=1,
+        rows=24,
+        kv_heads=32,
+        head_dim=128,
+        dtype=torch.bfloat16,
+        count=6,
+        capacity=30,
+        update=update,
+        counts=False,
+    )
     check_run(impl, case)
 
 
 @pytest.mark.parametrize("rows, count", [(512, 100), (1100, 700)])
 def test_select_among_more_rows_than_a_block_has_threads(impl, rows: int, count: int) -> None:
-    check_run(impl, make_selection(rows, rows=rows, kv_heads=1, head_dim=8, count=count, capacity=rows + 3, wanted=False))
+    check_run(
+        impl, make_selection(rows, rows=rows, kv_heads=1, head_dim=8, count=count, capacity=rows + 3, wanted=False)
+    )
 
 
 @pytest.mark.parametrize("batch, rows, count", [(0, 3, 2), (2, 0, 2), (2, 3, 0), (1, 1, 1), (1, 2, 9)])
@@ -70,10 +83,22 @@ def test_ties_and_numbers_that_are_none(impl, dtype: torch.dtype) -> None:
     """No number first, then by cosine; of equal rows the first."""
     large = 1e30 if dtype != torch.float16 else INF
     pairs = [
-        ((1, 0), (1, 0)), ((0, 0), (1, 1)), ((NAN, 0), (1, 0)), ((1, 1), (-1, -1)), ((0, 0), (0, 0)), ((large, 1), (1, 1)),
-        ((1, 0), (1, 0)), ((1, 1), (INF, 1)), ((1, 0), (0, -1)), ((1, 1), (-1, -1)), ((-0.0, 0), (1, 1)), ((1, 1), (1, NAN)),
-    ]  # fmt: skip
-    v, cache = (torch.tensor([[pair[side] for pair in pairs]], dtype=dtype, device=impl.device).unsqueeze(2) for side in (0, 1))
+        ((1, 0), (1, 0)),
+        ((0, 0), (1, 1)),
+        ((NAN, 0), (1, 0)),
+        ((1, 1), (-1, -1)),
+        ((0, 0), (0, 0)),
+        ((large, 1), (1, 1)),
+        ((1, 0), (1, 0)),
+        ((1, 1), (INF, 1)),
+        ((1, 0), (0, -1)),
+        ((1, 1), (-1, -1)),
+        ((-0.0, 0), (1, 1)),
+        ((1, 1), (1, NAN)),
+    ]
+    v, cache = (
+        torch.tensor([[pair[side] for pair in pairs]], dtype=dtype, device=impl.device).unsqueeze(2) for side in (0, 1)
+    )
     order = [2, 5, 7, 11, 3, 9, 1, 4, 8, 10, 0, 6]
     start = torch.zeros(1, dtype=torch.int64, device=impl.device)
     for count in range(len(pairs) + 2):
@@ -87,10 +112,15 @@ def test_selection_does_not_see_the_dtype_of_similarities(impl) -> None:
     """bfloat16 has 4 numbers between 0.98 and 1: cosines that differ by less still decide."""
     rows, generator = 64, torch.Generator().manual_seed(0)
     cache = torch.randn(1, rows, 4, 64, generator=generator).bfloat16()
-    v = (cache.float() + 0.02 * torch.linspace(1, 2, rows).view(1, -1, 1, 1) * torch.randn(cache.shape, generator=generator)).bfloat16()
+    v = (
+        cache.float()
+        + 0.02 * torch.linspace(1, 2, rows).view(1, -1, 1, 1) * torch.randn(cache.shape, generator=generator)
+    ).bfloat16()
     similarity = torch.cosine_similarity(v.double().flatten(2), cache.double().flatten(2), dim=-1)[0]
     assert similarity.bfloat16().unique().numel() < 4 and similarity.sort().values.diff().min() > 1e-7
-    index = impl.value_drift_select_(v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), count=16)
+    index = impl.value_drift_select_(
+        v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), count=16
+    )
     assert index[0].tolist() == similarity.argsort()[:16].sort().values.tolist()
 
 
@@ -102,7 +132,9 @@ def test_a_sequence_does_not_depend_on_the_others(impl, case: Selection) -> None
     assert torch.equal(index, again.run(impl.value_drift_select_))
     parts = [alone.sequence(b).run(impl.value_drift_select_) for b in range(len(index))]
     assert torch.equal(index, torch.cat(parts))
-    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together.bytes(), again.bytes(), alone.bytes()))
+    assert all(
+        torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together.bytes(), again.bytes(), alone.bytes())
+    )
 
 
 @given(case=selections())
@@ -115,7 +147,12 @@ def test_select_does_not_depend_on_the_order_of_threads(case: Selection) -> None
 
 
 def test_rounds_of_a_choice_do_not_depend_on_the_order_of_threads() -> None:
-    impl, case = implementation("cudasim"), make_selection(5, batch=1, rows=1030, kv_heads=1, head_dim=8, count=300, capacity=1030, wanted=False, counts=False)
+    impl, case = (
+        implementation("cudasim"),
+        make_selection(
+            5, batch=1, rows=1030, kv_heads=1, head_dim=8, count=300, capacity=1030, wanted=False, counts=False
+        ),
+    )
     for order in impl.schedules():
         with order:
             check_run(impl, case)
@@ -126,7 +163,9 @@ def test_threads_share_the_work(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        check_run(implementation("cpu"), make_selection(13, batch=3, rows=40, kv_heads=8, head_dim=64, count=9, capacity=50))
+        check_run(
+            implementation("cpu"), make_selection(13, batch=3, rows=40, kv_heads=8, head_dim=64, count=9, capacity=50)
+        )
         check_sum(implementation("cpu"), make_sum(13, batch=3, rows=40, replaced=9, width=2000))
         x, index = torch.randn(3, 40, 9000), torch.randint(-1, 40, (3, 20))
         assert torch.equal(pd.gather_rows(x, index), reference.gather_rows(x, index))
@@ -139,11 +178,23 @@ def test_threads_share_the_work(threads: int) -> None:
 def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> None:
     case = make_selection(17, rows=9, head_dim=34, dtype=dtype, count=4, pad=pad, page_size=3, update="selected")
     actual = case.moved(CPU)
-    tensors = (actual.v, actual.v_cache, actual.starts, actual.count, actual.wanted, actual.counts, actual.update, actual.block_table)
+    tensors = (
+        actual.v,
+        actual.v_cache,
+        actual.starts,
+        actual.count,
+        actual.wanted,
+        actual.counts,
+        actual.update,
+        actual.block_table,
+    )
     check(case, actual, level_ops.value_drift_select_(*tensors))
     total = make_sum(17, width=34, dtype=dtype, pad=pad).moved(CPU)
     expected = total.moved(CPU)
-    assert same(level_ops.add_cached_rows_(total.x, total.cached, total.rows, total.index), expected.run(reference.add_cached_rows_))
+    assert same(
+        level_ops.add_cached_rows_(total.x, total.cached, total.rows, total.index),
+        expected.run(reference.add_cached_rows_),
+    )
     assert all(torch.equal(a, b) for a, b in zip(total.bytes(), expected.bytes()))
 
 
@@ -151,10 +202,15 @@ def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> N
 
 
 @given(
-    seed=st.integers(0, 2**20), batch=st.integers(0, 3), rows=st.integers(0, 6), picked=st.integers(0, 9), pad=st.integers(0, 3),
-    inner=st.sampled_from([(), (1,), (3,), (16,), (2, 8), (0,), (3, 5, 2)]), index_dtype=st.sampled_from([torch.int32, torch.int64]),
+    seed=st.integers(0, 2**20),
+    batch=st.integers(0, 3),
+    rows=st.integers(0, 6),
+    picked=st.integers(0, 9),
+    pad=st.integers(0, 3),
+    inner=st.sampled_from([(), (1,), (3,), (16,), (2, 8), (0,), (3, 5, 2)]),
+    index_dtype=st.sampled_from([torch.int32, torch.int64]),
     dtype=st.sampled_from([*DTYPES, torch.float64, torch.int64, torch.uint8, torch.bool, torch.complex64]),
-)  # fmt: skip
+)
 @settings(max_examples=100)
 def test_gather_equals_reference(impl, seed, batch, rows, picked, pad, inner, index_dtype, dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -254,7 +310,11 @@ def test_fullgraph_without_recompiles() -> None:
 def test_reference_backend() -> None:
     case = make_selection(23, page_size=3)
     actual = case.moved(CPU)
-    check(case, actual, actual.run(lambda *tensors, **options: pd.value_drift_select_(*tensors, **options, backend="reference")))
+    check(
+        case,
+        actual,
+        actual.run(lambda *tensors, **options: pd.value_drift_select_(*tensors, **options, backend="reference")),
+    )
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     pd.gather_rows(x, torch.tensor([[1], [2]]), backend="reference").sum().backward()
     assert x.grad.sum() == 8

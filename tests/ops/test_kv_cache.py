@@ -23,7 +23,14 @@ def append(run, case: Case, with_counts: bool = True) -> None:
 
 
 def commit(run, case: Case, with_sources: bool = True) -> None:
-    run(case.k, case.v, case.lengths, case.counts, case.source_index if with_sources else None, block_table=case.block_table)
+    run(
+        case.k,
+        case.v,
+        case.lengths,
+        case.counts,
+        case.source_index if with_sources else None,
+        block_table=case.block_table,
+    )
 
 
 def check_equal(impl, case: Case, call) -> None:
@@ -106,7 +113,9 @@ def test_quadratic_pattern_every_nth_row(impl) -> None:
     check_equal(impl, case, lambda ops, c: commit(ops.kv_commit_, c))
 
 
-@pytest.mark.parametrize("head_dim, dtype", [(64, torch.float32), (65, torch.uint8), (24, torch.float16), (2, torch.float64)])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(64, torch.float32), (65, torch.uint8), (24, torch.float16), (2, torch.float64)]
+)
 def test_rows_wider_than_a_tile(impl, head_dim: int, dtype: torch.dtype) -> None:
     for layout in ("dense", "heads_first"):
         case = make_case(13, heads=9, head_dim=head_dim, dtype=dtype, layout=layout, capacity=20)
@@ -175,11 +184,18 @@ def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
     commit(impl.kv_commit_, together)
     for b in range(case.lengths.shape[0]):
         alone = case.moved(impl.device)
-        k, v = ([t.narrow(-4, b, 1) for t in side] if isinstance(side, list) else side.narrow(-4, b, 1) for side in (alone.k, alone.v))
+        k, v = (
+            [t.narrow(-4, b, 1) for t in side] if isinstance(side, list) else side.narrow(-4, b, 1)
+            for side in (alone.k, alone.v)
+        )
         lengths = alone.lengths[b : b + 1]
         impl.kv_commit_(k, v, lengths, alone.counts[b : b + 1], alone.source_index[b : b + 1])
-        for one, all_of_them in zip(k if isinstance(k, list) else [k], together.k if isinstance(together.k, list) else [together.k]):
-            assert torch.equal(one.contiguous().view(torch.uint8), all_of_them.narrow(-4, b, 1).contiguous().view(torch.uint8))
+        for one, all_of_them in zip(
+            k if isinstance(k, list) else [k], together.k if isinstance(together.k, list) else [together.k]
+        ):
+            assert torch.equal(
+                one.contiguous().view(torch.uint8), all_of_them.narrow(-4, b, 1).contiguous().view(torch.uint8)
+            )
 
 
 @given(case=cases())
@@ -301,6 +317,12 @@ def test_reference_backend_gives_the_same() -> None:
     other = case.moved(torch.device("cpu"))
     pd.kv_commit_(case.k, case.v, case.lengths, case.counts, case.source_index, block_table=case.block_table)
     pd.kv_commit_(
-        other.k, other.v, other.lengths, other.counts, other.source_index, block_table=other.block_table, backend="reference"
+        other.k,
+        other.v,
+        other.lengths,
+        other.counts,
+        other.source_index,
+        block_table=other.block_table,
+        backend="reference",
     )
     assert same_bytes(case, other)

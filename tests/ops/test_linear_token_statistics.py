@@ -32,7 +32,9 @@ NAN = math.nan
 
 def run(device: str, hidden: Tensor, weight: Tensor, **options: Any) -> pd.TokenStatistics:
     options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    return pd.TokenStatistics(*(t.cpu() for t in pd.linear_token_statistics(hidden.to(device), weight.to(device), **options)))
+    return pd.TokenStatistics(
+        *(t.cpu() for t in pd.linear_token_statistics(hidden.to(device), weight.to(device), **options))
+    )
 
 
 def same_bits(a: pd.TokenStatistics, b: pd.TokenStatistics) -> bool:
@@ -151,7 +153,9 @@ def peak(rows: int, width: int, backend: str = "auto") -> int:
 
 
 @pytest.mark.skipif(not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory")
-@pytest.mark.skipif(("native", "cpu") not in backends.CHOICES["token_statistics"], reason="no compiled kernel for the CPU")
+@pytest.mark.skipif(
+    ("native", "cpu") not in backends.CHOICES["token_statistics"], reason="no compiled kernel for the CPU"
+)
 def test_memory_does_not_grow_with_rows_times_vocabulary() -> None:
     """1024 rows of 32768 logits are 128 MiB, a block of them 64 MiB."""
     extra = peak(1024, 32768)
@@ -186,7 +190,11 @@ def test_any_strides(device: str) -> None:
     wide = torch.full((6, 40), NAN)
     wide[:, 4:28:2] = hidden
     expected = run(device, hidden, weight)
-    for h, w in ((wide[:, 4:28:2], weight), (hidden, weight.T.contiguous().T), (hidden.view(2, 3, 12).transpose(0, 1), weight)):
+    for h, w in (
+        (wide[:, 4:28:2], weight),
+        (hidden, weight.T.contiguous().T),
+        (hidden.view(2, 3, 12).transpose(0, 1), weight),
+    ):
         found = pd.TokenStatistics(*(t.cpu() for t in pd.linear_token_statistics(h.to(device), w.to(device))))
         order = [0, 3, 1, 4, 2, 5] if h.dim() == 3 else list(range(6))
         flat = pd.TokenStatistics(*(t.flatten(0, h.dim() - 2) for t in found))
@@ -248,7 +256,11 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"hidden": H[0, 0]}, ValueError, r"hidden must have shape \(\.\.\., E\), E at least 1, got \(\)"),
         ({"hidden": H[:, :0]}, ValueError, r"E at least 1, got \(2, 0\)"),
         ({"hidden": H.int()}, TypeError, r"hidden must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"hidden": H.double(), "weight": W.double()}, TypeError, r"for the kernels, got torch\.float64\. Pass backend="),
+        (
+            {"hidden": H.double(), "weight": W.double()},
+            TypeError,
+            r"for the kernels, got torch\.float64\. Pass backend=",
+        ),
         ({"weight": None}, TypeError, r"weight must be a tensor, got NoneType"),
         ({"weight": W.half()}, TypeError, r"weight must be torch\.float32 like the others, got torch\.float16"),
         ({"weight": W.to("meta")}, ValueError, r"weight must be on cpu, got meta"),
@@ -260,7 +272,11 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1\.5"),
         ({"law": "any"}, ValueError, r"law must be 'model' or 'sampling', got 'any'"),
         ({"suppress": 9}, ValueError, r"suppress must be ids in 0 \.\. 8, got 9"),
-        ({"step": torch.zeros(3, dtype=torch.int64)}, ValueError, r"step must broadcast to the shape \(2,\) of the rows, got \(3,\)"),
+        (
+            {"step": torch.zeros(3, dtype=torch.int64)},
+            ValueError,
+            r"step must broadcast to the shape \(2,\) of the rows, got \(3,\)",
+        ),
         ({"step": IDS, "hidden": 1.0}, TypeError, r"hidden must be a tensor, got float"),
         ({"positions": IDS[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
         ({"row_index": IDS.float()}, TypeError, r"row_index must be an int32 or int64 tensor, got torch\.float32"),
@@ -269,9 +285,13 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"row_index": IDS + 1, "backend": "reference"}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
         ({"positions": IDS - 1, "temperature": 1.0}, ValueError, r"positions must be in \[0, 2\*\*32\), got -1"),
         ({"step": IDS + 2**32, "temperature": 1.0}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
-        ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
+        (
+            {"backend": "triton"},
+            NotImplementedError,
+            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as error:
         pd.linear_token_statistics(**{"hidden": H, "weight": W, **call})

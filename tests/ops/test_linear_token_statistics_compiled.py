@@ -15,7 +15,9 @@ from tests.harness.triton_interpreter import requires_triton
 pytestmark = requires_triton
 # Budgets are named "sm_90:bf16:4096 vocabulary drawn parts": hidden size, greedy or drawn at a temperature.
 TEMPERATURES = {"greedy": 0.0, "drawn": 0.8}
-BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " vocabulary " in name}
+BUDGETS = {
+    name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " vocabulary " in name
+}
 CASES = sorted({name.split(" ")[0] for name in BUDGETS})
 FIRST_CLASS = "sm_90:bf16:4096"
 

@@ -72,9 +72,13 @@ def test_rows_that_are_asked_for() -> None:
     hidden[3] = NAN  # not read
     rows = torch.tensor([[5, -1, 0, 0], [2, 4, -1, 5]])
     options = {
-        "temperature": 0.9, "positions": torch.arange(8).view(2, 4) + 2**32 - 9, "step": torch.tensor([[1], [9]]).expand(2, 4),
-        "row_index": rows.int(), "suppress": tuple(range(16)), "top_k": 3,
-    }  # fmt: skip
+        "temperature": 0.9,
+        "positions": torch.arange(8).view(2, 4) + 2**32 - 9,
+        "step": torch.tensor([[1], [9]]).expand(2, 4),
+        "row_index": rows.int(),
+        "suppress": tuple(range(16)),
+        "top_k": 3,
+    }
     found = run(hidden.view(2, 3, 10), weight, **options)
     cases.check_exactly(found, hidden, weight, **options)
     assert found.ids.shape == (2, 4) and found.ids[0, 1] == -1 and found.logsumexp[0, 1] == -INF
@@ -86,7 +90,12 @@ def test_values_that_are_no_ordinary_numbers(few_parts: None) -> None:
     hidden, weight = whole_numbers(5, 300, 4)
     hidden[:, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0, NAN])
     weight[:, 0] = 0.0
-    for values in ({7: INF, 200: INF}, {130: -INF, 3: INF, 290: NAN}, {299: NAN, 150: NAN}, dict.fromkeys(range(300), -INF)):
+    for values in (
+        {7: INF, 200: INF},
+        {130: -INF, 3: INF, 290: NAN},
+        {299: NAN, 150: NAN},
+        dict.fromkeys(range(300), -INF),
+    ):
         strange = weight.clone()
         for token, value in values.items():
             strange[token, 0] = value
@@ -168,7 +177,10 @@ def test_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatc
     for width in (126464, 2**21):
         log = Allocations({0})
         log.made.append([])
-        hidden, weight = torch.zeros(512, 8, dtype=torch.bfloat16), torch.zeros(1, 8, dtype=torch.bfloat16).expand(width, 8)
+        hidden, weight = (
+            torch.zeros(512, 8, dtype=torch.bfloat16),
+            torch.zeros(1, 8, dtype=torch.bfloat16).expand(width, 8),
+        )
         with log:
             ops._triton(hidden, weight, *ops.Options(temperature=1.0))
         made[width] = sum(nbytes for *_, nbytes in log.made[0])
@@ -197,4 +209,6 @@ def test_draws_are_those_of_the_reference() -> None:
     hidden, weight = torch.ones(20, 1), torch.ones(403, 1)
     for seed, step in ((0, 0), (2**63 - 1, 5), (-1, 2**31)):
         options = {"temperature": 1.0, "seed": seed, "step": step}
-        assert torch.equal(run(hidden, weight, **options).ids, reference(hidden.double(), weight.double(), **options)[0])
+        assert torch.equal(
+            run(hidden, weight, **options).ids, reference(hidden.double(), weight.double(), **options)[0]
+        )

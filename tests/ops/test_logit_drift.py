@@ -18,7 +18,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = math.nan, math.inf
 
 
-def inputs(rows: int, width: int, dtype: torch.dtype = torch.float32, scale: float = 3.0, step: float = 0.3) -> tuple[Tensor, Tensor]:
+def inputs(
+    rows: int, width: int, dtype: torch.dtype = torch.float32, scale: float = 3.0, step: float = 0.3
+) -> tuple[Tensor, Tensor]:
     """Logits, and those of a recurrence before."""
     generator = torch.Generator().manual_seed(rows * 10_007 + width)
     logits, change = (torch.randn(rows, width, generator=generator) for _ in range(2))
@@ -41,7 +43,9 @@ def check(actual: pd.LogitDrift, logits: Tensor, previous: Tensor | None, min_p:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (24, 8192), (24, 8193), (24, 65536)])
+@pytest.mark.parametrize(
+    "rows, width", [(64, 1), (200, 7), (100, 33), (64, 100), (80, 1031), (24, 8192), (24, 8193), (24, 65536)]
+)
 def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype) -> None:
     logits, previous = inputs(rows, width, dtype)
     check(run(impl, logits, previous), logits, previous)
@@ -95,7 +99,11 @@ def test_masked_tokens(impl) -> None:
     logits[3::4, 77] = 0.5
     drift = run(impl, logits, previous)
     check(drift, logits, previous)
-    assert drift.kl.view(25, 4)[:, :2].isfinite().all() and (drift.kl.view(25, 4)[:, 2:] == INF).all() and drift.minp_kl.isfinite().all()
+    assert (
+        drift.kl.view(25, 4)[:, :2].isfinite().all()
+        and (drift.kl.view(25, 4)[:, 2:] == INF).all()
+        and drift.minp_kl.isfinite().all()
+    )
     assert (drift.argmax[3::4] == 77).all() and (drift.entropy[3::4].abs() < 1e-6).all()
     check(run(impl, logits), logits, None)
 
@@ -111,7 +119,12 @@ def test_rows_without_a_law(impl, width: int) -> None:
     previous[4] = -INF
     previous[5, 1] = NAN
     drift = run(impl, logits, previous)
-    assert torch.equal(drift.argmax, logits.argmax(-1)) and drift.argmax[:4].tolist() == [0, min(3, width // 2), width - 1, 0]
+    assert torch.equal(drift.argmax, logits.argmax(-1)) and drift.argmax[:4].tolist() == [
+        0,
+        min(3, width // 2),
+        width - 1,
+        0,
+    ]
     assert drift.entropy[:4].isnan().all() and drift.entropy[4:].isfinite().all()
     for t in (drift.kl, drift.minp_kl):
         assert t[:6].isnan().all() and t[6].isfinite()
@@ -145,23 +158,40 @@ def test_any_layout(impl, dtype: torch.dtype) -> None:
     logits, previous = (t.view(2, 3, 128).to(impl.device) for t in inputs(6, 128, dtype))
     expected = impl.logit_drift(logits, previous)
     wide = torch.full((2, 3, 140), NAN, dtype=dtype, device=impl.device)
-    for view in (wide[..., 8:136], wide[..., 3:131], torch.empty_like(logits.transpose(0, 1)).transpose(0, 1), torch.empty_like(logits.mT).mT):
+    for view in (
+        wide[..., 8:136],
+        wide[..., 3:131],
+        torch.empty_like(logits.transpose(0, 1)).transpose(0, 1),
+        torch.empty_like(logits.mT).mT,
+    ):
         drift = impl.logit_drift(view.copy_(logits), previous)
         assert torch.equal(drift.argmax, expected.argmax)
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(drift[1:], expected[1:]))
     last = impl.logit_drift(logits[1, 2], previous[1, 2])
-    assert last.kl.shape == () and torch.equal(last.kl, expected.kl[1, 2]) and torch.equal(last.argmax, expected.argmax[1, 2])
+    assert (
+        last.kl.shape == ()
+        and torch.equal(last.kl, expected.kl[1, 2])
+        and torch.equal(last.argmax, expected.argmax[1, 2])
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (1, 1)])
 def test_empty_and_single(impl, shape: tuple[int, ...]) -> None:
     drift = impl.logit_drift(torch.zeros(shape, device=impl.device))
-    assert all(t.shape == shape[:-1] for t in drift) and drift.argmax.dtype == torch.int64 and drift.kl.dtype == torch.float32
+    assert (
+        all(t.shape == shape[:-1] for t in drift)
+        and drift.argmax.dtype == torch.int64
+        and drift.kl.dtype == torch.float32
+    )
 
 
 def test_a_row_does_not_depend_on_the_others(impl) -> None:
     logits, previous = inputs(9, 9001)
-    together, again, alone = run(impl, logits, previous), run(impl, logits, previous), run(impl, logits[4:5], previous[4:5])
+    together, again, alone = (
+        run(impl, logits, previous),
+        run(impl, logits, previous),
+        run(impl, logits[4:5], previous[4:5]),
+    )
     assert all(torch.equal(a, b) and torch.equal(a[4:5], c) for a, b, c in zip(together, again, alone))
 
 
@@ -229,7 +259,9 @@ def test_gradients_stop_here() -> None:
 
 def test_reference_backend() -> None:
     logits, previous = inputs(3, 20)
-    assert torch.allclose(pd.logit_drift(logits, previous, backend="reference").kl, pd.logit_drift(logits, previous).kl, atol=1e-6)
+    assert torch.allclose(
+        pd.logit_drift(logits, previous, backend="reference").kl, pd.logit_drift(logits, previous).kl, atol=1e-6
+    )
     assert pd.logit_drift(logits.double(), backend="reference").kl.dtype == torch.float64
 
 
@@ -252,9 +284,13 @@ X = torch.zeros(2, 4)
         ({"min_p": -0.1}, ValueError, r"min_p must be in \[0, 1\], got -0\.1"),
         ({"min_p": NAN}, ValueError, r"min_p must be in \[0, 1\], got nan"),
         ({"min_p": None}, TypeError, r"min_p must be a number, got NoneType"),
-        ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
+        (
+            {"backend": "triton"},
+            NotImplementedError,
+            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as error:
         pd.logit_drift(**{"logits": X, **call})

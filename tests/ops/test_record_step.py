@@ -58,7 +58,9 @@ def test_result_does_not_depend_on_the_order_of_threads(call: dict[str, torch.Te
 
 
 def test_a_whole_log(impl) -> None:
-    log, count, more = (t.to(impl.device) for t in (torch.zeros(4, 2, 3, dtype=torch.int64), torch.tensor([0]), torch.tensor([False])))
+    log, count, more = (
+        t.to(impl.device) for t in (torch.zeros(4, 2, 3, dtype=torch.int64), torch.tensor([0]), torch.tensor([False]))
+    )
     entries = [torch.tensor([[left, n, -n], [0, 9, n]]) for n, left in enumerate((3, 1, 0))]
     told = []
     for entry in entries:
@@ -75,7 +77,9 @@ def test_a_full_log_ends_the_loop(impl, count: int) -> None:
     call["more"].fill_(True)
     call["entry"][:, 0] = 1
     if impl.raises:
-        with pytest.raises(ValueError, match=rf"record_step_: count must be in \[0, 2\], got {count}\. It counts entries"):
+        with pytest.raises(
+            ValueError, match=rf"record_step_: count must be in \[0, 2\], got {count}\. It counts entries"
+        ):
             impl.record_step_(**call)
     else:
         impl.record_step_(**call)
@@ -149,16 +153,36 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
         ({"more": torch.zeros(1)}, TypeError, "more must be torch.bool, got torch.float32"),
         ({"entry": torch.zeros(2, 4, 1, dtype=torch.int64)}, ValueError, r"entry must have shape \(batch, columns\)"),
         ({"entry": torch.zeros(2, 0, dtype=torch.int64)}, ValueError, r"with a column at least, got \(2, 0\)"),
-        ({"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]}, ValueError, r"entry must be contiguous, got strides \(8, 2\)"),
-        ({"log": torch.zeros(3, 2, 5, dtype=torch.int64)}, ValueError, r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)"),
+        (
+            {"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]},
+            ValueError,
+            r"entry must be contiguous, got strides \(8, 2\)",
+        ),
+        (
+            {"log": torch.zeros(3, 2, 5, dtype=torch.int64)},
+            ValueError,
+            r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)",
+        ),
         ({"count": torch.zeros(2, dtype=torch.int64)}, ValueError, r"count must have shape \(1\), got \(2,\)"),
         ({"more": torch.tensor(True)}, ValueError, r"more must have shape \(1\), got \(\)"),
-        ({"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")}, ValueError, "log must be on cpu like entry, got meta"),
+        (
+            {"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")},
+            ValueError,
+            "log must be on cpu like entry, got meta",
+        ),
         ({"handle": "3"}, TypeError, "handle must be an int, got str"),
-        ({"handle": 3}, ValueError, "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs."),
-        ({"backend": "triton"}, NotImplementedError, "backend must be one of native, reference on cpu|one of auto, native, reference on cpu"),
+        (
+            {"handle": 3},
+            ValueError,
+            "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs.",
+        ),
+        (
+            {"backend": "triton"},
+            NotImplementedError,
+            "backend must be one of native, reference on cpu|one of auto, native, reference on cpu",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_call(changed: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         pd.record_step_(**{**arguments(1, 3, 2, 4, 0), **changed})

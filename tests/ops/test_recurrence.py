@@ -71,11 +71,30 @@ def test_moments_of_a_state() -> None:
 # --- recurrence_inject: always the bits of the reference ----------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**20), st.integers(0, 3), st.integers(0, 6), st.sampled_from(SIZES[:4]), st.sampled_from(DTYPES), st.sampled_from(STYLES), st.booleans())
+@given(
+    st.integers(0, 2**20),
+    st.integers(0, 3),
+    st.integers(0, 6),
+    st.sampled_from(SIZES[:4]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(STYLES),
+    st.booleans(),
+)
 @settings(max_examples=150)
-def test_inject_equals_reference(impl, seed: int, batch: int, count: int, size: int, dtype: torch.dtype, style: str, wide: bool) -> None:
+def test_inject_equals_reference(
+    impl, seed: int, batch: int, count: int, size: int, dtype: torch.dtype, style: str, wide: bool
+) -> None:
     index_dtype = torch.int64 if wide else torch.int32
-    rows = make_rows(seed, batch=batch, rows=count, size=size, dtype=dtype, style=style, index_dtype=index_dtype, first_step=seed % 5 == 0)
+    rows = make_rows(
+        seed,
+        batch=batch,
+        rows=count,
+        size=size,
+        dtype=dtype,
+        style=style,
+        index_dtype=index_dtype,
+        first_step=seed % 5 == 0,
+    )
     check_inject(impl, rows, **inject_options(seed))
 
 
@@ -169,7 +188,9 @@ def exit_options(rows: Rows, seed: int) -> dict[str, object]:
 
 def check_exit(impl, rows: Rows, **options: object) -> pd.RecurrenceExit:
     actual = leave(impl, rows, **options)
-    exact_options = {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in options.items()}
+    exact_options = {
+        name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in options.items()
+    }
     same = pd.RecurrenceExit(*reference.recurrence_exit(*rows.exit_arguments(), **options))
     exact = pd.RecurrenceExit(*reference.recurrence_exit(*rows.to(torch.float64).exit_arguments(), **exact_options))
     assert_within_budget(actual.state, exact.state, same.state, name="state")
@@ -177,12 +198,23 @@ def check_exit(impl, rows: Rows, **options: object) -> pd.RecurrenceExit:
     stored = distances(actual.state.double(), rows.to(torch.float64), **exact_options)
     roundoff = 2e-6 * (1 + stored.nan_to_num(0, 0, 0))
     close = (actual.distance.double() - stored).abs() <= roundoff
-    assert (close | (actual.distance.double() == stored) | (actual.distance.isnan() & stored.isnan())).all(), (actual.distance, stored)
+    assert (close | (actual.distance.double() == stored) | (actual.distance.isnan() & stored.isnan())).all(), (
+        actual.distance,
+        stored,
+    )
     assert torch.equal(actual.settled, actual.distance.double() < options["threshold"])
     return actual
 
 
-def distances(state: Tensor, rows: Rows, *, min_recurrences: int = 1, older: Tensor | None = None, older_advance: Tensor | None = None, **_: object) -> Tensor:
+def distances(
+    state: Tensor,
+    rows: Rows,
+    *,
+    min_recurrences: int = 1,
+    older: Tensor | None = None,
+    older_advance: Tensor | None = None,
+    **_: object,
+) -> Tensor:
     """Row by row, as the sentence says it."""
     result = torch.full(state.shape[:2], torch.inf, dtype=torch.float64)
     for b in range(state.shape[0]):
@@ -201,9 +233,18 @@ def distances(state: Tensor, rows: Rows, *, min_recurrences: int = 1, older: Ten
     return result
 
 
-@given(st.integers(0, 2**20), st.integers(1, 3), st.integers(1, 6), st.sampled_from([33, 64, 200]), st.sampled_from(DTYPES), st.sampled_from(STYLES))
+@given(
+    st.integers(0, 2**20),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.sampled_from([33, 64, 200]),
+    st.sampled_from(DTYPES),
+    st.sampled_from(STYLES),
+)
 @settings(max_examples=80)
-def test_exit_equals_reference(impl, seed: int, batch: int, count: int, size: int, dtype: torch.dtype, style: str) -> None:
+def test_exit_equals_reference(
+    impl, seed: int, batch: int, count: int, size: int, dtype: torch.dtype, style: str
+) -> None:
     rows = make_rows(seed, batch=batch, rows=count, size=size, dtype=dtype, style=style, first_step=seed % 6 == 0)
     check_exit(impl, rows, **exit_options(rows, seed))
 
@@ -220,8 +261,18 @@ def test_what_counts_as_settled(impl) -> None:
     """By hand: still, moved, new, nothing to compare with, behind the wave."""
     state = torch.tensor([[[1.0, 1.0], [1.0, 1.0], [1.0, -1.0], [1.0, 1.0]]])
     x = torch.ones(1, 5, 2)
-    arguments = (x, torch.zeros_like(x), torch.ones(2), state, torch.tensor([[8, 4, 0, 4, 0]]), torch.tensor([4]), torch.tensor([1]))
-    result = pd.RecurrenceExit(*(t.cpu() for t in impl.recurrence_exit(*(t.to(impl.device) for t in arguments), threshold=0.03)))
+    arguments = (
+        x,
+        torch.zeros_like(x),
+        torch.ones(2),
+        state,
+        torch.tensor([[8, 4, 0, 4, 0]]),
+        torch.tensor([4]),
+        torch.tensor([1]),
+    )
+    result = pd.RecurrenceExit(
+        *(t.cpu() for t in impl.recurrence_exit(*(t.to(impl.device) for t in arguments), threshold=0.03))
+    )
     assert result.settled.tolist() == [[True, False, False, False, False]]
     assert result.distance[0, 1].item() == pytest.approx(2**0.5, rel=1e-5)
     assert result.distance[0, 2:].tolist() == [torch.inf] * 3  # new; no row 4 a step ago; behind the wave
@@ -269,7 +320,12 @@ def test_results_do_not_depend_on_threads_or_runs() -> None:
     try:
         for threads in (1, 2, 2):
             torch.set_num_threads(threads)
-            results.append((pd.recurrence_inject(*rows.inject_arguments(), noise=0.5), *pd.recurrence_exit(*rows.exit_arguments(), threshold=1.0)))
+            results.append(
+                (
+                    pd.recurrence_inject(*rows.inject_arguments(), noise=0.5),
+                    *pd.recurrence_exit(*rows.exit_arguments(), threshold=1.0),
+                )
+            )
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0]))
@@ -285,7 +341,9 @@ def test_opcheck(first_step: bool) -> None:
         options = (0, 0.5, "linear", 32, "linear", 0.1, 0.5, "fresh", False)
         torch.library.opcheck(torch.ops.pdkernels.recurrence_inject.default, (*rows.inject_arguments(), *options))
         older = (None, None) if first_step else (rows.older, rows.older_advance)
-        torch.library.opcheck(torch.ops.pdkernels.recurrence_exit.default, (*rows.exit_arguments(), 0.03, *older, 1, 1e-6))
+        torch.library.opcheck(
+            torch.ops.pdkernels.recurrence_exit.default, (*rows.exit_arguments(), 0.03, *older, 1, 1e-6)
+        )
 
 
 def test_fullgraph_without_recompiles() -> None:

@@ -15,9 +15,12 @@ from tests.ops.implementations import NAMES, implementation
 from tests.ops.recurrence_cases import AdvanceCase, Wave, make_advance
 
 calls = st.builds(
-    make_advance, st.integers(0, 2**20), batch=st.integers(0, 3), room=st.sampled_from([0, 1, 2, 5, 6, 40, 200]),
+    make_advance,
+    st.integers(0, 2**20),
+    batch=st.integers(0, 3),
+    room=st.sampled_from([0, 1, 2, 5, 6, 40, 200]),
     dtype=st.sampled_from([torch.int32, torch.int64]),
-)  # fmt: skip
+)
 
 
 def run(impl, case: AdvanceCase) -> Wave:
@@ -55,9 +58,15 @@ class Sequence:
         wave, self.options = case
         self.width, self.budget = int(wave.width[b]), int(wave.remaining[b])
         self.rows = [
-            {"input": int(wave.tokens[b, i]), "before": int(wave.tokens[b, i + 1]), "prediction": int(wave.predictions[b, i]),
-             "count": int(wave.recurrences[b, i]), "stable": int(wave.stable[b, i])} for i in range(self.width)
-        ]  # fmt: skip
+            {
+                "input": int(wave.tokens[b, i]),
+                "before": int(wave.tokens[b, i + 1]),
+                "prediction": int(wave.predictions[b, i]),
+                "count": int(wave.recurrences[b, i]),
+                "stable": int(wave.stable[b, i]),
+            }
+            for i in range(self.width)
+        ]
         settled = case.options["settled"]
         for i, row in enumerate(self.rows):
             row["settled"] = settled is not None and bool(settled[b, i])
@@ -132,16 +141,28 @@ def settle(impl, pattern: str, **options: object) -> tuple[Wave, Wave]:
     w, room = len(pattern), len(pattern) + 3
     text = torch.arange(100, 101 + room)
     wave = Wave(
-        text[None].clone(), text[None, 1 : w + 1].clone(), torch.full((1, room), 4), torch.zeros(1, room, dtype=torch.int64),
+        text[None].clone(),
+        text[None, 1 : w + 1].clone(),
+        torch.full((1, room), 4),
+        torch.zeros(1, room, dtype=torch.int64),
         *(torch.tensor([n]) for n in (w, 50, 0, 7, 1000)),
-    )  # fmt: skip
+    )
     settled = torch.tensor([[mark == "x" for mark in pattern]])
     return wave, run(impl, AdvanceCase(wave, {"settled": settled, "inner_recurrence": 4, **options}))
 
 
 @pytest.mark.parametrize(
     "pattern, prefix, last",
-    [("x.x", 1, 3), ("xxx", 3, 3), ("...", 0, 0), (".xx", 0, 3), ("xx.", 2, 2), ("x", 1, 1), (".", 0, 0), ("x..x.", 1, 4)],
+    [
+        ("x.x", 1, 3),
+        ("xxx", 3, 3),
+        ("...", 0, 0),
+        (".xx", 0, 3),
+        ("xx.", 2, 2),
+        ("x", 1, 1),
+        (".", 0, 0),
+        ("x..x.", 1, 4),
+    ],
 )
 def test_prefix_and_last(impl, pattern: str, prefix: int, last: int) -> None:
     for rule, frozen in (("prefix", prefix), ("last", last)):
@@ -178,26 +199,50 @@ def test_headway_is_capped_by_the_wavefront_and_what_remains(impl) -> None:
     before.remaining[0] = 2
     options = {"settled": torch.tensor([[True, False, False]]), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(before, options))
-    assert (after.width.item(), after.remaining.item()) == (1, 1) and after.recurrences[0].tolist() == [8, 0, 0, 0, 0, 0]
+    assert (after.width.item(), after.remaining.item()) == (1, 1) and after.recurrences[0].tolist() == [
+        8,
+        0,
+        0,
+        0,
+        0,
+        0,
+    ]
 
 
 def test_a_wave_that_cannot_grow_stands(impl) -> None:
     _, after = settle(impl, "...", max_wavefront=3)
-    assert after.width.item() == 3 and after.advance.item() == 0 and after.tokens[0, :4].tolist() == [100, 101, 102, 103]
+    assert (
+        after.width.item() == 3 and after.advance.item() == 0 and after.tokens[0, :4].tolist() == [100, 101, 102, 103]
+    )
 
 
-@pytest.mark.parametrize("end, remaining, frozen, text", [(102, 99, 2, [101, 102]), (101, 99, 1, [101]), (77, 2, 2, [101, 102]), (103, 2, 2, [101, 102]), (105, 99, 3, None)])
+@pytest.mark.parametrize(
+    "end, remaining, frozen, text",
+    [
+        (102, 99, 2, [101, 102]),
+        (101, 99, 1, [101]),
+        (77, 2, 2, [101, 102]),
+        (103, 2, 2, [101, 102]),
+        (105, 99, 3, None),
+    ],
+)
 def test_the_end(impl, end: int, remaining: int, frozen: int, text: list[int] | None) -> None:
     before, _ = settle(impl, "xxx.")
     before.remaining[0] = remaining
-    options = {"settled": torch.tensor([[True, True, True, False]]), "inner_recurrence": 4, "end_tokens": torch.tensor([55, end])}
+    options = {
+        "settled": torch.tensor([[True, True, True, False]]),
+        "inner_recurrence": 4,
+        "end_tokens": torch.tensor([55, end]),
+    }
     after = run(impl, AdvanceCase(before, options))
     assert after.advance.item() == frozen and after.remaining.item() == remaining - frozen
     assert (after.width.item() == 0) == (text is not None)
     if text is not None:
         assert before.predictions[0, :frozen].tolist() == text
         again = run(impl, AdvanceCase(after._replace(predictions=before.predictions), options))
-        assert equal(again, after._replace(predictions=before.predictions, advance=torch.tensor([0]))), "a finished sequence stays"
+        assert equal(again, after._replace(predictions=before.predictions, advance=torch.tensor([0]))), (
+            "a finished sequence stays"
+        )
 
 
 def test_stability_and_the_limit(impl) -> None:
@@ -217,12 +262,20 @@ def test_stability_and_the_limit(impl) -> None:
 def test_a_wavefront_of_one_is_autoregression(impl) -> None:
     """With max_recurrences = inner_recurrence a token a step, whatever has settled."""
     wave = Wave(
-        torch.tensor([[5, 0]]), torch.tensor([[6]]), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64),
+        torch.tensor([[5, 0]]),
+        torch.tensor([[6]]),
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.zeros(1, 1, dtype=torch.int64),
         *(torch.tensor([n]) for n in (1, 3, 0, 0, 4)),
-    )  # fmt: skip
+    )
     text = []
     for token in (6, 7, 8, 9):
-        wave = run(impl, AdvanceCase(wave._replace(predictions=torch.tensor([[token]])), {"inner_recurrence": 32, "max_recurrences": 32}))
+        wave = run(
+            impl,
+            AdvanceCase(
+                wave._replace(predictions=torch.tensor([[token]])), {"inner_recurrence": 32, "max_recurrences": 32}
+            ),
+        )
         assert wave.advance.item() == 1
         text.append(int(wave.tokens[0, 0]))
     assert text[:3] == [6, 7, 8] and wave.width.item() == 0 and wave.cursor.item() == 7
@@ -247,7 +300,12 @@ def test_many_steps_keep_states_and_positions_together(impl) -> None:
         predictions = torch.zeros(1, room, dtype=torch.int64)
         predictions[0, :w] = target[torch.tensor(here) + 1]
         settled = torch.rand(1, room, generator=generator) < 0.6
-        wave = run(impl, AdvanceCase(wave._replace(predictions=predictions), {"settled": settled, "inner_recurrence": 4, "rule": "last"}))
+        wave = run(
+            impl,
+            AdvanceCase(
+                wave._replace(predictions=predictions), {"settled": settled, "inner_recurrence": 4, "rule": "last"}
+            ),
+        )
         last = here
     assert int(wave.cursor) == 60 and int(wave.width) == 0
 
@@ -275,7 +333,10 @@ def test_strides_and_bytes_outside(impl, case: AdvanceCase) -> None:
 def test_a_batch_equals_its_sequences_alone(impl, case: AdvanceCase) -> None:
     together = run(impl, case)
     for b in range(case.wave.width.shape[0]):
-        options = {name: x[b : b + 1] if isinstance(x, Tensor) and name != "end_tokens" else x for name, x in case.options.items()}
+        options = {
+            name: x[b : b + 1] if isinstance(x, Tensor) and name != "end_tokens" else x
+            for name, x in case.options.items()
+        }
         alone = run(impl, AdvanceCase(Wave(*(x[b : b + 1].clone() for x in case.wave)), options))
         assert equal(alone, Wave(*(x[b : b + 1] for x in together)))
 

@@ -18,7 +18,9 @@ def test_injected_bits(level_ops: object, dtype: torch.dtype, size: int) -> None
     for seed in range(3 if size > 1000 else 12):
         rows, options = make_rows(seed, batch=2, rows=6, size=size, dtype=dtype), inject_options(seed)
         actual = level_ops.recurrence_inject(*rows.inject_arguments(), *(options[name] for name in NAMES))
-        assert torch.equal(bits(actual), bits(reference.recurrence_inject(*rows.inject_arguments(), **options))), options
+        assert torch.equal(bits(actual), bits(reference.recurrence_inject(*rows.inject_arguments(), **options))), (
+            options
+        )
 
 
 @pytest.mark.parametrize("size", SIZES[2:])
@@ -28,7 +30,11 @@ def test_exit_within_the_error_budget(level_ops: object, dtype: torch.dtype, siz
     for older in ((None, None), (rows.older, rows.older_advance)):
         state, distance, settled = level_ops.recurrence_exit(*rows.exit_arguments(), 1.4, *older, 1, 1e-6)
         same = reference.recurrence_exit(*rows.exit_arguments(), 1.4, *older)
-        exact = reference.recurrence_exit(*rows.to(torch.float64).exit_arguments(), 1.4, *(x if x is None or x.dtype == torch.int64 else x.double() for x in older))
+        exact = reference.recurrence_exit(
+            *rows.to(torch.float64).exit_arguments(),
+            1.4,
+            *(x if x is None or x.dtype == torch.int64 else x.double() for x in older),
+        )
         assert_within_budget(state, exact[0], same[0], name="state")
         # A rounding of a state that fell to the other side moves the distance by some thousandths of the dtype's last place.
         assert torch.allclose(distance, same[1], rtol=torch.finfo(dtype).eps, atol=1e-6)

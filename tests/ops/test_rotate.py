@@ -49,27 +49,56 @@ class Case(NamedTuple):
 
 
 def make_case(
-    seed: int, *, batch: int = 2, rows: int = 5, heads: int = 3, head_dim: int = 32, dtype: torch.dtype = torch.float32, style: str = "half",
-    heads_first: bool = False, pad: int = 0, skew: bool = False, index_dtype: torch.dtype = torch.int64, given: str = "own",
-) -> Case:  # fmt: skip
+    seed: int,
+    *,
+    batch: int = 2,
+    rows: int = 5,
+    heads: int = 3,
+    head_dim: int = 32,
+    dtype: torch.dtype = torch.float32,
+    style: str = "half",
+    heads_first: bool = False,
+    pad: int = 0,
+    skew: bool = False,
+    index_dtype: torch.dtype = torch.int64,
+    given: str = "own",
+) -> Case:
     generator = torch.Generator().manual_seed(seed)
-    x = storage((batch, rows, heads + 2, head_dim), dtype, (0, 2, 1, 3) if heads_first else (0, 1, 2, 3), pad, seed)[:, :, 1 : heads + 1]
+    x = storage((batch, rows, heads + 2, head_dim), dtype, (0, 2, 1, 3) if heads_first else (0, 1, 2, 3), pad, seed)[
+        :, :, 1 : heads + 1
+    ]
     x.copy_(torch.randn(x.shape, generator=generator))
-    cos, sin = (torch.empty(t.numel() + skew)[skew:].view(t.shape).copy_(t) for t in rope_tables(P, head_dim, theta=100.0, style=style)[:2])
+    cos, sin = (
+        torch.empty(t.numel() + skew)[skew:].view(t.shape).copy_(t)
+        for t in rope_tables(P, head_dim, theta=100.0, style=style)[:2]
+    )
     drawn = torch.randint(0, P, (batch + 1, 2 * rows), generator=generator, dtype=index_dtype)
     shared = drawn[batch, :rows]
-    positions = {"own": drawn[:batch, :rows], "strided": drawn[1:, ::2], "shared": shared, "expanded": shared.expand(batch, rows)}
+    positions = {
+        "own": drawn[:batch, :rows],
+        "strided": drawn[1:, ::2],
+        "shared": shared,
+        "expanded": shared.expand(batch, rows),
+    }
     return Case(x, cos, sin, positions[given], style)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     return make_case(
-        draw(st.integers(0, 2**20)), batch=draw(st.integers(0, 3)), rows=draw(st.integers(0, 5)), heads=draw(st.integers(0, 5)),
-        head_dim=draw(st.sampled_from([2, 4, 16, 18, 34, 64, 96])), dtype=draw(st.sampled_from(DTYPES)), style=draw(st.sampled_from(STYLES)),
-        heads_first=draw(st.booleans()), pad=draw(st.sampled_from([0, 1, 8])), skew=draw(st.booleans()),
-        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])), given=draw(st.sampled_from(["own", "strided", "shared", "expanded"])),
-    )  # fmt: skip
+        draw(st.integers(0, 2**20)),
+        batch=draw(st.integers(0, 3)),
+        rows=draw(st.integers(0, 5)),
+        heads=draw(st.integers(0, 5)),
+        head_dim=draw(st.sampled_from([2, 4, 16, 18, 34, 64, 96])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        style=draw(st.sampled_from(STYLES)),
+        heads_first=draw(st.booleans()),
+        pad=draw(st.sampled_from([0, 1, 8])),
+        skew=draw(st.booleans()),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        given=draw(st.sampled_from(["own", "strided", "shared", "expanded"])),
+    )
 
 
 def check(case: Case, actual: Case) -> None:
@@ -111,7 +140,11 @@ def test_is_the_rotation_of_the_models(impl, style: str) -> None:
 
 def both_ops(ops: tuple, dtype: torch.dtype, style: str, head_dim: int, device: torch.device) -> list[Tensor]:
     """The rows that rotate_ leaves, and those that rotate_append_ does, at the same positions and without a bias."""
-    first, second = torch.randn(2, 4, 8, head_dim, generator=torch.Generator().manual_seed(head_dim)).to(device, dtype).repeat(2, 1, 1, 1, 1)
+    first, second = (
+        torch.randn(2, 4, 8, head_dim, generator=torch.Generator().manual_seed(head_dim))
+        .to(device, dtype)
+        .repeat(2, 1, 1, 1, 1)
+    )
     table = [t.to(device) for t in rope_tables(P, head_dim, theta=100.0, style=style)[:2]]
     lengths = torch.tensor([3, 17], device=device)
     ops[0](first[:, :, :6], *table, lengths[:, None] + torch.arange(4, device=device), style)
@@ -139,7 +172,11 @@ def test_rows_alone_have_the_same_bits(impl, case: Case) -> None:
     alone = case.moved(impl.device)
     for b in range(case.x.shape[0]):
         for row in range(case.x.shape[1]):
-            at = alone.positions[row : row + 1] if case.positions.dim() == 1 else alone.positions[b : b + 1, row : row + 1]
+            at = (
+                alone.positions[row : row + 1]
+                if case.positions.dim() == 1
+                else alone.positions[b : b + 1, row : row + 1]
+            )
             impl.rotate_(alone.x[b : b + 1, row : row + 1], alone.cos, alone.sin, at, style=case.style)
     assert torch.equal(alone.bytes(), together.bytes())
 
@@ -169,8 +206,10 @@ def test_threads_share_the_work() -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_vector_unit(level_ops: object, dtype: torch.dtype, style: str) -> None:
-    ops = (lambda *t: level_ops.rotate_(*t[:-1], t[-1] == "interleaved"),
-           lambda *t: level_ops.rotate_append_(*t[:-1], None, None, t[-1] == "interleaved"))  # fmt: skip
+    ops = (
+        lambda *t: level_ops.rotate_(*t[:-1], t[-1] == "interleaved"),
+        lambda *t: level_ops.rotate_append_(*t[:-1], None, None, t[-1] == "interleaved"),
+    )
     for head_dim in (2, 18, 34, 96):
         case = make_case(head_dim, head_dim=head_dim, heads=20, dtype=dtype, style=style, pad=1)
         check(case, case.moved(CPU).run(lambda *t, style: ops[0](*t, style)))
@@ -222,7 +261,10 @@ BAD = [-1, P, 2**31 - 1, -(2**31)]
 def test_a_bad_position_is_named_and_nothing_is_written(bad: int, given: str) -> None:
     case = make_case(29, given=given)
     case.positions[..., -1] = bad
-    before, text = case.bytes().clone(), rf"^pdkernels\.rotate_: positions\[0, 4\] must be in \[0, 39\], got {bad} for sequence 0\."
+    before, text = (
+        case.bytes().clone(),
+        rf"^pdkernels\.rotate_: positions\[0, 4\] must be in \[0, 39\], got {bad} for sequence 0\.",
+    )
     for backend, remedy in (("auto", " Make longer tables"), ("reference", "")):
         with pytest.raises(ValueError, match=text + remedy):
             pd.rotate_(*case[:4], backend=backend)
@@ -257,30 +299,85 @@ def test_debug_checks_raise_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 TABLE = [
     ("rank", lambda c: {"x": c.x[0]}, ValueError, r"rotate_: x must have shape \(B, R, heads, D\), got \(5, 3, 32\)"),
     ("type", lambda c: {"x": [1.0]}, TypeError, r"rotate_: x must be a tensor, got list"),
-    ("dtype", lambda c: {"x": c.x.long()}, TypeError, r"x must be float32, float16 or bfloat16, got torch\.int64\. Convert it"),
+    (
+        "dtype",
+        lambda c: {"x": c.x.long()},
+        TypeError,
+        r"x must be float32, float16 or bfloat16, got torch\.int64\. Convert it",
+    ),
     ("double", lambda c: {"x": c.x.double()}, TypeError, r"got torch\.float64\. Pass backend='reference'"),
     ("odd", lambda c: {"x": c.x[..., :7]}, ValueError, r"x must have an even head_dim of at least 2, got 7"),
     ("no dim", lambda c: {"x": c.x[..., :0]}, ValueError, r"x must have an even head_dim of at least 2, got 0"),
     ("strides", lambda c: {"x": c.x[..., ::2]}, ValueError, r"x must have a contiguous last dimension, got strides"),
     ("cos type", lambda c: {"cos": None}, TypeError, r"cos must be a tensor, got NoneType"),
-    ("cos shape", lambda c: {"cos": c.cos[:, :4]}, ValueError, r"cos must have shape \(P, 32\) of at least one position, got \(40, 4\)"),
-    ("cos empty", lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]}, ValueError, r"of at least one position, got \(0, 32\)"),
+    (
+        "cos shape",
+        lambda c: {"cos": c.cos[:, :4]},
+        ValueError,
+        r"cos must have shape \(P, 32\) of at least one position, got \(40, 4\)",
+    ),
+    (
+        "cos empty",
+        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
+        ValueError,
+        r"of at least one position, got \(0, 32\)",
+    ),
     ("cos rank", lambda c: {"cos": c.cos[0, 0]}, ValueError, r"of at least one position, got \(\)"),
     ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(40, 32\) like cos, got \(9, 32\)"),
     ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
-    ("doubles", lambda c: {"cos": c.cos.double(), "sin": c.sin.double()}, TypeError, r"cos must be float32.*for the kernels, got torch\.float64"),
+    (
+        "doubles",
+        lambda c: {"cos": c.cos.double(), "sin": c.sin.double()},
+        TypeError,
+        r"cos must be float32.*for the kernels, got torch\.float64",
+    ),
     ("cos strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
     ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
     ("positions type", lambda c: {"positions": 3}, TypeError, r"positions must be an int32 or int64 tensor, got int"),
-    ("positions dtype", lambda c: {"positions": c.positions.float()}, TypeError, r"positions must be an int32 or int64 tensor, got torch\.float32"),
-    ("positions shape", lambda c: {"positions": c.positions[:, :4]}, ValueError, r"positions must have shape \(2, 5\), got \(2, 4\)"),
-    ("positions of all", lambda c: {"positions": c.positions[0, :4]}, ValueError, r"positions must have shape \(5\), got \(4,\)"),
-    ("positions rank", lambda c: {"positions": c.positions[0, 0]}, ValueError, r"positions must have shape \(2, 5\), got \(\)"),
-    ("positions device", lambda c: {"positions": c.positions.to("meta")}, ValueError, r"positions must be on cpu, got meta"),
+    (
+        "positions dtype",
+        lambda c: {"positions": c.positions.float()},
+        TypeError,
+        r"positions must be an int32 or int64 tensor, got torch\.float32",
+    ),
+    (
+        "positions shape",
+        lambda c: {"positions": c.positions[:, :4]},
+        ValueError,
+        r"positions must have shape \(2, 5\), got \(2, 4\)",
+    ),
+    (
+        "positions of all",
+        lambda c: {"positions": c.positions[0, :4]},
+        ValueError,
+        r"positions must have shape \(5\), got \(4,\)",
+    ),
+    (
+        "positions rank",
+        lambda c: {"positions": c.positions[0, 0]},
+        ValueError,
+        r"positions must have shape \(2, 5\), got \(\)",
+    ),
+    (
+        "positions device",
+        lambda c: {"positions": c.positions.to("meta")},
+        ValueError,
+        r"positions must be on cpu, got meta",
+    ),
     ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
-    ("backend", lambda c: {"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
-    ("gradient", lambda c: {"x": c.x.clone().requires_grad_()}, NotImplementedError, r"x must not require a gradient, got a tensor that does"),
-]  # fmt: skip
+    (
+        "backend",
+        lambda c: {"backend": "triton"},
+        NotImplementedError,
+        r"backend must be one of auto, native, reference on cpu, got 'triton'",
+    ),
+    (
+        "gradient",
+        lambda c: {"x": c.x.clone().requires_grad_()},
+        NotImplementedError,
+        r"x must not require a gradient, got a tensor that does",
+    ),
+]
 
 
 @pytest.mark.parametrize("change, kind, text", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])

@@ -50,7 +50,19 @@ class Case:
         return replace(self, **floats)
 
     def run(self, call) -> Case:
-        call(self.qkv, self.bias, self.cos, self.sin, self.k, self.v, self.lengths, counts=self.counts, block_table=self.block_table, style=self.style, slots=self.slots)
+        call(
+            self.qkv,
+            self.bias,
+            self.cos,
+            self.sin,
+            self.k,
+            self.v,
+            self.lengths,
+            counts=self.counts,
+            block_table=self.block_table,
+            style=self.style,
+            slots=self.slots,
+        )
         return self
 
     def where(self) -> tuple[Tensor, Tensor]:
@@ -73,27 +85,54 @@ def finite(t: Tensor, seed: int) -> Tensor:
 
 
 def make_case(
-    seed: int, *, batch: int = 2, rows: int = 5, heads: int = 4, kv_heads: int = 2, head_dim: int = 8, dtype: torch.dtype = torch.float32,
-    style: str = "interleaved", page_size: int | None = None, capacity: int = 16, pad: int = 0, bias: bool = True, counts: bool = True,
-    index_dtype: torch.dtype = torch.int64, positions: int | None = None, slots: bool = False,
-) -> Case:  # fmt: skip
+    seed: int,
+    *,
+    batch: int = 2,
+    rows: int = 5,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    style: str = "interleaved",
+    page_size: int | None = None,
+    capacity: int = 16,
+    pad: int = 0,
+    bias: bool = True,
+    counts: bool = True,
+    index_dtype: torch.dtype = torch.int64,
+    positions: int | None = None,
+    slots: bool = False,
+) -> Case:
     rng = random.Random(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
     capacity = per_sequence * page_size if page_size else capacity
     pages, places = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
     qkv = finite(storage((batch, rows, heads + 2 * kv_heads, head_dim), dtype, (0, 1, 2, 3), pad, seed), seed)
-    k, v = (storage((pages, places, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt) for salt in (1, 2))
+    k, v = (
+        storage((pages, places, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt)
+        for salt in (1, 2)
+    )
     table = rope_tables(positions or capacity + rows, head_dim, theta=100.0, style=style)
     lengths = [rng.randint(0, capacity) if counts or slots else rng.randint(0, capacity - rows) for _ in range(batch)]
     numbers = [rng.randint(0, rows if slots else min(rows, capacity - n)) for n in lengths]
     picked = [pick_slots(rng, rows, n if counts else rows, capacity - length) for n, length in zip(numbers, lengths)]
     ids = rng.sample(range(pages), batch * per_sequence) if page_size else []
     return Case(
-        qkv, torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype) if bias else None,
-        table.cos, table.sin, k, v, torch.tensor(lengths, dtype=index_dtype), torch.tensor(numbers, dtype=index_dtype) if counts else None,
-        torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None, style, capacity,
+        qkv,
+        torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        if bias
+        else None,
+        table.cos,
+        table.sin,
+        k,
+        v,
+        torch.tensor(lengths, dtype=index_dtype),
+        torch.tensor(numbers, dtype=index_dtype) if counts else None,
+        torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None,
+        style,
+        capacity,
         torch.tensor(picked, dtype=index_dtype).view(batch, rows) if slots else None,
-    )  # fmt: skip
+    )
 
 
 def pick_slots(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
@@ -108,12 +147,22 @@ def cases(draw: st.DrawFn) -> Case:
     kv_heads = draw(st.integers(1, 3))
     rows = draw(st.integers(1, 6))
     return make_case(
-        draw(st.integers(0, 2**20)), batch=draw(st.integers(1, 3)), rows=rows, kv_heads=kv_heads, heads=kv_heads * draw(st.integers(1, 4)),
-        head_dim=draw(st.sampled_from([2, 6, 16, 34, 96])), dtype=draw(st.sampled_from(DTYPES)), style=draw(st.sampled_from(["half", "interleaved"])),
-        page_size=draw(st.sampled_from([None, 1, 3, 16])), capacity=draw(st.integers(6, 20)), pad=draw(st.integers(0, 2)),
-        bias=draw(st.booleans()), counts=draw(st.booleans()), index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        draw(st.integers(0, 2**20)),
+        batch=draw(st.integers(1, 3)),
+        rows=rows,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([2, 6, 16, 34, 96])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        style=draw(st.sampled_from(["half", "interleaved"])),
+        page_size=draw(st.sampled_from([None, 1, 3, 16])),
+        capacity=draw(st.integers(6, 20)),
+        pad=draw(st.integers(0, 2)),
+        bias=draw(st.booleans()),
+        counts=draw(st.booleans()),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         slots=draw(st.booleans()),
-    )  # fmt: skip
+    )
 
 
 def check(case: Case, actual: Case) -> None:
@@ -122,10 +171,18 @@ def check(case: Case, actual: Case) -> None:
     if case.qkv.numel() >= 500:
         assert_within_budget(actual.turned.cpu(), exact.turned, expected.turned, name="q and k")
     else:
-        assert torch.allclose(actual.turned.cpu().double(), exact.turned, rtol=4 * torch.finfo(case.qkv.dtype).eps, atol=8 * torch.finfo(case.qkv.dtype).eps)
+        assert torch.allclose(
+            actual.turned.cpu().double(),
+            exact.turned,
+            rtol=4 * torch.finfo(case.qkv.dtype).eps,
+            atol=8 * torch.finfo(case.qkv.dtype).eps,
+        )
     # All other bytes of the input are as they were; the cache holds the very bits that the input does now.
     left, was = actual.moved(CPU), case.moved(CPU)
-    k, v = left.qkv[:, :, left.turned.shape[2] - left.k.shape[2] : left.turned.shape[2]].clone(), left.qkv[:, :, left.turned.shape[2] :].clone()
+    k, v = (
+        left.qkv[:, :, left.turned.shape[2] - left.k.shape[2] : left.turned.shape[2]].clone(),
+        left.qkv[:, :, left.turned.shape[2] :].clone(),
+    )
     slots, stored = case.where()
     for i in range(case.qkv.shape[1]):
         places = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
@@ -194,9 +251,23 @@ def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
     assert all(torch.equal(a, b) for a, b in zip(together.bytes(), again.bytes()))
     for b in range(len(case.lengths)):
         alone = case.moved(impl.device)
-        part = [None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table, alone.slots)]
+        part = [
+            None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table, alone.slots)
+        ]
         pages = slice(None) if case.block_table is not None else slice(b, b + 1)
-        impl.rotate_append_(alone.qkv[b : b + 1], alone.bias, alone.cos, alone.sin, alone.k[pages], alone.v[pages], part[0], counts=part[1], block_table=part[2], style=case.style, slots=part[3])
+        impl.rotate_append_(
+            alone.qkv[b : b + 1],
+            alone.bias,
+            alone.cos,
+            alone.sin,
+            alone.k[pages],
+            alone.v[pages],
+            part[0],
+            counts=part[1],
+            block_table=part[2],
+            style=case.style,
+            slots=part[3],
+        )
         assert torch.equal(alone.qkv[b], together.qkv[b])
 
 
@@ -207,12 +278,17 @@ def test_result_does_not_depend_on_the_order_of_threads(case: Case) -> None:
     expected = case.moved(CPU).run(impl.rotate_append_)
     for order in impl.schedules():
         with order:
-            assert all(torch.equal(a, b) for a, b in zip(case.moved(CPU).run(impl.rotate_append_).bytes(), expected.bytes()))
+            assert all(
+                torch.equal(a, b) for a, b in zip(case.moved(CPU).run(impl.rotate_append_).bytes(), expected.bytes())
+            )
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_share_the_work(threads: int) -> None:
-    case, before = make_case(13, batch=3, rows=20, heads=12, kv_heads=4, head_dim=96, capacity=40), torch.get_num_threads()
+    case, before = (
+        make_case(13, batch=3, rows=20, heads=12, kv_heads=4, head_dim=96, capacity=40),
+        torch.get_num_threads(),
+    )
     torch.set_num_threads(threads)
     try:
         check(case, case.moved(CPU).run(pd.rotate_append_))
@@ -226,7 +302,17 @@ def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) ->
     for slots in (False, True):
         case = make_case(17, rows=6, head_dim=34, dtype=dtype, style=style, page_size=3, slots=slots)
         actual = case.moved(CPU)
-        tensors = (actual.qkv, actual.bias, actual.cos, actual.sin, actual.k, actual.v, actual.lengths, actual.counts, actual.block_table)
+        tensors = (
+            actual.qkv,
+            actual.bias,
+            actual.cos,
+            actual.sin,
+            actual.k,
+            actual.v,
+            actual.lengths,
+            actual.counts,
+            actual.block_table,
+        )
         level_ops.rotate_append_(*tensors, style == "interleaved", actual.slots)
         check(case, actual)
 
@@ -238,7 +324,9 @@ def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("optional", [True, False])
 def test_opcheck(page_size: int | None, optional: bool) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
-        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional).moved(torch.device(device))
+        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional).moved(
+            torch.device(device)
+        )
         call = (c.qkv, c.bias, c.cos, c.sin, c.k, c.v, c.lengths, c.counts, c.block_table, optional, c.slots)
         torch.library.opcheck(torch.ops.pdkernels.rotate_append_.default, call)
 
@@ -256,8 +344,12 @@ def test_fullgraph_without_recompiles(slots: bool) -> None:
     for seed, rows in enumerate([3, 5, 7, 4]):
         case = make_case(seed, rows=rows, capacity=20, slots=slots)
         expected = case.moved(CPU).run(pd.rotate_append_)
-        result = compiled(case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts, case.slots)
-        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes())) and torch.equal(result, case.qkv + 1)
+        result = compiled(
+            case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts, case.slots
+        )
+        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes())) and torch.equal(
+            result, case.qkv + 1
+        )
     assert counter.frame_count == 1
 
 
@@ -280,45 +372,190 @@ def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
 
 SLOTS = torch.tensor([[-1, 3, -1, -1, 2**40], [0, 4, 2, -1, 99]])
 TABLE = [
-    ("length", lambda c: {"lengths": filled(c.lengths, 1, -1)}, ValueError, r"rotate_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds"),
-    ("count", lambda c: {"counts": filled(c.counts, 0, 6)}, ValueError, r"counts must be in \[0, 5\], got 6 for sequence 0"),
-    ("room", lambda c: {"lengths": filled(c.lengths, 0, 13), "counts": filled(c.counts, 0, 4)}, ValueError, r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0"),
-    ("tables", lambda c: {"cos": c.cos[:6], "sin": c.sin[:6], "lengths": filled(c.lengths, 0, 4), "counts": filled(c.counts, 0, 3)}, ValueError, r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0"),
-    ("qkv rank", lambda c: {"qkv": c.qkv[0]}, ValueError, r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)"),
-    ("qkv dtype", lambda c: {"qkv": c.qkv.long()}, TypeError, r"qkv must be float32, float16 or bfloat16, got torch\.int64"),
-    ("qkv heads", lambda c: {"qkv": c.qkv[:, :, :5]}, ValueError, r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5"),
-    ("qkv strides", lambda c: {"qkv": c.qkv.transpose(2, 3)}, ValueError, r"qkv must have a contiguous last dimension, got strides"),
-    ("odd dim", lambda c: {"qkv": c.qkv[..., :7], "k": c.k[..., :7], "v": c.v[..., :7]}, ValueError, r"qkv must have an even head_dim of at least 2, got 7"),
-    ("double", lambda c: {"qkv": c.qkv.double(), "bias": None, "k": c.k.double(), "v": c.v.double()}, TypeError, r"got torch\.float64\. Pass backend='reference'"),
+    (
+        "length",
+        lambda c: {"lengths": filled(c.lengths, 1, -1)},
+        ValueError,
+        r"rotate_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds",
+    ),
+    (
+        "count",
+        lambda c: {"counts": filled(c.counts, 0, 6)},
+        ValueError,
+        r"counts must be in \[0, 5\], got 6 for sequence 0",
+    ),
+    (
+        "room",
+        lambda c: {"lengths": filled(c.lengths, 0, 13), "counts": filled(c.counts, 0, 4)},
+        ValueError,
+        r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0",
+    ),
+    (
+        "tables",
+        lambda c: {
+            "cos": c.cos[:6],
+            "sin": c.sin[:6],
+            "lengths": filled(c.lengths, 0, 4),
+            "counts": filled(c.counts, 0, 3),
+        },
+        ValueError,
+        r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0",
+    ),
+    (
+        "qkv rank",
+        lambda c: {"qkv": c.qkv[0]},
+        ValueError,
+        r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)",
+    ),
+    (
+        "qkv dtype",
+        lambda c: {"qkv": c.qkv.long()},
+        TypeError,
+        r"qkv must be float32, float16 or bfloat16, got torch\.int64",
+    ),
+    (
+        "qkv heads",
+        lambda c: {"qkv": c.qkv[:, :, :5]},
+        ValueError,
+        r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5",
+    ),
+    (
+        "qkv strides",
+        lambda c: {"qkv": c.qkv.transpose(2, 3)},
+        ValueError,
+        r"qkv must have a contiguous last dimension, got strides",
+    ),
+    (
+        "odd dim",
+        lambda c: {"qkv": c.qkv[..., :7], "k": c.k[..., :7], "v": c.v[..., :7]},
+        ValueError,
+        r"qkv must have an even head_dim of at least 2, got 7",
+    ),
+    (
+        "double",
+        lambda c: {"qkv": c.qkv.double(), "bias": None, "k": c.k.double(), "v": c.v.double()},
+        TypeError,
+        r"got torch\.float64\. Pass backend='reference'",
+    ),
     ("bias shape", lambda c: {"bias": c.bias[:4]}, ValueError, r"bias must have shape \(6, 8\), got \(4, 8\)"),
-    ("bias dtype", lambda c: {"bias": c.bias.half()}, TypeError, r"bias must be torch\.float32 like the others, got torch\.float16"),
-    ("cos shape", lambda c: {"cos": c.cos[:, :4]}, ValueError, r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)"),
-    ("cos empty", lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]}, ValueError, r"of at least one position, got \(0, 8\)"),
+    (
+        "bias dtype",
+        lambda c: {"bias": c.bias.half()},
+        TypeError,
+        r"bias must be torch\.float32 like the others, got torch\.float16",
+    ),
+    (
+        "cos shape",
+        lambda c: {"cos": c.cos[:, :4]},
+        ValueError,
+        r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)",
+    ),
+    (
+        "cos empty",
+        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
+        ValueError,
+        r"of at least one position, got \(0, 8\)",
+    ),
     ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(21, 8\) like cos, got \(9, 8\)"),
     ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
     ("sin strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
-    ("cache dtype", lambda c: {"k": c.k.half()}, TypeError, r"k_cache must be torch\.float32 like the others, got torch\.float16"),
-    ("cache rank", lambda c: {"v": c.v[0]}, ValueError, r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)"),
-    ("v shape", lambda c: {"v": c.v[:, :9]}, ValueError, r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)"),
+    (
+        "cache dtype",
+        lambda c: {"k": c.k.half()},
+        TypeError,
+        r"k_cache must be torch\.float32 like the others, got torch\.float16",
+    ),
+    (
+        "cache rank",
+        lambda c: {"v": c.v[0]},
+        ValueError,
+        r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)",
+    ),
+    (
+        "v shape",
+        lambda c: {"v": c.v[:, :9]},
+        ValueError,
+        r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)",
+    ),
     ("batch", lambda c: {"k": c.k[:1], "v": c.v[:1]}, ValueError, r"k_cache must have a batch of 2 like qkv, got 1"),
     ("lengths", lambda c: {"lengths": c.lengths[:1]}, ValueError, r"lengths must have shape \(2\), got \(1,\)"),
-    ("counts", lambda c: {"counts": c.counts.float()}, TypeError, r"counts must be an int32 or int64 tensor, got torch\.float32"),
+    (
+        "counts",
+        lambda c: {"counts": c.counts.float()},
+        TypeError,
+        r"counts must be an int32 or int64 tensor, got torch\.float32",
+    ),
     ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
-    ("slots shape", lambda c: {"slots": c.lengths[:, None]}, ValueError, r"slots must have shape \(2, 5\), got \(2, 1\)"),
-    ("slots dtype", lambda c: {"slots": torch.zeros(2, 5)}, TypeError, r"slots must be an int32 or int64 tensor, got torch\.float32"),
-    ("slot below", lambda c: {"slots": filled(SLOTS, (1, 4), -2)}, ValueError, r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots"),
-    ("slot beyond", lambda c: {"slots": filled(SLOTS, (0, 1), 13)}, ValueError, r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0"),
-    ("slot tables", lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]}, ValueError, r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0"),
-    ("slots count", lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)}, ValueError, r"counts must be in \[0, 5\], got 6 for sequence 0"),
+    (
+        "slots shape",
+        lambda c: {"slots": c.lengths[:, None]},
+        ValueError,
+        r"slots must have shape \(2, 5\), got \(2, 1\)",
+    ),
+    (
+        "slots dtype",
+        lambda c: {"slots": torch.zeros(2, 5)},
+        TypeError,
+        r"slots must be an int32 or int64 tensor, got torch\.float32",
+    ),
+    (
+        "slot below",
+        lambda c: {"slots": filled(SLOTS, (1, 4), -2)},
+        ValueError,
+        r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots",
+    ),
+    (
+        "slot beyond",
+        lambda c: {"slots": filled(SLOTS, (0, 1), 13)},
+        ValueError,
+        r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0",
+    ),
+    (
+        "slot tables",
+        lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]},
+        ValueError,
+        r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0",
+    ),
+    (
+        "slots count",
+        lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)},
+        ValueError,
+        r"counts must be in \[0, 5\], got 6 for sequence 0",
+    ),
     ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
-    ("gradient", lambda c: {"bias": c.bias.clone().requires_grad_()}, NotImplementedError, r"bias must not require a gradient"),
-]  # fmt: skip
+    (
+        "gradient",
+        lambda c: {"bias": c.bias.clone().requires_grad_()},
+        NotImplementedError,
+        r"bias must not require a gradient",
+    ),
+]
 PAGED = [
-    ("page", lambda c: {"block_table": filled(c.block_table, (1, 0), -1)}, ValueError, r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages"),
-    ("page beyond", lambda c: {"block_table": filled(c.block_table, (0, 1), 99)}, ValueError, r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0"),
-    ("slot page", lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)}, ValueError, r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages"),
-    ("table shape", lambda c: {"block_table": c.block_table[:1]}, ValueError, r"block_table must have shape \(2, any\), got \(1, 4\)"),
-]  # fmt: skip
+    (
+        "page",
+        lambda c: {"block_table": filled(c.block_table, (1, 0), -1)},
+        ValueError,
+        r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages",
+    ),
+    (
+        "page beyond",
+        lambda c: {"block_table": filled(c.block_table, (0, 1), 99)},
+        ValueError,
+        r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0",
+    ),
+    (
+        "slot page",
+        lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)},
+        ValueError,
+        r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages",
+    ),
+    (
+        "table shape",
+        lambda c: {"block_table": c.block_table[:1]},
+        ValueError,
+        r"block_table must have shape \(2, any\), got \(1, 4\)",
+    ),
+]
 
 
 def good_case(page_size: int | None = None) -> Case:
@@ -333,7 +570,11 @@ def test_table_starts_from_a_good_case(page_size: int | None) -> None:
     check(case := good_case(page_size), case.moved(CPU).run(pd.rotate_append_))
 
 
-@pytest.mark.parametrize("page_size, spoil, kind, text", [*((None, *row[1:]) for row in TABLE), *((4, *row[1:]) for row in PAGED)], ids=[row[0] for row in TABLE + PAGED])
+@pytest.mark.parametrize(
+    "page_size, spoil, kind, text",
+    [*((None, *row[1:]) for row in TABLE), *((4, *row[1:]) for row in PAGED)],
+    ids=[row[0] for row in TABLE + PAGED],
+)
 def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str) -> None:
     case = good_case(page_size)
     case.counts = case.counts.clone()
@@ -350,12 +591,21 @@ def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str
 WILD = [-(2**63), -(2**31), -1, 17, 22, 2**31 - 1, 2**62, 2**63 - 1]
 
 
-@given(seed=st.integers(0, 2**31), page_size=st.sampled_from([None, 3]), positions=st.sampled_from([None, 9]), slots=st.booleans())
+@given(
+    seed=st.integers(0, 2**31),
+    page_size=st.sampled_from([None, 3]),
+    positions=st.sampled_from([None, 9]),
+    slots=st.booleans(),
+)
 @settings(max_examples=400)
-def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int | None, positions: int | None, slots: bool) -> None:
+def test_a_bad_sequence_is_refused_or_left_alone(
+    impl, seed: int, page_size: int | None, positions: int | None, slots: bool
+) -> None:
     """The CPU refuses what the reference refuses and writes nothing; CUDA serves the other sequences."""
     rng = random.Random(seed)
-    case = make_case(seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions, slots=slots)
+    case = make_case(
+        seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions, slots=slots
+    )
     for _ in range(rng.randint(0, 2)):
         spoiled = rng.choice([case.lengths, case.counts, *([case.slots] if slots else [])])
         spoiled.view(-1)[rng.randrange(spoiled.numel())] = rng.choice([*WILD, rng.randint(0, 16)])
@@ -376,9 +626,22 @@ def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int
     expected = case.moved(CPU)
     for b in range(3):
         pages = slice(None) if page_size else slice(b, b + 1)
-        part = [None if t is None else t[b : b + 1] for t in (expected.lengths, expected.counts, expected.block_table, expected.slots)]
+        part = [
+            None if t is None else t[b : b + 1]
+            for t in (expected.lengths, expected.counts, expected.block_table, expected.slots)
+        ]
         try:
-            reference(expected.qkv[b : b + 1], case.bias, case.cos, case.sin, expected.k[pages], expected.v[pages], *part[:3], case.style, part[3])
+            reference(
+                expected.qkv[b : b + 1],
+                case.bias,
+                case.cos,
+                case.sin,
+                expected.k[pages],
+                expected.v[pages],
+                *part[:3],
+                case.style,
+                part[3],
+            )
         except ValueError:
             assert torch.equal(actual.qkv[b], case.qkv[b])
     assert torch.allclose(actual.qkv, expected.qkv, atol=1e-5)

@@ -23,7 +23,11 @@ def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32, scale: floa
 
 def norm_inputs(rows: int, width: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """x, residual, weight, next_weight."""
-    return [draw(0, rows, width, dtype=dtype), draw(1, rows, width, dtype=dtype, scale=3), *(draw(i, width, dtype=dtype) for i in (2, 3))]
+    return [
+        draw(0, rows, width, dtype=dtype),
+        draw(1, rows, width, dtype=dtype, scale=3),
+        *(draw(i, width, dtype=dtype) for i in (2, 3)),
+    ]
 
 
 def add_rms_norm(impl, inputs: list[torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +91,9 @@ def test_what_is_not_given_is_left_out(impl, rows: int, width: int, form: str, d
     on_device = [None if t is None else t.to(impl.device) for t in given]
     y, following = impl.add_rms_norm(*on_device[:3], next_weight=on_device[3])
     exact, same = ([f(t) for t in given] for f in (lambda t: t if t is None else t.double(), lambda t: t))
-    for name, actual, *tensors in zip(("y", "next"), (y, following), reference.add_rms_norm(*exact), reference.add_rms_norm(*same)):
+    for name, actual, *tensors in zip(
+        ("y", "next"), (y, following), reference.add_rms_norm(*exact), reference.add_rms_norm(*same)
+    ):
         if actual is not None:
             assert_within_budget(actual.cpu(), *tensors, name=name)
     assert (following is None) == (given[3] is None)
@@ -97,7 +103,9 @@ def test_what_is_not_given_is_left_out(impl, rows: int, width: int, form: str, d
 
 def test_eps_is_added_to_the_mean_square(impl) -> None:
     inputs = norm_inputs(8, 64, torch.float32)
-    expected, exact = (reference.add_rms_norm(*(t.to(dtype) for t in inputs), 0.5) for dtype in (torch.float32, torch.float64))
+    expected, exact = (
+        reference.add_rms_norm(*(t.to(dtype) for t in inputs), 0.5) for dtype in (torch.float32, torch.float64)
+    )
     for name, *tensors in zip(("y", "next"), add_rms_norm(impl, inputs, eps=0.5), exact, expected):
         assert_within_budget(*tensors, name=name)
 
@@ -110,8 +118,13 @@ def layouts(t: torch.Tensor) -> dict[str, torch.Tensor]:
     width = t.shape[-1]
     poisoned = torch.full((2, 3, width + 5), torch.nan, dtype=t.dtype, device=t.device)
     unaligned = torch.full((t.numel() + 3,), torch.nan, dtype=t.dtype, device=t.device)[3:].view(t.shape)
-    views = {"rows apart": poisoned[..., 2 : width + 2], "unaligned": unaligned, "swapped": torch.empty_like(t.transpose(0, 1)).transpose(0, 1),
-             "columns first": torch.empty_like(t.mT).mT, "batch apart": t.new_full((4, 3, width), torch.nan)[::2]}
+    views = {
+        "rows apart": poisoned[..., 2 : width + 2],
+        "unaligned": unaligned,
+        "swapped": torch.empty_like(t.transpose(0, 1)).transpose(0, 1),
+        "columns first": torch.empty_like(t.mT).mT,
+        "batch apart": t.new_full((4, 3, width), torch.nan)[::2],
+    }
     return {name: view.copy_(t) for name, view in views.items()}
 
 
@@ -130,7 +143,10 @@ def test_any_layout(impl, width: int, dtype: torch.dtype) -> None:
         assert torch.allclose(next_again.float(), following.float(), rtol=2e-2), name
         assert torch.equal(impl.silu_gate(view[..., : width // 2 * 2]), gated), name
     spread = x[:1, :1].expand(2, 3, width)
-    assert torch.equal(impl.add_rms_norm(spread, spread, weight)[0], impl.add_rms_norm(spread.contiguous(), spread.contiguous(), weight)[0])
+    assert torch.equal(
+        impl.add_rms_norm(spread, spread, weight)[0],
+        impl.add_rms_norm(spread.contiguous(), spread.contiguous(), weight)[0],
+    )
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (2, 0, 4), (8,), (1, 1, 1, 8)])
@@ -156,16 +172,28 @@ def test_offsets_beyond_32_bits(impl) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_extreme_values(impl, dtype: torch.dtype) -> None:
     info, width = torch.finfo(dtype), 40
-    rows = [torch.full((width,), value, dtype=dtype) for value in (0.0, info.tiny, info.max, -info.max / 2, torch.inf, torch.nan)]
+    rows = [
+        torch.full((width,), value, dtype=dtype)
+        for value in (0.0, info.tiny, info.max, -info.max / 2, torch.inf, torch.nan)
+    ]
     rows.append(torch.linspace(-1e4, 1e4, width).to(dtype))
     x, weight = torch.stack(rows), draw(5, width, dtype=dtype)
     zeros = torch.zeros_like(x)
     inputs = [x, zeros, weight, weight]
-    for name, *tensors in zip(("y", "next"), add_rms_norm(impl, inputs), reference.add_rms_norm(*(t.double() for t in inputs)), reference.add_rms_norm(*inputs)):
+    for name, *tensors in zip(
+        ("y", "next"),
+        add_rms_norm(impl, inputs),
+        reference.add_rms_norm(*(t.double() for t in inputs)),
+        reference.add_rms_norm(*inputs),
+    ):
         assert_within_budget(*tensors, name=name)
-    gates = torch.tensor([0.0, -0.0, 1e-4, -1e-4, 20, -20, 88, -88, 104, -104, 6e4, -6e4, torch.inf, -torch.inf, torch.nan], dtype=dtype)
+    gates = torch.tensor(
+        [0.0, -0.0, 1e-4, -1e-4, 20, -20, 88, -88, 104, -104, 6e4, -6e4, torch.inf, -torch.inf, torch.nan], dtype=dtype
+    )
     x = torch.cat([gates, torch.ones_like(gates)])
-    assert_within_budget(impl.silu_gate(x.to(impl.device)).cpu(), reference.silu_gate(x.double()), reference.silu_gate(x), name="gate")
+    assert_within_budget(
+        impl.silu_gate(x.to(impl.device)).cpu(), reference.silu_gate(x.double()), reference.silu_gate(x), name="gate"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -222,7 +250,10 @@ def test_result_does_not_depend_on_the_order_of_threads() -> None:
 def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torch.dtype) -> None:
     inputs = norm_inputs(rows, width, dtype)
     for given in (inputs, [inputs[0], None, *inputs[2:]], [*inputs[:2], None, inputs[3]]):
-        exact, same = reference.add_rms_norm(*(t if t is None else t.double() for t in given)), reference.add_rms_norm(*given)
+        exact, same = (
+            reference.add_rms_norm(*(t if t is None else t.double() for t in given)),
+            reference.add_rms_norm(*given),
+        )
         for name, *tensors in zip(("y", "next"), level_ops.add_rms_norm(*given, 1e-6), exact, same):
             assert_within_budget(*tensors, name=name)
     if dtype != torch.float32:
@@ -238,8 +269,13 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         x, residual, weight, next_weight = (t.to(device) for t in norm_inputs(3, 20, dtype))
-        for call in ((x, residual, weight, next_weight, 1e-6), (x, residual, weight), (x[..., :8], residual[..., :8], weight[:8]),
-                     (x, None, weight), (x, residual, None, next_weight)):  # fmt: skip
+        for call in (
+            (x, residual, weight, next_weight, 1e-6),
+            (x, residual, weight),
+            (x[..., :8], residual[..., :8], weight[:8]),
+            (x, None, weight),
+            (x, residual, None, next_weight),
+        ):
             torch.library.opcheck(torch.ops.pdkernels.add_rms_norm.default, call)
         torch.library.opcheck(torch.ops.pdkernels.silu_gate.default, (x,))
 
@@ -273,20 +309,40 @@ NORMS = [
     ({"x": [1]}, TypeError, r"add_rms_norm: x must be a tensor, got list"),
     ({"x": X[0, 0]}, ValueError, r"x must have shape \(\.\.\., E\), got \(\)"),
     ({"x": X.long()}, TypeError, r"x must be float32, float16 or bfloat16, got torch\.int64\. Convert it"),
-    ({"x": X.double(), "residual": X.double(), "weight": W.double()}, TypeError, r"for the kernels, got torch\.float64\. Pass backend='reference'"),
+    (
+        {"x": X.double(), "residual": X.double(), "weight": W.double()},
+        TypeError,
+        r"for the kernels, got torch\.float64\. Pass backend='reference'",
+    ),
     ({"residual": X[:1]}, ValueError, r"residual must have shape \(2, 4\) like x, got \(1, 4\)"),
     ({"residual": X.half()}, TypeError, r"residual must be torch\.float32 like the others, got torch\.float16"),
     ({"residual": X.to("meta")}, ValueError, r"residual must be on cpu, got meta\. Move it"),
     ({"weight": W[:3]}, ValueError, r"weight must have shape \(4,\), got \(3,\)"),
     ({"weight": X}, ValueError, r"weight must have shape \(4,\), got \(2, 4\)"),
-    ({"next_weight": W.bfloat16()}, TypeError, r"next_weight must be torch\.float32 like the others, got torch\.bfloat16"),
+    (
+        {"next_weight": W.bfloat16()},
+        TypeError,
+        r"next_weight must be torch\.float32 like the others, got torch\.bfloat16",
+    ),
     ({"weight": None}, ValueError, r"weight must be given without a residual and a next_weight, got None"),
-    ({"weight": None, "residual": None, "next_weight": W}, ValueError, r"weight must be given without a residual and a next_weight, got None"),
+    (
+        {"weight": None, "residual": None, "next_weight": W},
+        ValueError,
+        r"weight must be given without a residual and a next_weight, got None",
+    ),
     ({"eps": -1.0}, ValueError, r"eps must be at least 0, got -1\.0"),
     ({"eps": "small"}, TypeError, r"eps must be a number, got str"),
-    ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
-    ({"weight": W.clone().requires_grad_()}, NotImplementedError, r"weight must not require a gradient, got a tensor that does\. Call it under torch\.no_grad"),
-]  # fmt: skip
+    (
+        {"backend": "triton"},
+        NotImplementedError,
+        r"backend must be one of auto, native, reference on cpu, got 'triton'",
+    ),
+    (
+        {"weight": W.clone().requires_grad_()},
+        NotImplementedError,
+        r"weight must not require a gradient, got a tensor that does\. Call it under torch\.no_grad",
+    ),
+]
 
 
 @pytest.mark.parametrize("call, kind, text", NORMS)

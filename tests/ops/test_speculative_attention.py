@@ -34,9 +34,14 @@ def test_tails(backend: str, tail: str, dtype: torch.dtype) -> None:
     mask, turn = TAILS[tail], list(TAILS).index(tail) * len(DTYPES) + DTYPES.index(dtype)
     heads, kv_heads = GROUPS[turn % len(GROUPS)]
     inputs = make_inputs(
-        mask.q_len, LENGTHS, page_size=PAGES[turn % len(PAGES)], heads=heads, kv_heads=kv_heads,
-        head_dim=HEAD_DIMS[turn % len(HEAD_DIMS)], dtype=dtype,
-    )  # fmt: skip
+        mask.q_len,
+        LENGTHS,
+        page_size=PAGES[turn % len(PAGES)],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=HEAD_DIMS[turn % len(HEAD_DIMS)],
+        dtype=dtype,
+    )
     check(backend, inputs, mask, TILES[turn % len(TILES)])
 
 
@@ -51,7 +56,9 @@ def test_head_dims(backend: str, head_dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("heads, kv_heads", [*GROUPS, (14, 2), (32, 8)])
 def test_groups(backend: str, heads: int, kv_heads: int, page_size: int) -> None:
     mask = masks.quadratic(5)
-    inputs = make_inputs(mask.q_len, [70, 0, 261], heads=heads, kv_heads=kv_heads, page_size=page_size, dtype=torch.bfloat16)
+    inputs = make_inputs(
+        mask.q_len, [70, 0, 261], heads=heads, kv_heads=kv_heads, page_size=page_size, dtype=torch.bfloat16
+    )
     check(backend, inputs, mask, (16, 16))
 
 
@@ -91,9 +98,15 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, list[SegmentMask], tuple[int, int]]:
     batch = draw(st.integers(1, 3)) + 300 // (heads * max(1, new))
     lengths = draw(st.lists(st.integers(0, 90), min_size=batch, max_size=batch))
     inputs = make_inputs(
-        new, lengths, slots=max(lengths) + draw(st.integers(0, 40)), page_size=draw(st.sampled_from([0, 0, 1, 3, 16])),
-        heads=heads, kv_heads=kv_heads, head_dim=draw(st.sampled_from([16, 24, 32])), dtype=draw(st.sampled_from(DTYPES)),
-    )  # fmt: skip
+        new,
+        lengths,
+        slots=max(lengths) + draw(st.integers(0, 40)),
+        page_size=draw(st.sampled_from([0, 0, 1, 3, 16])),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([16, 24, 32])),
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
     others = [mask, masks.full(new), masks.causal(new)]
     stacked = draw(st.booleans())
     chosen = [others[draw(st.integers(0, 2)) if stacked and b < 4 else 0] for b in range(batch)]
@@ -179,7 +192,9 @@ def test_one_plan_as_the_prefix_grows(backend: str, paged: bool) -> None:
         cache.commit_(torch.full((2,), new, device=device))
     whole = masks.causal(steps * new)
     exact, same = (
-        pd.block_sparse_attention(*(x.cpu().to(dtype) for x in (q, k, v)), whole.plan(), return_lse=True, backend="reference")
+        pd.block_sparse_attention(
+            *(x.cpu().to(dtype) for x in (q, k, v)), whole.plan(), return_lse=True, backend="reference"
+        )
         for dtype in (torch.float64, torch.float32)
     )
     assert_within_budget(torch.cat([row.out for row in rows], 1), exact[0], same[0], name="out")
@@ -202,7 +217,9 @@ def strided(inputs: Inputs, how: str) -> Inputs:
         return inputs._replace(k_cache=caches[:, :, 1], v_cache=caches[:, :, 2])
     if how == "sliced from one projection":
         q, k_new, v_new = torch.cat(inputs[:3], 2).split([x.shape[2] for x in inputs[:3]], 2)
-        return inputs._replace(q=q, k_new=k_new, v_new=v_new, v_cache=F.pad(inputs.v_cache, (8, 16), value=NAN)[..., 8:-16])
+        return inputs._replace(
+            q=q, k_new=k_new, v_new=v_new, v_cache=F.pad(inputs.v_cache, (8, 16), value=NAN)[..., 8:-16]
+        )
     apart = lambda x: x.repeat_interleave(3, -1)[..., ::3]  # noqa: E731
     table = None if inputs.block_table is None else apart(inputs.block_table.T.contiguous().T)
     return inputs._replace(lengths=apart(inputs.lengths), block_table=table)
@@ -218,7 +235,9 @@ def test_strides(backend: str, how: str, page_size: int) -> None:
     inputs = strided(plain, how)
     assert not all(x.is_contiguous() for x in inputs if x is not None)
     results = check(backend, inputs, mask)
-    assert results.out.is_contiguous() and all(torch.equal(a, b) for a, b in zip(results, run(backend, plain, mask.plan(32, 32))))
+    assert results.out.is_contiguous() and all(
+        torch.equal(a, b) for a, b in zip(results, run(backend, plain, mask.plan(32, 32)))
+    )
 
 
 def test_sequences_may_share_their_prefix(backend: str) -> None:
@@ -244,7 +263,9 @@ def test_rows_that_see_nothing(backend: str) -> None:
 @pytest.mark.parametrize("batch, new, slots", [(0, 4, 8), (2, 0, 8), (2, 4, 0), (0, 0, 0), (1, 1, 1)])
 @pytest.mark.parametrize("page_size", [0, 4])
 def test_empty(backend: str, batch: int, new: int, slots: int, page_size: int) -> None:
-    results = run(backend, make_inputs(new, [0] * batch, slots=slots, page_size=page_size), masks.causal(new).plan(16, 16))
+    results = run(
+        backend, make_inputs(new, [0] * batch, slots=slots, page_size=page_size), masks.causal(new).plan(16, 16)
+    )
     assert results.out.shape == (batch, new, 4, 32) and results.lse.shape == (batch, 4, new)
     assert not results.out.isnan().any() and results.lse.dtype == torch.float32
 
@@ -290,7 +311,9 @@ def test_inputs_stay_as_they_are(backend: str) -> None:
     inputs, plan = make_inputs(mask.q_len, [40, 3], page_size=16), mask.plan(32, 32)
     before = [x.clone() for x in (*inputs, *plan._tensors().values())]
     run(backend, inputs, plan)
-    assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, (*inputs, *plan._tensors().values())))
+    assert all(
+        torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(before, (*inputs, *plan._tensors().values()))
+    )
 
 
 # --- the same bits -----------------------------------------------------------------------------------------------------

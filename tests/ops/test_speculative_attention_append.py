@@ -31,7 +31,7 @@ from tests.ops.speculative_cases import (
     raw,
     run_append,
     with_room,
-)  # fmt: skip
+)
 
 __all__ = ["backend", "kernels"]  # fixtures
 
@@ -56,7 +56,12 @@ def test_tails(backend: str, tail: str, how: str) -> None:
     """Dtypes, groups and pages turn at speeds of their own."""
     mask, turn = TAILS[tail], list(TAILS).index(tail) * len(CHOICES) + CHOICES.index(how)
     heads, kv_heads = [(4, 2), (7, 1), (3, 3)][turn % 3]
-    options = {"page_size": [0, 16, 1, 64][turn // 3 % 4], "heads": heads, "kv_heads": kv_heads, "dtype": DTYPES[turn // 2 % 3]}
+    options = {
+        "page_size": [0, 16, 1, 64][turn // 3 % 4],
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dtype": DTYPES[turn // 2 % 3],
+    }
     inputs, rows = make(mask.q_len, LENGTHS, how, head_dim=[16, 24, 80, 128][turn % 4], **options)
     check_append(backend, inputs, mask, rows, [(32, 32), (16, 48), (64, 32)][turn % 3])
 
@@ -67,7 +72,9 @@ def test_up_to_the_capacity(backend: str, page_size: int, dtype: torch.dtype) ->
     """Rows on both sides of a page's end, and a cache that is full afterwards, or was before."""
     rows = Rows(torch.tensor([40, 0, 20, 40, 3, 1]))
     inputs = make_inputs(40, [280, 320, 300, 0, 317, 64], slots=320, dtype=dtype)
-    check_append(backend, with_room(inputs, rows, page_size) if page_size else inputs, masks.quadratic(6)[:40, :40], rows)
+    check_append(
+        backend, with_room(inputs, rows, page_size) if page_size else inputs, masks.quadratic(6)[:40, :40], rows
+    )
 
 
 @st.composite
@@ -75,10 +82,15 @@ def cases(draw: st.DrawFn) -> tuple[Inputs, Rows, int]:
     new, batch = draw(st.integers(1, 50)), draw(st.integers(1, 4))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 1)]))
     inputs, rows = make(
-        new, draw(st.lists(st.integers(0, 90), min_size=batch, max_size=batch)), draw(st.sampled_from(CHOICES)),
-        page_size=draw(st.sampled_from([0, 0, 1, 3, 16])), heads=heads, kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([16, 24, 32])), dtype=draw(st.sampled_from(DTYPES)),
-    )  # fmt: skip
+        new,
+        draw(st.lists(st.integers(0, 90), min_size=batch, max_size=batch)),
+        draw(st.sampled_from(CHOICES)),
+        page_size=draw(st.sampled_from([0, 0, 1, 3, 16])),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([16, 24, 32])),
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
     return inputs, rows, draw(st.sampled_from([16, 32, 64]))
 
 
@@ -142,7 +154,11 @@ def test_steps_of_a_decoder(backend: str, paged: bool) -> None:
     mask, draft = masks.quadratic(4), torch.tensor([4, 4], device=device)
     plan, caches = mask.plan(32, 32, device), []
     for _ in range(2):
-        cache = pd.cache.PagedKVCache(num_pages=12, page_size=16, **kinds) if paged else pd.cache.ContiguousKVCache(capacity=64, **kinds)
+        cache = (
+            pd.cache.PagedKVCache(num_pages=12, page_size=16, **kinds)
+            if paged
+            else pd.cache.ContiguousKVCache(capacity=64, **kinds)
+        )
         if paged:
             cache.reserve_([64, 64])
         caches.append(cache)
@@ -205,25 +221,44 @@ GOOD = make_inputs(6, [17, 5], slots=24, head_dim=16)
 PAGED = in_pages(GOOD, 4)  # pages for the prefixes alone
 COUNTS, SOURCES = torch.tensor([3, 2]), torch.tensor([[5, 0, 1, 99], [4, 4, -7, 99]])
 BAD_VALUES = {
-    "count": (GOOD, Rows(torch.tensor([7, 0])), "counts must be in [0, 6], got 7 for sequence 0. Only the rows given can be written."),
+    "count": (
+        GOOD,
+        Rows(torch.tensor([7, 0])),
+        "counts must be in [0, 6], got 7 for sequence 0. Only the rows given can be written.",
+    ),
     "negative count": (GOOD, Rows(torch.tensor([3, -1])), "counts must be in [0, 6], got -1 for sequence 1."),
     "more than sources": (GOOD, Rows(torch.tensor([3, 5]), SOURCES), "counts must be in [0, 4], got 5 for sequence 1."),
     "room": (
-        GOOD._replace(lengths=torch.tensor([3, 20])), Rows(),
+        GOOD._replace(lengths=torch.tensor([3, 20])),
+        Rows(),
         "cache_lengths + counts must be at most the capacity 24, got 26 for sequence 1. Make the cache larger, reserve more pages, or",
     ),
-    "length": (GOOD._replace(lengths=torch.tensor([25, 3])), Rows(COUNTS), "cache_lengths must be in [0, 24], got 25 for sequence 0."),
-    "source": (GOOD, Rows(torch.tensor([3, 3]), SOURCES), "source_index[1, 2] must be in [0, 5], got -7 for sequence 1. It names one of"),
-    "source too far": (GOOD, Rows(None, SOURCES[:1].repeat(2, 1)), "source_index[0, 3] must be in [0, 5], got 99 for sequence 0."),
+    "length": (
+        GOOD._replace(lengths=torch.tensor([25, 3])),
+        Rows(COUNTS),
+        "cache_lengths must be in [0, 24], got 25 for sequence 0.",
+    ),
+    "source": (
+        GOOD,
+        Rows(torch.tensor([3, 3]), SOURCES),
+        "source_index[1, 2] must be in [0, 5], got -7 for sequence 1. It names one of",
+    ),
+    "source too far": (
+        GOOD,
+        Rows(None, SOURCES[:1].repeat(2, 1)),
+        "source_index[0, 3] must be in [0, 5], got 99 for sequence 0.",
+    ),
     "no page behind the prefix": (
-        PAGED, Rows(torch.tensor([3, 4])),
+        PAGED,
+        Rows(torch.tensor([3, 4])),
         f"block_table[1, 2] must be in [0, 14], got {-(2**20)} for sequence 1. Reserve pages for the rows before writing them.",
     ),
     "no page of the prefix": (
-        PAGED._replace(lengths=torch.tensor([17, 9])), Rows(COUNTS),
+        PAGED._replace(lengths=torch.tensor([17, 9])),
+        Rows(COUNTS),
         f"block_table[1, 2] must be in [0, 14], got {-(2**20)} for sequence 1. Every page of the prefix must exist.",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_VALUES)
@@ -235,19 +270,35 @@ def test_bad_values_write_nothing(name: str, case: str) -> None:
     with pytest.raises(ValueError) as raised:
         pd.speculative_attention_append_(
             *inputs[:6], MASK.plan(16, 16), **rows._asdict(), block_table=inputs.block_table, backend=name
-        )  # fmt: skip
+        )
     assert str(raised.value).startswith(f"pdkernels.speculative_attention_append_: {text}")
     assert all(torch.equal(a, whole(b)) for a, b in zip(before, inputs[3:5]))
 
 
 BAD_CALLS = {
     "counts' shape": ({"counts": COUNTS[:1]}, ValueError, "counts must have shape (2), got (1,)"),
-    "counts' dtype": ({"counts": COUNTS.float()}, TypeError, "counts must be an int32 or int64 tensor, got torch.float32."),
+    "counts' dtype": (
+        {"counts": COUNTS.float()},
+        TypeError,
+        "counts must be an int32 or int64 tensor, got torch.float32.",
+    ),
     "sources' shape": ({"source_index": SOURCES[0]}, ValueError, "source_index must have shape (2, any), got (4,)"),
-    "sources' dtype": ({"source_index": SOURCES.short()}, TypeError, "source_index must be an int32 or int64 tensor, got torch.int16."),
+    "sources' dtype": (
+        {"source_index": SOURCES.short()},
+        TypeError,
+        "source_index must be an int32 or int64 tensor, got torch.int16.",
+    ),
     "sources' device": ({"source_index": SOURCES.to("meta")}, ValueError, "source_index must be on cpu, got meta."),
-    "a mask": ({"plan": MASK}, TypeError, "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device)."),
-    "the cache's dtype": ({"k_cache": GOOD.k_cache.half()}, TypeError, "k_cache must be torch.float32 like q, got torch.float16."),
+    "a mask": (
+        {"plan": MASK},
+        TypeError,
+        "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device).",
+    ),
+    "the cache's dtype": (
+        {"k_cache": GOOD.k_cache.half()},
+        TypeError,
+        "k_cache must be torch.float32 like q, got torch.float16.",
+    ),
 }
 
 
@@ -255,7 +306,11 @@ BAD_CALLS = {
 @pytest.mark.parametrize("name", ["native", "reference"])
 def test_bad_calls(name: str, case: str) -> None:
     changed, kind, text = BAD_CALLS[case]
-    arguments = {**dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "cache_lengths"), GOOD)), "plan": MASK.plan(16, 16), **changed}
+    arguments = {
+        **dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "cache_lengths"), GOOD)),
+        "plan": MASK.plan(16, 16),
+        **changed,
+    }
     with pytest.raises(kind, match=re.escape(f"pdkernels.speculative_attention_append_: {text}")):
         pd.speculative_attention_append_(**arguments, backend=name)
 
@@ -265,10 +320,14 @@ def test_it_has_no_gradient(kernels: str, place: int) -> None:
     device, _ = on_device(kernels)
     tensors = [x.to(device, copy=True) for x in GOOD[:6]]
     tensors[place].requires_grad_()
-    with pytest.raises(NotImplementedError, match=r"speculative_attention_append_: its inputs must not require gradients"):
+    with pytest.raises(
+        NotImplementedError, match=r"speculative_attention_append_: its inputs must not require gradients"
+    ):
         pd.speculative_attention_append_(*tensors, MASK.plan(16, 16, device), counts=COUNTS.to(device))
     with torch.no_grad():
-        assert not pd.speculative_attention_append_(*tensors, MASK.plan(16, 16, device), counts=COUNTS.to(device)).requires_grad
+        assert not pd.speculative_attention_append_(
+            *tensors, MASK.plan(16, 16, device), counts=COUNTS.to(device)
+        ).requires_grad
 
 
 def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +390,9 @@ def test_the_op_that_reads_is_not_turned_into_one_that_writes() -> None:
         torch._dynamo.reset()
         call = lambda *tensors: function(*tensors, plan)  # noqa: B023, E731
         with torch.no_grad():
-            torch.compile(call, fullgraph=True, backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=look))(*inputs[:6])
+            torch.compile(call, fullgraph=True, backend=torch._dynamo.backends.common.aot_autograd(fw_compiler=look))(
+                *inputs[:6]
+            )
     assert [len(graph.graph.output_node().args[0]) for graph in graphs] == [1, 3]
     assert any(node.target is OP for node in graphs[0].graph.nodes)
 
@@ -339,8 +400,12 @@ def test_the_op_that_reads_is_not_turned_into_one_that_writes() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_one_cuda_graph_serves_all_lengths_and_choices() -> None:
     mask = masks.quadratic(4)
-    inputs = with_room(make_inputs(mask.q_len, [1000, 1000], slots=1024, dtype=torch.bfloat16), Rows(), 16).map(Tensor.cuda)
-    rows = Rows(torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(2, mask.q_len, dtype=torch.int64, device="cuda"))
+    inputs = with_room(make_inputs(mask.q_len, [1000, 1000], slots=1024, dtype=torch.bfloat16), Rows(), 16).map(
+        Tensor.cuda
+    )
+    rows = Rows(
+        torch.zeros(2, dtype=torch.int64, device="cuda"), torch.zeros(2, mask.q_len, dtype=torch.int64, device="cuda")
+    )
     plan, (*tensors, table) = mask.plan(32, 32, "cuda"), inputs
     options = {**rows._asdict(), "block_table": table, "return_lse": True}
     pd.speculative_attention_append_(*tensors, plan, **options)  # compiles

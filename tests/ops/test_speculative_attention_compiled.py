@@ -17,7 +17,9 @@ pytestmark = requires_triton
 # heads for each KV head; "storing" chosen rows, which asks for most of all.
 NEW = {"many": 81, "few": 1}
 PAGES = {"contiguous": 0, "paged": 16, "paged, storing": 16}
-BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " speculative " in name}
+BUDGETS = {
+    name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " speculative " in name
+}
 CASES = sorted({name.split(" ")[0] for name in BUDGETS})
 FIRST_CLASS = [case for case in CASES if case.endswith("bf16:128")]
 
@@ -29,7 +31,11 @@ def compile_variant(case: str, new: int, layout: str) -> dict[str, Any]:
     from pdkernels.triton import block_sparse_attention, speculative_attention
 
     page_size, lengths = PAGES[layout], torch.zeros(1, dtype=torch.int64)
-    rows = {"counts": lengths, "source_index": torch.zeros(1, 9, dtype=torch.int64), "append": True} if "storing" in layout else {}
+    rows = (
+        {"counts": lengths, "source_index": torch.zeros(1, 9, dtype=torch.int64), "append": True}
+        if "storing" in layout
+        else {}
+    )
 
     def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pages = k.new_zeros((4, page_size or 4096, *k.shape[2:]))
@@ -51,7 +57,9 @@ def main(cases: list[str]) -> None:
             for layout in PAGES:
                 kernels = compile_variant(case, new, layout)
                 architecture = case.split(":")[0]
-                found[f"{case} speculative {rows} {layout}"] = harness.read_figures(kernels["_split_kernel"], architecture)
+                found[f"{case} speculative {rows} {layout}"] = harness.read_figures(
+                    kernels["_split_kernel"], architecture
+                )
         found[f"{case} speculative merge"] = harness.read_figures(kernels["_merge_kernel"], architecture)
     print(json.dumps(found))
 

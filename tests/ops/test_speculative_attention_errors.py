@@ -28,7 +28,11 @@ NAMES = ("q", "k_new", "v_new", "k_cache", "v_cache", "cache_lengths", "block_ta
 CASES = {
     "q no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
     "no cache": ({"k_cache": None}, TypeError, "k_cache must be a tensor, got NoneType"),
-    "q without heads": ({"q": Q[:, :, 0]}, ValueError, "q must have shape (batch, new, heads, head_dim), got (2, 20, 16)"),
+    "q without heads": (
+        {"q": Q[:, :, 0]},
+        ValueError,
+        "q must have shape (batch, new, heads, head_dim), got (2, 20, 16)",
+    ),
     "all layers": (
         {"k_cache": K_CACHE[None], "v_cache": V_CACHE[None]},
         ValueError,
@@ -44,9 +48,21 @@ CASES = {
         TypeError,
         "q must be float32, float16 or bfloat16, got torch.int32. Convert it with .to().",
     ),
-    "dtypes differ": ({"k_new": K_NEW.half()}, TypeError, "k_new must be torch.float32 like q, got torch.float16. Convert it with .to()."),
-    "the cache's dtype differs": ({"v_cache": V_CACHE.bfloat16()}, TypeError, "v_cache must be torch.float32 like q, got torch.bfloat16."),
-    "device": ({"v_new": V_NEW.to("meta")}, ValueError, "v_new must be on cpu like q, got meta. Move it with .to('cpu')."),
+    "dtypes differ": (
+        {"k_new": K_NEW.half()},
+        TypeError,
+        "k_new must be torch.float32 like q, got torch.float16. Convert it with .to().",
+    ),
+    "the cache's dtype differs": (
+        {"v_cache": V_CACHE.bfloat16()},
+        TypeError,
+        "v_cache must be torch.float32 like q, got torch.bfloat16.",
+    ),
+    "device": (
+        {"v_new": V_NEW.to("meta")},
+        ValueError,
+        "v_new must be on cpu like q, got meta. Move it with .to('cpu').",
+    ),
     "strides": (
         {"k_new": K_NEW.transpose(2, 3).contiguous().transpose(2, 3)},
         ValueError,
@@ -62,8 +78,16 @@ CASES = {
         ValueError,
         "k_new must have the batch 2, the 20 tokens and the head_dim 16 of q, got (2, 19, 2, 16)",
     ),
-    "batch": ({"k_new": K_NEW[:1]}, ValueError, "k_new must have the batch 2, the 20 tokens and the head_dim 16 of q, got (1, 20, 2, 16)"),
-    "k and v": ({"v_new": V_NEW[:, :, :1]}, ValueError, "v_new must have shape (2, 20, 2, 16) like k_new, got (2, 20, 1, 16)"),
+    "batch": (
+        {"k_new": K_NEW[:1]},
+        ValueError,
+        "k_new must have the batch 2, the 20 tokens and the head_dim 16 of q, got (1, 20, 2, 16)",
+    ),
+    "k and v": (
+        {"v_new": V_NEW[:, :, :1]},
+        ValueError,
+        "v_new must have shape (2, 20, 2, 16) like k_new, got (2, 20, 1, 16)",
+    ),
     "groups": ({"q": Q[:, :, :3]}, ValueError, "k_new must have a number of heads that divides the 3 of q, got 2"),
     "head_dim": (
         {name: x[..., :12] for name, x in zip(NAMES[:5], GOOD)},
@@ -71,14 +95,20 @@ CASES = {
         "head_dim must be a multiple of 8 in [16, 256], got 12. Pad all heads with zeros and pass the scale.",
     ),
     "head_dim of no size": (
-        {name: x[..., :0] for name, x in zip(NAMES[:5], GOOD)}, ValueError, "head_dim must be a multiple of 8 in [16, 256], got 0"
+        {name: x[..., :0] for name, x in zip(NAMES[:5], GOOD)},
+        ValueError,
+        "head_dim must be a multiple of 8 in [16, 256], got 0",
     ),
     "the cache's heads": (
         {"k_cache": K_CACHE[:, :, :1], "v_cache": V_CACHE[:, :, :1]},
         ValueError,
         "k_cache must have 2 heads of 16 like k_new, got (2, 24, 1, 16)",
     ),
-    "the caches differ": ({"v_cache": V_CACHE[:, 1:]}, ValueError, "v_cache must have shape (2, 24, 2, 16) like k_cache, got (2, 23, 2, 16)"),
+    "the caches differ": (
+        {"v_cache": V_CACHE[:, 1:]},
+        ValueError,
+        "v_cache must have shape (2, 24, 2, 16) like k_cache, got (2, 23, 2, 16)",
+    ),
     "the cache's batch": (
         {"k_cache": PAGED.k_cache, "v_cache": PAGED.v_cache},
         ValueError,
@@ -89,7 +119,11 @@ CASES = {
         TypeError,
         "cache_lengths must be an int32 or int64 tensor, got list. Convert it with .to(torch.int64).",
     ),
-    "lengths' dtype": ({"cache_lengths": LENGTHS.float()}, TypeError, "cache_lengths must be an int32 or int64 tensor, got torch.float32."),
+    "lengths' dtype": (
+        {"cache_lengths": LENGTHS.float()},
+        TypeError,
+        "cache_lengths must be an int32 or int64 tensor, got torch.float32.",
+    ),
     "lengths' shape": ({"cache_lengths": LENGTHS[:1]}, ValueError, "cache_lengths must have shape (2), got (1,)"),
     "one length": ({"cache_lengths": LENGTHS[0]}, ValueError, "cache_lengths must have shape (2), got ()"),
     "lengths' device": ({"cache_lengths": LENGTHS.to("meta")}, ValueError, "cache_lengths must be on cpu, got meta."),
@@ -98,13 +132,21 @@ CASES = {
         TypeError,
         "block_table must be an int32 or int64 tensor, got torch.int16.",
     ),
-    "table's shape": ({**PAGED._asdict(), "block_table": PAGED.block_table[:1]}, ValueError, "block_table must have shape (2, any), got (1, 6)"),
+    "table's shape": (
+        {**PAGED._asdict(), "block_table": PAGED.block_table[:1]},
+        ValueError,
+        "block_table must have shape (2, any), got (1, 6)",
+    ),
     "empty pages": (
         {**PAGED._asdict(), "k_cache": PAGED.k_cache[:, :0], "v_cache": PAGED.v_cache[:, :0]},
         ValueError,
         "k_cache must have a page size of at least 1, got 0",
     ),
-    "a mask": ({"plan": MASK}, TypeError, "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device)."),
+    "a mask": (
+        {"plan": MASK},
+        TypeError,
+        "plan must be a TilePlan, got SegmentMask. Call mask.plan(block_q, block_k, q.device).",
+    ),
     "no plan": ({"plan": None}, TypeError, "plan must be a TilePlan, got NoneType"),
     "a plan with the prefix": (
         {"plan": masks.causal(20, 44).plan(16, 32)},
@@ -116,7 +158,11 @@ CASES = {
         ValueError,
         "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
-    "plan's device": ({"plan": PLAN.to("meta")}, ValueError, "plan must be on cpu like q, got meta. Move it with plan.to('cpu')."),
+    "plan's device": (
+        {"plan": PLAN.to("meta")},
+        ValueError,
+        "plan must be on cpu like q, got meta. Move it with plan.to('cpu').",
+    ),
     "scale": ({"scale": float("inf")}, ValueError, "scale must be finite in float32, got inf"),
     "scale beyond float32": ({"scale": 1e39}, ValueError, "scale must be finite in float32, got 1e+39"),
     "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
@@ -126,7 +172,11 @@ CASES = {
         ValueError,
         "cache_lengths must be in [0, 24], got 30 for sequence 1. The cache holds 24 rows a sequence.",
     ),
-    "negative": ({"cache_lengths": torch.tensor([-1, 3])}, ValueError, "cache_lengths must be in [0, 24], got -1 for sequence 0."),
+    "negative": (
+        {"cache_lengths": torch.tensor([-1, 3])},
+        ValueError,
+        "cache_lengths must be in [0, 24], got -1 for sequence 0.",
+    ),
     "too long for the table": (
         {**PAGED._asdict(), "cache_lengths": torch.tensor([25, 0])},
         ValueError,
@@ -142,9 +192,19 @@ CASES = {
         ValueError,
         "block_table[0, 0] must be in [0, 14], got 15 for sequence 0.",
     ),
-}  # fmt: skip
+}
 # What values are is known when a kernel runs, and types are Python's business.
-NOT_TRACED = {"q no tensor", "no cache", "lengths no tensor", "scale", "scale beyond float32", "scale no number", "backend", "no plan", "a mask"}
+NOT_TRACED = {
+    "q no tensor",
+    "no cache",
+    "lengths no tensor",
+    "scale",
+    "scale beyond float32",
+    "scale no number",
+    "backend",
+    "no plan",
+    "a mask",
+}
 NOT_TRACED |= {"too long", "negative", "too long for the table", "no such page", "a page too far"}
 
 
@@ -168,7 +228,9 @@ def test_bad_call(backend: str, case: str) -> None:
 def test_bad_call_while_tracing(case: str) -> None:
     """Tracing runs the same checks."""
     call = arguments_of(case)
-    compiled = torch.compile(lambda: pd.speculative_attention(**call, backend="native"), fullgraph=True, backend="eager")
+    compiled = torch.compile(
+        lambda: pd.speculative_attention(**call, backend="native"), fullgraph=True, backend="eager"
+    )
     torch._dynamo.reset()
     with pytest.raises(Exception, match=re.escape(CASES[case][2].partition(",")[0])):
         compiled()
@@ -185,7 +247,9 @@ def test_values_behind_a_length_may_be_anything(backend: str) -> None:
 def test_float64_belongs_to_the_reference(kernels: str) -> None:
     device, _ = on_device(kernels)
     *tensors, _ = GOOD.to(torch.float64).map(lambda x: x.to(device))
-    text = r"q must be float32, float16 or bfloat16 for the kernels, got torch.float64\. Pass backend='reference', which"
+    text = (
+        r"q must be float32, float16 or bfloat16 for the kernels, got torch.float64\. Pass backend='reference', which"
+    )
     with pytest.raises(TypeError, match=text):
         pd.speculative_attention(*tensors, PLAN.to(device))
     assert pd.speculative_attention(*tensors, PLAN.to(device), backend="reference").dtype == torch.float64
@@ -225,7 +289,9 @@ def on_fake_gpu(**changed: object) -> None:
 def test_wide_caches_are_not_copied_on_a_gpu() -> None:
     on_fake_gpu()
     on_fake_gpu(k_cache=(16, 2**23 - 1, 32, 1))
-    text = re.escape("v_cache must have less than 8388608 elements from token to token on CUDA, got strides (16, 8388608, 32, 1).")
+    text = re.escape(
+        "v_cache must have less than 8388608 elements from token to token on CUDA, got strides (16, 8388608, 32, 1)."
+    )
     with pytest.raises(ValueError, match=text):
         on_fake_gpu(v_cache=(16, 2**23, 32, 1))
 
@@ -236,7 +302,9 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     arguments = list(raw(GOOD, MASK, "cpu"))
     arguments[5] = torch.tensor([24, 30])
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
-    with pytest.raises(ValueError, match=r"cache_lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"):
+    with pytest.raises(
+        ValueError, match=r"cache_lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"
+    ):
         module._by_triton(module.OP, *arguments)
 
 
@@ -261,7 +329,10 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
     bad = replaced(arguments, place, change(arguments[place]))
     with pytest.raises(RuntimeError if kernels == "native" else (ValueError, TypeError)):
         OP(*bad)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises((ValueError, TypeError), match=re.escape(text)):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        pytest.raises((ValueError, TypeError), match=re.escape(text)),
+    ):
         OP(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in bad))
 
 

@@ -32,7 +32,8 @@ def test_within_the_error_budget(level_ops: object, tail: str) -> None:
     options = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "page_size": PAGES[turn % len(PAGES)]}
     inputs = make_inputs(mask.q_len, (0, 37, 150), dtype=dtype, **options)
     exact, same = (
-        reference(*typed[:6], mask.dense(), block_table=typed.block_table) for typed in (inputs.to(torch.float64), inputs)
+        reference(*typed[:6], mask.dense(), block_table=typed.block_table)
+        for typed in (inputs.to(torch.float64), inputs)
     )
     for name, *tensors in zip(Results._fields, run(level_ops, inputs, tail), exact, same):
         assert_within_budget(*tensors, name=name)
@@ -44,7 +45,9 @@ def test_shares_of_a_long_prefix(level_ops: object, dtype: torch.dtype) -> None:
     inputs = make_inputs(42, (4200, 0, 90), slots=4300, heads=2, kv_heads=1, head_dim=32, dtype=dtype)
     results = run(level_ops, inputs, "quadratic")
     dense = TAILS["quadratic"].dense()
-    for name, *tensors in zip(Results._fields, results, reference(*inputs.to(torch.float64)[:6], dense), reference(*inputs[:6], dense)):
+    for name, *tensors in zip(
+        Results._fields, results, reference(*inputs.to(torch.float64)[:6], dense), reference(*inputs[:6], dense)
+    ):
         assert_within_budget(*tensors, name=name)
     alone = run(level_ops, inputs.sequence(2), "quadratic")
     assert all(torch.equal(a[2:], b) for a, b in zip(results, alone))

@@ -28,7 +28,9 @@ def make_inputs(new: int, lengths: list[int], **options: Any) -> Inputs:
     return inputs.map(lambda x: x.to(DEVICE))
 
 
-def check(inputs: Inputs, mask: SegmentMask | list[SegmentMask], tiles: tuple[int, int] = (32, 32), **options: Any) -> Results:
+def check(
+    inputs: Inputs, mask: SegmentMask | list[SegmentMask], tiles: tuple[int, int] = (32, 32), **options: Any
+) -> Results:
     return cases.check("triton", inputs, mask, tiles, **options)
 
 
@@ -126,9 +128,13 @@ def test_strided_inputs() -> None:
     heads_first = lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)  # noqa: E731
     news, caches = torch.stack(plain[1:3], dim=2), torch.stack(plain[3:5])
     strided = plain._replace(
-        q=widened(heads_first(plain.q)), k_new=news[:, :, 0], v_new=news[:, :, 1],
-        k_cache=heads_first(caches[0]), v_cache=widened(caches[1]), lengths=plain.lengths.repeat_interleave(2)[::2],
-    )  # fmt: skip
+        q=widened(heads_first(plain.q)),
+        k_new=news[:, :, 0],
+        v_new=news[:, :, 1],
+        k_cache=heads_first(caches[0]),
+        v_cache=widened(caches[1]),
+        lengths=plain.lengths.repeat_interleave(2)[::2],
+    )
     plan = mask.plan(32, 32)
     assert not any(x.is_contiguous() for x in strided[:5])
     assert all(torch.equal(a, b) for a, b in zip(run(strided, plan), run(plain, plan)))
@@ -196,14 +202,18 @@ def test_rows_are_stored_behind_the_prefix(how: str, page_size: int) -> None:
     inputs = cases.make_inputs(30, [150, 0, 260], slots=420, heads=5, kv_heads=1, head_dim=24, dtype=torch.float16)
     assert kernels.choose_decode_blocking(inputs.q, 150).block_m == 128
     rows = cases.make_rows(inputs, how)
-    cases.check_append("triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.causal(30), rows)
+    cases.check_append(
+        "triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.causal(30), rows
+    )
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_one_of_many_shares_stores(page_size: int) -> None:
     inputs = cases.make_inputs(3, [700, 3, 512], slots=1024, head_dim=16, dtype=torch.float16)
     rows = cases.make_rows(inputs, "both")
-    cases.check_append("triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.full(3), rows)
+    cases.check_append(
+        "triton", cases.with_room(inputs, rows, page_size) if page_size else inputs, pd.masks.full(3), rows
+    )
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -35,7 +35,9 @@ def test_a_real_vocabulary(impl) -> None:
     logits[1] *= 4
     actual, exact = run(impl, logits), reference(logits.double())
     for name, a, b in zip(pd.TokenStatistics._fields, actual, exact):
-        assert torch.equal(a, b) if a.dtype == torch.int64 else torch.allclose(a.double(), b, rtol=1e-6, atol=1e-6), name
+        assert torch.equal(a, b) if a.dtype == torch.int64 else torch.allclose(a.double(), b, rtol=1e-6, atol=1e-6), (
+            name
+        )
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8, 16])
@@ -67,7 +69,9 @@ def test_by_hand(impl) -> None:
     found = run(impl, torch.tensor([[math.log(2), math.log(6), -INF, 0.0, 0.0]]), top_k=5)
     assert found.ids.item() == 1 and found.top_ids.tolist() == [[1, 0, 3, 4, 2]]
     assert found.top_probs[0].tolist() == pytest.approx([0.6, 0.2, 0.1, 0.1, 0.0], rel=1e-6)
-    assert found.margin.item() == pytest.approx(0.4, rel=1e-6) and found.logsumexp.item() == pytest.approx(math.log(10), rel=1e-6)
+    assert found.margin.item() == pytest.approx(0.4, rel=1e-6) and found.logsumexp.item() == pytest.approx(
+        math.log(10), rel=1e-6
+    )
     assert found.entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (0.6, 0.2, 0.1, 0.1)), rel=1e-6)
 
 
@@ -78,7 +82,9 @@ def test_sure_rows(impl) -> None:
     logits[2] = -INF
     logits[2, 5] = -1e4
     found = run(impl, logits)
-    assert found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3 and found.margin.tolist() == [1.0] * 3
+    assert (
+        found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3 and found.margin.tolist() == [1.0] * 3
+    )
     assert found.entropy.tolist() == [0.0] * 3 and found.logsumexp.tolist() == [1.0, 1.0, -1e4]
     assert found.top_ids[2].tolist() == [5, 0, 1, 2, 3] and found.top_probs[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -86,7 +92,11 @@ def test_sure_rows(impl) -> None:
 def test_equals(impl) -> None:
     for width in (3, 40, 8193):
         found = run(impl, torch.full((2, width), -7.5), top_k=3)
-        assert found.ids.tolist() == [0, 0] and found.top_ids.tolist() == [[0, 1, 2]] * 2 and found.margin.tolist() == [0.0, 0.0]
+        assert (
+            found.ids.tolist() == [0, 0]
+            and found.top_ids.tolist() == [[0, 1, 2]] * 2
+            and found.margin.tolist() == [0.0, 0.0]
+        )
         assert found.entropy[0].item() == pytest.approx(math.log(width), rel=1e-6)
     assert run(impl, torch.tensor([[-0.0, 0.0, -0.0]]), top_k=3).top_ids.tolist() == [[0, 1, 2]]
 
@@ -174,7 +184,12 @@ def test_any_layout(impl, dtype: torch.dtype) -> None:
     options = {"temperature": 0.7, "top_p": 0.9}
     expected = impl.token_statistics(logits, **options)
     wide = torch.full((2, 3, 140), NAN, dtype=dtype, device=impl.device)
-    for view in (wide[..., 8:136], wide[..., 3:131], torch.empty_like(logits.transpose(0, 1)).transpose(0, 1), torch.empty_like(logits.mT).mT):
+    for view in (
+        wide[..., 8:136],
+        wide[..., 3:131],
+        torch.empty_like(logits.transpose(0, 1)).transpose(0, 1),
+        torch.empty_like(logits.mT).mT,
+    ):
         for a, b in zip(impl.token_statistics(view.copy_(logits), **options), expected):
             assert torch.equal(a, b) if a.dtype == torch.int64 else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
     assert impl.token_statistics(logits[1, 2]).top_probs.shape == (5,)
@@ -183,7 +198,9 @@ def test_any_layout(impl, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (1, 1)])
 def test_empty_and_single(impl, shape: tuple[int, ...]) -> None:
     found = impl.token_statistics(torch.zeros(shape, device=impl.device), top_k=1, temperature=1.0, top_p=0.5)
-    assert all(t.shape == (*shape[:-1], 1) if "top" in name else t.shape == shape[:-1] for name, t in found._asdict().items())
+    assert all(
+        t.shape == (*shape[:-1], 1) if "top" in name else t.shape == shape[:-1] for name, t in found._asdict().items()
+    )
     assert found.ids.dtype == found.top_ids.dtype == torch.int64 and found.margin.dtype == torch.float32
     assert (found.margin == 1).all()
 
@@ -224,7 +241,11 @@ def test_result_does_not_depend_on_the_order_of_threads() -> None:
 def test_opcheck(dtype: torch.dtype) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         logits, numbers = rows_of(4, 30, dtype).to(device), torch.tensor([3, 0], device=device)
-        for call in ((logits,), (logits.view(2, 2, 30)[:, 1], 0.7, 3, 2), (logits, 0.7, 3, 0, numbers, numbers, numbers, [1], 2, 0.9, 0.1, "sampling")):
+        for call in (
+            (logits,),
+            (logits.view(2, 2, 30)[:, 1], 0.7, 3, 2),
+            (logits, 0.7, 3, 0, numbers, numbers, numbers, [1], 2, 0.9, 0.1, "sampling"),
+        ):
             torch.library.opcheck(torch.ops.pdkernels.token_statistics.default, call)
 
 
@@ -249,7 +270,9 @@ def test_gradients_stop_here() -> None:
 
 def test_reference_backend() -> None:
     logits = rows_of(3, 20)
-    assert torch.allclose(pd.token_statistics(logits, backend="reference").probs, pd.token_statistics(logits).probs, atol=1e-6)
+    assert torch.allclose(
+        pd.token_statistics(logits, backend="reference").probs, pd.token_statistics(logits).probs, atol=1e-6
+    )
     assert pd.token_statistics(logits.double(), backend="reference").entropy.dtype == torch.float64
 
 
@@ -272,12 +295,20 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         ({"min_p": -1}, ValueError, r"min_p must be in \[0, 1\], got -1"),
         ({"seed": 0.5}, TypeError, r"seed must be an int, got float"),
         ({"step": -1}, ValueError, r"step must be in \[0, 2\*\*32\), got -1"),
-        ({"step": NUMBERS.view(1, 2)}, ValueError, r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)"),
+        (
+            {"step": NUMBERS.view(1, 2)},
+            ValueError,
+            r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)",
+        ),
         ({"step": torch.zeros(2)}, TypeError, r"step must be an int32 or int64 tensor, got torch\.float32"),
         ({"step": NUMBERS - 1, "temperature": 1.0}, ValueError, r"step must be in \[0, 4294967295\], got -1 for row 0"),
         ({"positions": NUMBERS[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
         ({"positions": 3}, TypeError, r"positions must be an int32 or int64 tensor, got int"),
-        ({"positions": NUMBERS - 2, "temperature": 1.0}, ValueError, r"positions must be in \[0, 4294967295\], got -2 for row 0"),
+        (
+            {"positions": NUMBERS - 2, "temperature": 1.0},
+            ValueError,
+            r"positions must be in \[0, 4294967295\], got -2 for row 0",
+        ),
         ({"row_index": [0]}, TypeError, r"row_index must be an int32 or int64 tensor, got list"),
         ({"row_index": NUMBERS + 2}, ValueError, r"row_index must be in \[-1, 1\], got 2 for row 0"),
         ({"row_index": NUMBERS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2 for row 0"),
@@ -289,9 +320,13 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         ({"top_k": 17}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17"),
         ({"logits": X[:, :3], "top_k": 4}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4"),
         ({"law": "dream"}, ValueError, r"law must be 'model' or 'sampling', got 'dream'"),
-        ({"backend": "triton"}, NotImplementedError, r"backend must be one of auto, native, reference on cpu, got 'triton'"),
+        (
+            {"backend": "triton"},
+            NotImplementedError,
+            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text) as error:
         pd.token_statistics(**{"logits": X, **call})

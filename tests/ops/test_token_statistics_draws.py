@@ -19,7 +19,10 @@ INF = math.inf
 @pytest.mark.parametrize("rows, width", [(300, 7), (100, 1031), (20, 8200)])
 @pytest.mark.parametrize("temperature, law", [(0.3, "model"), (1.0, "sampling"), (2.5, "sampling")])
 def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype, temperature: float, law: str) -> None:
-    logits, options = rows_of(rows, width, dtype), {"temperature": temperature, "law": law, "seed": 2**40 + 3, "step": 9}
+    logits, options = (
+        rows_of(rows, width, dtype),
+        {"temperature": temperature, "law": law, "seed": 2**40 + 3, "step": 9},
+    )
     check(run(impl, logits, **options), logits, **options)
 
 
@@ -72,7 +75,9 @@ def test_the_law_of_the_draw(options: dict[str, float]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [7, 300, 9000])
-@pytest.mark.parametrize("options", [{"top_p": 0.9}, {"min_p": 0.03}, {"top_p": 0.5, "min_p": 0.2}, {"top_p": 0.97}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.9}, {"min_p": 0.03}, {"top_p": 0.5, "min_p": 0.2}, {"top_p": 0.97}], ids=str
+)
 def test_filtered_laws(impl, dtype: torch.dtype, width: int, options: dict[str, float]) -> None:
     logits = rows_of(30, width, dtype)
     for temperature in (0.0, 0.6):
@@ -85,7 +90,19 @@ def test_filtered_laws(impl, dtype: torch.dtype, width: int, options: dict[str, 
 def test_the_edge_of_the_nucleus(impl) -> None:
     """Masses of 1/2, 1/4, 1/8, 1/16 twice: equals go together, and the token that crosses the edge stays."""
     logits = torch.tensor([[-4.0, -1.0, -4.0, -3.0, -2.0]]) * math.log(2)
-    for top_p, stay in ((0.0, 1), (0.3, 1), (0.49, 1), (0.51, 2), (0.74, 2), (0.76, 3), (0.86, 3), (0.88, 5), (0.93, 5), (0.95, 5), (1.0, 5)):
+    for top_p, stay in (
+        (0.0, 1),
+        (0.3, 1),
+        (0.49, 1),
+        (0.51, 2),
+        (0.74, 2),
+        (0.76, 3),
+        (0.86, 3),
+        (0.88, 5),
+        (0.93, 5),
+        (0.95, 5),
+        (1.0, 5),
+    ):
         found = run(impl, logits, top_p=top_p, law="sampling")
         assert int((found.top_probs > 0).sum()) == stay, top_p
         assert found.top_ids[0, :2].tolist() == [1, 4 if stay > 1 else 0]

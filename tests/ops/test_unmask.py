@@ -18,9 +18,14 @@ from tests.ops.implementations import NAMES, implementation
 from tests.ops.unmask_cases import MASK, RULES, STYLES, Case, Outcome, differs, expected, make_case, run
 
 calls = st.builds(
-    make_case, st.integers(0, 2**20), batch=st.integers(0, 3), length=st.sampled_from([0, 1, 2, 5, 12, 40]), rule=st.sampled_from(RULES),
-    segments=st.sampled_from([None, 0, 1, 3]), dtype=st.sampled_from([torch.int32, torch.int64]),
-)  # fmt: skip
+    make_case,
+    st.integers(0, 2**20),
+    batch=st.integers(0, 3),
+    length=st.sampled_from([0, 1, 2, 5, 12, 40]),
+    rule=st.sampled_from(RULES),
+    segments=st.sampled_from([None, 0, 1, 3]),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
 
 
 @given(case=calls, style=st.sampled_from(STYLES))
@@ -38,10 +43,17 @@ def by_sorting(case: Case) -> Outcome:
     for b in range(tokens.shape[0]):
         places = torch.tensor(case.positions(b), dtype=torch.int64)
         step = options["step"]
-        scores = torch.tensor(random_order(options["seed"], int(step[b]) if isinstance(step, Tensor) else step, places.clamp(min=0).tolist()))
+        scores = torch.tensor(
+            random_order(
+                options["seed"], int(step[b]) if isinstance(step, Tensor) else step, places.clamp(min=0).tolist()
+            )
+        )
         scores = (scores if case.confidence is None else case.confidence[b]).double()
         for g, (start, end) in enumerate(case.windows(b)):
-            number = {name: int(x[b].flatten()[g] if isinstance(x := options[name], Tensor) else x) for name in ("quota", "need")}
+            number = {
+                name: int(x[b].flatten()[g] if isinstance(x := options[name], Tensor) else x)
+                for name in ("quota", "need")
+            }
             open_ = (places >= start) & (places < end) & (case.ids[b] >= 0) & (case.ids[b] != MASK)
             open_[open_.clone()] = tokens[b, places[open_]] == MASK
             sortable = torch.where(scores.isnan(), -torch.inf, scores)
@@ -85,7 +97,12 @@ def test_lengths(impl, rule: str, length: int) -> None:
         confidence = torch.rand(1, length, generator=generator) ** 0.01
         options = {"quota": {"quota": length // 3}, "threshold": {"threshold": 0.99}, "factor": {"factor": 4.0}}[rule]
         common = {"mask_token": MASK, "quota": 1, "need": 1, "seed": seed, "step": 1, "strict": False}
-        case = Case(tokens, torch.randint(10, 99, (1, length), generator=generator), confidence if seed else None, common | options)
+        case = Case(
+            tokens,
+            torch.randint(10, 99, (1, length), generator=generator),
+            confidence if seed else None,
+            common | options,
+        )
         assert not differs(run(impl, case), by_sorting(case))
 
 
@@ -185,13 +202,17 @@ def step(impl, confidence: list[float] | None, canvas: str = "", **options: obje
         ([0.01], {"factor": 1.0}, "x"),
         ([0.01, 0.02], {"factor": 0.0}, "xx"),
         ([0.99, 0.01, 0.01], {"factor": 1.0}, "x__"),
-        ([0.99, 0.7, 0.74], {"factor": 1.0}, "xxx"),  # 2/3 and 3/4 are asked of ranks 2 and 3: the failure is at the last one
+        (
+            [0.99, 0.7, 0.74],
+            {"factor": 1.0},
+            "xxx",
+        ),  # 2/3 and 3/4 are asked of ranks 2 and 3: the failure is at the last one
         ([0.99, 0.7, 0.74, 0.74], {"factor": 1.0}, "x_x_"),
         ([0.99, 0.7, 0.76, 0.8], {"factor": 1.0}, "xxxx"),
         ([0.1, math.nan, 0.1], {"factor": 30.0}, "xxx"),  # bars below 0, which NaN fails at the last rank
         ([math.nan, 0.1, math.nan], {"factor": 30.0}, "_x_"),
     ],
-)  # fmt: skip
+)
 def test_hand_made(impl, confidence: list[float], options: dict[str, object], after: str) -> None:
     assert step(impl, confidence, **options) == after
 
@@ -200,7 +221,16 @@ def test_only_masks_in_the_window_are_written(impl) -> None:
     confidence = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]
     assert step(impl, confidence, "_.__._", windows=torch.tensor([[1, 5]]), quota=9) == "_.xx._"
     assert step(impl, confidence, "......", quota=9) == "......"
-    assert step(impl, confidence, "______", windows=torch.tensor([[[4, 6], [2, 2], [0, 3]]]), quota=torch.tensor([[1, 5, 2]])) == "_xx__x"
+    assert (
+        step(
+            impl,
+            confidence,
+            "______",
+            windows=torch.tensor([[[4, 6], [2, 2], [0, 3]]]),
+            quota=torch.tensor([[1, 5, 2]]),
+        )
+        == "_xx__x"
+    )
     assert step(impl, confidence, "______", windows=torch.tensor([[3, 3]]), quota=9) == "______"
 
 
@@ -210,18 +240,37 @@ def test_sequences_at_different_places(impl) -> None:
     tokens[1, :3], tokens[2] = 1, 2
     positions = torch.tensor([[5, 0, -1, 2], [4, 3, 0, 5], [0, 1, 2, 3]])
     confidence = torch.tensor([[0.9, 0.3, 0.99, 0.5], [0.2, 0.8, 0.9, 0.7], [0.5, 0.5, 0.5, 0.5]])
-    options = {"mask_token": MASK, "positions": positions, "windows": torch.tensor([[0, 3], [3, 6], [0, 6]]), "quota": torch.tensor([1, 2, 4])}
+    options = {
+        "mask_token": MASK,
+        "positions": positions,
+        "windows": torch.tensor([[0, 3], [3, 6], [0, 6]]),
+        "quota": torch.tensor([1, 2, 4]),
+    }
     after = run(impl, Case(tokens, 10 + positions.clamp(min=0), confidence, options))
     assert after.tokens.tolist() == [[7, 7, 12, 7, 7, 7], [1, 1, 1, 13, 7, 15], [2] * 6]
-    assert (after.committed.tolist(), after.remaining.tolist(), after.done.tolist()) == ([1, 2, 0], [2, 1, 0], [False, False, True])
+    assert (after.committed.tolist(), after.remaining.tolist(), after.done.tolist()) == (
+        [1, 2, 0],
+        [2, 1, 0],
+        [False, False, True],
+    )
 
 
 def test_empty(impl) -> None:
     for batch, length, segments in ((0, 5, None), (2, 0, None), (2, 0, 2), (2, 5, 0)):
         windows = None if segments is None else torch.zeros(batch, segments, 2, dtype=torch.int64)
-        case = Case(torch.full((batch, length), MASK), torch.full((batch, length), 3), None, {"mask_token": MASK, "windows": windows})
+        case = Case(
+            torch.full((batch, length), MASK),
+            torch.full((batch, length), 3),
+            None,
+            {"mask_token": MASK, "windows": windows},
+        )
         assert not differs(run(impl, case), expected(case))
-    none = Case(torch.full((2, 3), MASK), torch.zeros(2, 0, dtype=torch.int64), None, {"mask_token": MASK, "positions": torch.zeros(2, 0, dtype=torch.int64)})
+    none = Case(
+        torch.full((2, 3), MASK),
+        torch.zeros(2, 0, dtype=torch.int64),
+        None,
+        {"mask_token": MASK, "positions": torch.zeros(2, 0, dtype=torch.int64)},
+    )
     assert run(impl, none).remaining.tolist() == [3, 3]
 
 
@@ -261,7 +310,9 @@ def test_random_order_is_uniform() -> None:
 def test_random_order_with_a_threshold_is_a_coin_for_each_place() -> None:
     trials, length, p = 500, 40, 0.3
     tokens = torch.full((trials, length), MASK)
-    committed = pd.unmask_(tokens, torch.zeros_like(tokens), mask_token=MASK, threshold=1 - p, need=0, step=torch.arange(trials)).committed
+    committed = pd.unmask_(
+        tokens, torch.zeros_like(tokens), mask_token=MASK, threshold=1 - p, need=0, step=torch.arange(trials)
+    ).committed
     mean, spread = length * p, math.sqrt(length * p * (1 - p))
     assert abs(committed.double().mean() - mean) < 4 * spread / math.sqrt(trials)
     assert abs(committed.double().std() - spread) < 0.15 * spread
@@ -275,10 +326,31 @@ def test_opcheck() -> None:
         case = make_case(seed, rule=rule, segments=segments)
         for device in [name for name in NAMES if name != "cudasim"]:
             options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in case.options.items()}
-            numbers = {name: (0, x) if isinstance(x := options.get(name, 0), Tensor) else (x, None) for name in ("quota", "need", "step")}
-            rule_options = (*numbers["quota"], options.get("threshold"), *numbers["need"], options.get("factor"), options.get("strict", False))
-            tensors = (case.tokens.to(device), case.ids.to(device), None if case.confidence is None else case.confidence.to(device))
-            arguments = (*tensors, MASK, options.get("positions"), options.get("windows"), *rule_options, options["seed"], *numbers["step"])
+            numbers = {
+                name: (0, x) if isinstance(x := options.get(name, 0), Tensor) else (x, None)
+                for name in ("quota", "need", "step")
+            }
+            rule_options = (
+                *numbers["quota"],
+                options.get("threshold"),
+                *numbers["need"],
+                options.get("factor"),
+                options.get("strict", False),
+            )
+            tensors = (
+                case.tokens.to(device),
+                case.ids.to(device),
+                None if case.confidence is None else case.confidence.to(device),
+            )
+            arguments = (
+                *tensors,
+                MASK,
+                options.get("positions"),
+                options.get("windows"),
+                *rule_options,
+                options["seed"],
+                *numbers["step"],
+            )
             torch.library.opcheck(torch.ops.pdkernels.unmask_.default, arguments)
 
 
@@ -287,13 +359,18 @@ def test_fullgraph_without_recompiles() -> None:
     counter = CompileCounter()
 
     def body(tokens: Tensor, ids: Tensor, confidence: Tensor, need: Tensor, quota: int, moment: int) -> Tensor:
-        result = pd.unmask_(tokens, ids, confidence, mask_token=MASK, threshold=0.5, need=need, quota=quota, step=moment)
+        result = pd.unmask_(
+            tokens, ids, confidence, mask_token=MASK, threshold=0.5, need=need, quota=quota, step=moment
+        )
         return result.remaining + result.committed
 
     compiled = torch.compile(body, fullgraph=True, dynamic=True, backend=counter)
     for moment, (batch, length, quota) in enumerate([(2, 4, 3), (3, 5, 2), (2, 9, 0), (4, 7, 5)], 2):
         tokens, confidence = torch.full((batch, length), MASK), torch.rand(batch, length)
-        rest, mine = (torch.randint(10, 99, (batch, length)), confidence, torch.arange(batch), quota, moment), tokens.clone()
+        rest, mine = (
+            (torch.randint(10, 99, (batch, length)), confidence, torch.arange(batch), quota, moment),
+            tokens.clone(),
+        )
         assert torch.equal(compiled(tokens, *rest), body(mine, *rest)) and torch.equal(tokens, mine)
     assert counter.frame_count == 1
 
@@ -309,6 +386,13 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
         result = pd.unmask_(tokens, ids, confidence, **options)
     for _ in range(5):
         confidence.uniform_()
-        wanted = expected(Case(tokens.cpu(), ids.cpu(), confidence.cpu(), {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}))
+        wanted = expected(
+            Case(
+                tokens.cpu(),
+                ids.cpu(),
+                confidence.cpu(),
+                {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()},
+            )
+        )
         graph.replay()
         assert not differs(Outcome(*(x.cpu() for x in (tokens, *result))), wanted)

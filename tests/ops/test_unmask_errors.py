@@ -20,24 +20,56 @@ BAD = [
     ({"ids": IDS[:1]}, ValueError, r"ids must have shape \(2, any\), got \(1, 4\)"),
     ({"ids": IDS.int()}, TypeError, "ids must be torch.int64 like tokens, got torch.int32"),
     ({"ids": IDS.to("meta")}, ValueError, "ids must be on cpu, got meta"),
-    ({"ids": IDS[:, :3], "confidence": C[:, :3]}, ValueError, "positions must be given for 3 candidates of 4 tokens, got None. Without them"),
+    (
+        {"ids": IDS[:, :3], "confidence": C[:, :3]},
+        ValueError,
+        "positions must be given for 3 candidates of 4 tokens, got None. Without them",
+    ),
     ({"positions": P[:, :3]}, ValueError, r"positions must have shape \(2, 4\), got \(2, 3\)"),
     ({"positions": P.float()}, TypeError, "positions must be an int32 or int64 tensor, got torch.float32"),
-    ({"positions": P - 1}, ValueError, r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate"),
+    (
+        {"positions": P - 1},
+        ValueError,
+        r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate",
+    ),
     ({"positions": P + 1}, ValueError, r"positions must be in \[-1, 3\], got 4 for sequence 0"),
-    ({"positions": P.clamp(min=0)}, ValueError, "positions must be distinct in a sequence, got 0 twice for sequence 1. A token takes"),
+    (
+        {"positions": P.clamp(min=0)},
+        ValueError,
+        "positions must be distinct in a sequence, got 0 twice for sequence 1. A token takes",
+    ),
     ({"confidence": 0.5}, TypeError, "confidence must be a tensor, got float"),
     ({"confidence": C.half()}, TypeError, r"confidence must be float32, got torch.float16. Convert it with .float\(\)"),
-    ({"confidence": C.double()}, TypeError, "confidence must be float32 for the kernels, got torch.float64. Convert it"),
+    (
+        {"confidence": C.double()},
+        TypeError,
+        "confidence must be float32 for the kernels, got torch.float64. Convert it",
+    ),
     ({"confidence": C[:, :3]}, ValueError, r"confidence must have shape \(2, 4\) like ids, got \(2, 3\)"),
     ({"confidence": C.to("meta")}, ValueError, r"confidence must be on cpu, got meta. Move it with .to\('cpu'\)"),
     ({"windows": SEGMENTS[0, 0]}, ValueError, r"windows must have shape \(2, 2\), got \(2,\)"),
     ({"windows": SEGMENTS[:1]}, ValueError, r"windows must have shape \(2, any, 2\), got \(1, 2, 2\)"),
     ({"windows": (0, 4)}, TypeError, "windows must be an int32 or int64 tensor, got tuple"),
-    ({"windows": SEGMENTS[:, 1] + 1}, ValueError, r"windows must lie in \[0, 4\] and not end before they start, got \[3, 5\] for sequence 0. A window is"),
-    ({"windows": SEGMENTS - 1}, ValueError, r"windows must lie in \[0, 4\] and not end before they start, got \[-1, 0\] for sequence 0"),
-    ({"windows": SEGMENTS.flip(2)}, ValueError, r"windows must lie in \[0, 4\] and not end before they start, got \[1, 0\]"),
-    ({"windows": torch.tensor([[[0, 2], [2, 4]], [[1, 3], [2, 4]]])}, ValueError, r"windows must not overlap, got \[1, 3\] and \[2, 4\] for sequence 1"),
+    (
+        {"windows": SEGMENTS[:, 1] + 1},
+        ValueError,
+        r"windows must lie in \[0, 4\] and not end before they start, got \[3, 5\] for sequence 0. A window is",
+    ),
+    (
+        {"windows": SEGMENTS - 1},
+        ValueError,
+        r"windows must lie in \[0, 4\] and not end before they start, got \[-1, 0\] for sequence 0",
+    ),
+    (
+        {"windows": SEGMENTS.flip(2)},
+        ValueError,
+        r"windows must lie in \[0, 4\] and not end before they start, got \[1, 0\]",
+    ),
+    (
+        {"windows": torch.tensor([[[0, 2], [2, 4]], [[1, 3], [2, 4]]])},
+        ValueError,
+        r"windows must not overlap, got \[1, 3\] and \[2, 4\] for sequence 1",
+    ),
     ({"quota": -1}, ValueError, "quota must not be negative, got -1"),
     ({"quota": 1.5}, TypeError, "quota must be an int or a tensor, got float"),
     ({"quota": torch.tensor([1, -2])}, ValueError, "quota must not be negative, got -2 for sequence 1"),
@@ -46,7 +78,11 @@ BAD = [
     ({"quota": torch.tensor([0.5, 0.5])}, TypeError, "quota must be an int32 or int64 tensor, got torch.float32"),
     ({"need": -1}, ValueError, "need must not be negative, got -1"),
     ({"need": torch.tensor([-3, 0])}, ValueError, "need must not be negative, got -3 for sequence 0"),
-    ({"threshold": 0.5, "factor": 1.0}, ValueError, "threshold must be None where a factor is given, got 0.5. They are two rules"),
+    (
+        {"threshold": 0.5, "factor": 1.0},
+        ValueError,
+        "threshold must be None where a factor is given, got 0.5. They are two rules",
+    ),
     ({"threshold": float("nan")}, ValueError, "threshold must be a number, got nan"),
     ({"factor": -1.0}, ValueError, "factor must be finite and not negative, got -1.0"),
     ({"factor": float("inf")}, ValueError, "factor must be finite and not negative, got inf"),
@@ -62,7 +98,7 @@ BAD = [
     ({"step": 2**32}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
     ({"step": torch.tensor(1)}, ValueError, r"step must have shape \(2\), got \(\)"),
     ({"backend": "triton"}, NotImplementedError, "backend must be one of auto, native, reference on cpu, got 'triton'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call, kind, text", BAD)
@@ -83,7 +119,7 @@ VALUES = [
     {"positions": torch.where(P == 3, torch.tensor([[3], [2**40]]), P)},
     {"quota": torch.tensor([2, -1])},
     {"threshold": 0.5, "need": torch.tensor([0, -1])},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("options", VALUES)
@@ -109,7 +145,13 @@ def test_cuda_leaves_a_bad_sequence_alone(device_impl, options: dict[str, object
 def test_float64_confidence_is_for_the_reference() -> None:
     """It tells apart what float32 does not."""
     tokens = torch.full((1, 2), MASK)
-    pd.unmask_(tokens, tokens * 0, torch.tensor([[0.5, 0.5 + 1e-12]], dtype=torch.float64), mask_token=MASK, backend="reference")
+    pd.unmask_(
+        tokens,
+        tokens * 0,
+        torch.tensor([[0.5, 0.5 + 1e-12]], dtype=torch.float64),
+        mask_token=MASK,
+        backend="reference",
+    )
     assert tokens.tolist() == [[MASK, 0]]
 
 

@@ -111,7 +111,11 @@ def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_hand_made(impl, draft, predictions, end, accepted, next_token, ended) -> None:
-    call = {"draft": torch.tensor([draft]), "predictions": torch.tensor([predictions]), "end_tokens": torch.tensor([end])}
+    call = {
+        "draft": torch.tensor([draft]),
+        "predictions": torch.tensor([predictions]),
+        "end_tokens": torch.tensor([end]),
+    }
     verdict = check_equal(impl, call)
     assert (verdict.accepted.item(), verdict.next_token.item(), verdict.ended.item()) == (accepted, next_token, ended)
 
@@ -170,7 +174,10 @@ def test_result_does_not_depend_on_the_order_of_threads(call: dict[str, torch.Te
 def test_opcheck(candidates: int | None, optional: bool) -> None:
     call = arguments(3, 2, 5, candidates, with_lengths=optional, ends=int(optional), with_refill=optional)
     for device in [name for name in NAMES if name != "cudasim"]:
-        tensors = [call[name].to(device) if name in call else None for name in ("draft", "predictions", "draft_lengths", "end_tokens", "refill")]
+        tensors = [
+            call[name].to(device) if name in call else None
+            for name in ("draft", "predictions", "draft_lengths", "end_tokens", "refill")
+        ]
         torch.library.opcheck(torch.ops.pdkernels.verify_draft.default, tuple(tensors))
 
 
@@ -213,21 +220,41 @@ D, P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64
     "call, kind, text",
     [
         ({"draft": [1]}, TypeError, "verify_draft: draft must be a tensor, got list"),
-        ({"draft": D[0]}, ValueError, r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)"),
+        (
+            {"draft": D[0]},
+            ValueError,
+            r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)",
+        ),
         ({"draft": D.float()}, TypeError, "draft must be an int32 or int64 tensor, got torch.float32"),
         ({"predictions": P[:, :3]}, ValueError, r"predictions must have shape \(2, 4\), got \(2, 3\)"),
         ({"predictions": P.half()}, TypeError, "predictions must be an int32 or int64 tensor"),
         ({"predictions": P.to("meta")}, ValueError, "predictions must be on cpu, got meta"),
         ({"draft_lengths": torch.tensor([4])}, ValueError, r"draft_lengths must have shape \(2\), got \(1,\)"),
-        ({"draft_lengths": torch.tensor([4, 5])}, ValueError, r"draft_lengths must be in \[0, 4\], got 5 for sequence 1\. A length counts"),
-        ({"draft_lengths": torch.tensor([-1, 4])}, ValueError, r"draft_lengths must be in \[0, 4\], got -1 for sequence 0"),
+        (
+            {"draft_lengths": torch.tensor([4, 5])},
+            ValueError,
+            r"draft_lengths must be in \[0, 4\], got 5 for sequence 1\. A length counts",
+        ),
+        (
+            {"draft_lengths": torch.tensor([-1, 4])},
+            ValueError,
+            r"draft_lengths must be in \[0, 4\], got -1 for sequence 0",
+        ),
         ({"end_tokens": 7}, TypeError, "end_tokens must be an int32 or int64 tensor, got int"),
         ({"end_tokens": D}, ValueError, r"end_tokens must have shape \(any\), got \(2, 4\)"),
         ({"refill": D[:, :2]}, ValueError, r"refill must have shape \(2, 4\), got \(2, 2\)"),
-        ({"draft": D.view(2, 4, 1)[:, :0], "predictions": P.view(2, 4, 1)[:, :0]}, ValueError, "draft must have at least one candidate"),
-        ({"backend": "triton"}, NotImplementedError, "backend must be one of auto, native, reference on cpu, got 'triton'"),
+        (
+            {"draft": D.view(2, 4, 1)[:, :0], "predictions": P.view(2, 4, 1)[:, :0]},
+            ValueError,
+            "draft must have at least one candidate",
+        ),
+        (
+            {"backend": "triton"},
+            NotImplementedError,
+            "backend must be one of auto, native, reference on cpu, got 'triton'",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         pd.verify_draft(**{"draft": D, "predictions": P, **call})

@@ -35,7 +35,11 @@ class Case(NamedTuple):
 
     def windows(self, b: int) -> list[tuple[int, int]]:
         windows = self.options.get("windows")
-        return [(0, self.tokens.shape[1])] if windows is None else [(start, end) for start, end in windows[b].view(-1, 2).tolist()]
+        return (
+            [(0, self.tokens.shape[1])]
+            if windows is None
+            else [(start, end) for start, end in windows[b].view(-1, 2).tolist()]
+        )
 
     def positions(self, b: int) -> list[int]:
         positions = self.options.get("positions")
@@ -75,7 +79,11 @@ def make_case(
             odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e-42])
             confidence = odd[integers(0, len(odd), batch, candidates)]
     index = rng.choice([torch.int32, torch.int64])
-    options: dict[str, Any] = {"mask_token": MASK, "seed": rng.randint(-(2**63), 2**63 - 1), "step": rng.randint(0, 2**32 - 1)}
+    options: dict[str, Any] = {
+        "mask_token": MASK,
+        "seed": rng.randint(-(2**63), 2**63 - 1),
+        "step": rng.randint(0, 2**32 - 1),
+    }
     if rng.random() < 0.5:
         options["step"] = integers(0, 1000, batch).to(index)
     if placed:
@@ -134,7 +142,10 @@ def run(impl: Any, case: Case, style: str = "contiguous") -> Outcome:
         return x.to(impl.device) if isinstance(x, Tensor) else x
 
     tokens = spread(moved(case.tokens))
-    options = {name: spread(moved(x)) if isinstance(x, Tensor) and x.dim() == 2 else moved(x) for name, x in case.options.items()}
+    options = {
+        name: spread(moved(x)) if isinstance(x, Tensor) and x.dim() == 2 else moved(x)
+        for name, x in case.options.items()
+    }
     result = impl.unmask_(tokens, spread(moved(case.ids)), spread(moved(case.confidence)), **options)
     if style == "apart":
         room = tokens._base

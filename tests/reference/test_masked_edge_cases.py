@@ -108,7 +108,10 @@ def test_the_mask_token_is_never_a_guess(sampler: Callable[..., MaskedResult]) -
 def test_the_mask_tokens_probability_enters_no_confidence() -> None:
     for logit in (-50.0, 50.0):
         model = ScriptedMasked(fixed([0.4, 0.7]), mask_logit=logit)
-        for result in (llada(model, [3], 2, mask_token=MASK), dream(model, [3], 2, mask_token=MASK, algorithm="maskgit_plus")):
+        for result in (
+            llada(model, [3], 2, mask_token=MASK),
+            dream(model, [3], 2, mask_token=MASK, algorithm="maskgit_plus"),
+        ):
             assert result.trace[0].confidence == pytest.approx({1: 0.4, 2: 0.7})
 
 
@@ -131,13 +134,20 @@ def test_certain_guesses_tie_at_one() -> None:
     certain = flat(6, level=math.inf)
 
     def model(tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        return certain(tokens, positions, mask).masked_fill(torch.arange(MASK + 1) != 6, -torch.inf).nan_to_num(posinf=4.0)
+        return (
+            certain(tokens, positions, mask).masked_fill(torch.arange(MASK + 1) != 6, -torch.inf).nan_to_num(posinf=4.0)
+        )
 
     result = fast_dllm(model, [3], 4, mask_token=MASK, cache="none", threshold=1.0)
     assert result.trace[0].confidence == dict.fromkeys(range(1, 5), 1.0) and order(result) == [[1, 2, 3, 4]]
-    assert dream(model, [3], 2, mask_token=MASK, steps=1).trace[0].confidence == {1: 0.0, 2: 0.0}  # entropy: no NaN from 0 ln 0
+    assert dream(model, [3], 2, mask_token=MASK, steps=1).trace[0].confidence == {
+        1: 0.0,
+        2: 0.0,
+    }  # entropy: no NaN from 0 ln 0
     assert order(slowfast(model, [3], 4, mask_token=MASK, tau_high=1.0)) == [[1], [2], [3], [4]]  # nothing exceeds 1
-    assert order(slowfast(model, [3], 4, mask_token=MASK, tau_high=1.0, cycle="published")) == [[1, 2, 3, 4]]  # 1 reaches 1
+    assert order(slowfast(model, [3], 4, mask_token=MASK, tau_high=1.0, cycle="published")) == [
+        [1, 2, 3, 4]
+    ]  # 1 reaches 1
 
 
 def test_more_steps_than_masks() -> None:
@@ -188,8 +198,11 @@ def test_published_slow_forwards_run_even_if_their_block_is_full() -> None:
     sure = ScriptedMasked(lambda tokens, place: (word(place), 0.95))
     result = slowfast(sure, [3], 8, mask_token=MASK, block_size=4, cycle="published", max_exploration=3)
     assert [(step.window, len(step.committed)) for step in result.trace] == [
-        ((1, 5), 4), ((1, 5), 0), ((1, 5), 0), ((5, 9), 4),
-    ]  # fmt: skip  # the canvas is full with the last one
+        ((1, 5), 4),
+        ((1, 5), 0),
+        ((1, 5), 0),
+        ((5, 9), 4),
+    ]  # the canvas is full with the last one
     assert slowfast(sure, [3], 8, mask_token=MASK, block_size=4, cycle="last").forwards == 6
 
 
@@ -212,7 +225,9 @@ def test_factor_failures() -> None:
 
 def test_a_ratio_that_comes_to_no_row() -> None:
     """int(3 * 0.25) is 0: no row is computed behind the first layer, but their V is replaced; with a ratio of 0 it is not."""
-    caches = {ratio: FeatureCache(OWN, 2, prompt_interval=9, gen_interval=9, transfer_ratio=ratio) for ratio in (0.0, 0.25)}
+    caches = {
+        ratio: FeatureCache(OWN, 2, prompt_interval=9, gen_interval=9, transfer_ratio=ratio) for ratio in (0.0, 0.25)
+    }
     for cache in caches.values():
         cache([3, 1, 12, 12, 12])
         before = [v.clone() for v in cache.v]
@@ -228,7 +243,9 @@ def test_a_prompt_shorter_than_a_block_and_one_of_whole_blocks() -> None:
     whole = fast_dllm_v2(NEXT, [3, 1, 4, 1], 5, mask_token=12, **V2)
     assert whole.trace[0].window == (4, 5) and list(whole.trace[0].committed) == [4]
     tail = fast_dllm_v2(NEXT, [3, 1, 4, 1, 5], 5, mask_token=12, **V2)
-    assert tail.trace[0].window == (5, 5) and tail.trace[0].committed == {}  # the prompt's first block; nothing follows from it
+    assert (
+        tail.trace[0].window == (5, 5) and tail.trace[0].committed == {}
+    )  # the prompt's first block; nothing follows from it
 
 
 def test_a_block_that_is_complete_on_entry() -> None:
@@ -245,8 +262,11 @@ def test_the_first_row_of_a_window_says_nothing_about_its_place() -> None:
     """Dream's first row of a block: its place is committed on entry, by the row before it, however unsure that is."""
     result = fast_dllm(NEXT, [3, 1, 4], 8, mask_token=12, block_size=4, threshold=0.01)
     assert [(step.window, list(step.committed)) for step in result.trace] == [
-        ((3, 4), [3]), ((3, 7), [4, 5, 6]), ((7, 8), [7]), ((7, 11), [8, 9, 10]),
-    ]  # fmt: skip
+        ((3, 4), [3]),
+        ((3, 7), [4, 5, 6]),
+        ((7, 8), [7]),
+        ((7, 11), [8, 9, 10]),
+    ]
     full = torch.ones(11, 11, dtype=torch.bool)
     logits = NEXT(torch.tensor([result.trace[2].tokens]), torch.arange(11)[None], full)[0]
     assert result.trace[2].committed == {7: logits[6, :12].argmax().item()}
@@ -259,7 +279,9 @@ def test_the_first_row_of_a_window_says_nothing_about_its_place() -> None:
 
 def test_not_a_number() -> None:
     assert shared.surest({1: math.nan, 2: 0.1, 3: math.nan}, quota=3) == [2, 1, 3]
-    assert shared.surest({1: math.nan, 2: 0.1}, threshold=0.0) == [2] and shared.surest({1: math.nan}, threshold=0.0) == [1]
+    assert shared.surest({1: math.nan, 2: 0.1}, threshold=0.0) == [2] and shared.surest(
+        {1: math.nan}, threshold=0.0
+    ) == [1]
     canvas = Canvas([3], 2, MASK)
     logits = torch.zeros(3, MASK + 1, dtype=torch.float64)
     logits[1, 5] = math.nan

@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 
 from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
-from pdkernels.reference.block_diffusion import (
-    DenoiseStep,
-    block_diffusion,
-    confident,
-    most_confident,
-    quotas,
-    settled,
-)
+from pdkernels.reference.block_diffusion import DenoiseStep, block_diffusion, confident, most_confident, quotas, settled
 from pdkernels.reference.sampling import sampled_autoregressive, uniforms
 from tests.decoding.fake_models import SCRIPTS, VOCABULARY
 from tests.reference.tri_mode import MASK, SKILLS, Call, ScriptedTriMode, Table, TinyTransformer, never, patchy
@@ -49,14 +42,26 @@ class Scored(ScriptedTriMode):
     ends=st.lists(token, max_size=2),
 )
 def test_a_model_that_guesses_right_writes_what_it_would_autoregressively(
-    script: str, prompt: list[int], limit: int, block_size: int, threshold: float | None, steps: int | None, ends: list[int]
+    script: str,
+    prompt: list[int],
+    limit: int,
+    block_size: int,
+    threshold: float | None,
+    steps: int | None,
+    ends: list[int],
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     result = block_diffusion(
-        model, prompt, limit, mask_token=MASK, block_size=block_size, threshold=threshold,
-        steps_per_block=steps if threshold is None else None, end_tokens=ends,
-    )  # fmt: skip
+        model,
+        prompt,
+        limit,
+        mask_token=MASK,
+        block_size=block_size,
+        threshold=threshold,
+        steps_per_block=steps if threshold is None else None,
+        end_tokens=ends,
+    )
     assert result.tokens == greedy.tokens
 
 
@@ -74,14 +79,23 @@ def test_what_holds_for_every_run(
 ) -> None:
     model = Scored(SCRIPTS["history"], SKILLS[skill])
     run = lambda limit, ends: block_diffusion(  # noqa: E731
-        model, [3, 1, 4], limit, mask_token=MASK, block_size=block_size, threshold=threshold, refresh=refresh, end_tokens=ends
+        model,
+        [3, 1, 4],
+        limit,
+        mask_token=MASK,
+        block_size=block_size,
+        threshold=threshold,
+        refresh=refresh,
+        end_tokens=ends,
     )
     whole, result = run(20, ()), run(limit, ends)
     expected = whole.tokens[:limit]
     ends_at = [place for place, token in enumerate(expected) if token in ends]
     assert result.tokens == (expected[: ends_at[0] + 1] if ends_at else expected)
     blocks = -(-len(result.tokens) // block_size)
-    assert result.forwards == blocks + len(result.trace)  # one for the prompt, one per refresh; the last block needs none
+    assert result.forwards == blocks + len(
+        result.trace
+    )  # one for the prompt, one per refresh; the last block needs none
     assert MASK not in result.tokens
     for step in result.trace:
         assert step.committed and all(step.block[slot] == MASK != token for slot, token in step.committed.items())
@@ -169,12 +183,16 @@ def test_blocks_of_one_are_autoregressive() -> None:
     result = block_diffusion(model, [1, 2], 6, mask_token=5, block_size=1)
     assert result == (greedy.tokens, greedy.forwards, [])
     sampled = sampled_autoregressive(model, [1, 2], 6, temperature=1.5, seed=8)
-    assert block_diffusion(model, [1, 2], 6, mask_token=5, block_size=1, temperature=1.5, seed=8).tokens == sampled.tokens
+    assert (
+        block_diffusion(model, [1, 2], 6, mask_token=5, block_size=1, temperature=1.5, seed=8).tokens == sampled.tokens
+    )
 
 
 def test_sampling_draws_candidates_and_ranks_them_without_the_noise() -> None:
     model = Table(5, seed=2)
-    results = [block_diffusion(model, [1], 6, mask_token=4, block_size=6, temperature=1.0, seed=seed) for seed in range(12)]
+    results = [
+        block_diffusion(model, [1], 6, mask_token=4, block_size=6, temperature=1.0, seed=seed) for seed in range(12)
+    ]
     assert results[0] == block_diffusion(model, [1], 6, mask_token=4, block_size=6, temperature=1.0, seed=0)
     assert len({tuple(result.tokens) for result in results}) > 6
     model.calls.clear()

@@ -45,10 +45,20 @@ class LeanCache:
     """
 
     def __init__(
-        self, model: MaskedTransformerReference, intervals: tuple[int, int], ratio: float, baseline: str = "last",
+        self,
+        model: MaskedTransformerReference,
+        intervals: tuple[int, int],
+        ratio: float,
+        baseline: str = "last",
         first_layer: bool = True,
-    ) -> None:  # fmt: skip
-        self.model, self.intervals, self.ratio, self.baseline, self.first_layer = model, intervals, ratio, baseline, first_layer
+    ) -> None:
+        self.model, self.intervals, self.ratio, self.baseline, self.first_layer = (
+            model,
+            intervals,
+            ratio,
+            baseline,
+            first_layer,
+        )
         self.step = 0
         self.prompt: dict[int, tuple[Tensor, Tensor]] = {}
         self.new: dict[int, tuple[Tensor, Tensor]] = {}
@@ -109,7 +119,9 @@ class LeanCache:
 
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize("intervals", INTERVALS)
-@pytest.mark.parametrize("ratio, baseline", [(0.0, "last"), (0.1, "last"), (0.3, "last"), (0.3, "recomputed"), (1.0, "last")])
+@pytest.mark.parametrize(
+    "ratio, baseline", [(0.0, "last"), (0.1, "last"), (0.3, "last"), (0.3, "recomputed"), (1.0, "last")]
+)
 def test_prompts_need_their_keys_and_values_alone(
     predicts: str, intervals: tuple[int, int], ratio: float, baseline: str
 ) -> None:
@@ -144,13 +156,21 @@ def test_the_first_layer_of_a_prompt_is_dead_work_but_that_of_the_new_rows_is_no
     same = []
     for canvas in canvases(6):
         logits = cache(canvas)[5:]
-        torch.testing.assert_close(logits, current(canvas), rtol=1e-11, atol=1e-11)  # never touches the prompt's first layer
+        torch.testing.assert_close(
+            logits, current(canvas), rtol=1e-11, atol=1e-11
+        )  # never touches the prompt's first layer
         same.append(torch.allclose(logits, older(canvas), rtol=1e-9))
     assert same == [True, False, False, True, False, False]  # new rows are due in every third forward
 
 
 def test_intervals_of_one_are_llada() -> None:
-    variants = ({}, {"block_size": 4, "steps": 4}, {"temperature": 1.0, "seed": 3}, {"remasking": "random"}, {"guidance": 0.7})
+    variants = (
+        {},
+        {"block_size": 4, "steps": 4},
+        {"temperature": 1.0, "seed": 3},
+        {"remasking": "random"},
+        {"guidance": 0.7},
+    )
     for model in MODELS.values():
         for options in variants:
             plain = llada(model, PROMPT, 8, mask_token=12, **options)  # type: ignore[arg-type]
@@ -162,9 +182,13 @@ def test_intervals_of_one_are_llada() -> None:
 
 @settings(max_examples=15)
 @given(
-    predicts=st.sampled_from(["own", "next"]), intervals=st.sampled_from(INTERVALS), ratio=st.sampled_from([0.0, 0.25, 0.6]),
-    limit=st.integers(0, 8), block_size=st.one_of(st.none(), st.integers(1, 4)), ends=st.lists(st.integers(0, 11), max_size=2),
-)  # fmt: skip
+    predicts=st.sampled_from(["own", "next"]),
+    intervals=st.sampled_from(INTERVALS),
+    ratio=st.sampled_from([0.0, 0.25, 0.6]),
+    limit=st.integers(0, 8),
+    block_size=st.one_of(st.none(), st.integers(1, 4)),
+    ends=st.lists(st.integers(0, 11), max_size=2),
+)
 def test_a_run_is_lladas_loop_over_the_caches_logits(
     predicts: str, intervals: tuple[int, int], ratio: float, limit: int, block_size: int | None, ends: list[int]
 ) -> None:
@@ -219,15 +243,23 @@ def test_which_rows_are_least_similar() -> None:
     cached = torch.tensor([[[1.0, 0.0]]] * 6)
     v = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]], [[3.0, 0.1]], [[0.0, 1.0]], [[float("nan"), 1.0]], [[0.0, 0.0]]])
     assert [least_similar(v, cached, count) for count in range(7)] == [
-        [], [4], [1, 4], [1, 3, 4], [1, 3, 4, 5], [1, 2, 3, 4, 5], list(range(6)),
-    ]  # fmt: skip
+        [],
+        [4],
+        [1, 4],
+        [1, 3, 4],
+        [1, 3, 4, 5],
+        [1, 2, 3, 4, 5],
+        list(range(6)),
+    ]
 
 
 def test_the_baseline_of_the_last_forward_forgets_a_slow_drift() -> None:
     """Row 6 keeps changing a little less than row 7 does at once, between refreshes."""
     runs = {}
     for baseline in ("last", "recomputed"):
-        cache = FeatureCache(MODELS["own"], 5, prompt_interval=100, gen_interval=100, transfer_ratio=0.25, baseline=baseline)
+        cache = FeatureCache(
+            MODELS["own"], 5, prompt_interval=100, gen_interval=100, transfer_ratio=0.25, baseline=baseline
+        )
         runs[baseline] = []
         for canvas in canvases(8, seed=1):
             cache(canvas)

@@ -14,7 +14,17 @@ from hypothesis import strategies as st
 from pdkernels.reference import masked_sampling as shared
 from pdkernels.reference.dream import dream, time_quota
 from pdkernels.reference.sampling import uniforms
-from tests.reference.masked_models import MASK, VOCABULARY, ScriptedMasked, Tabled, chance, fixed, moody, spreading, word
+from tests.reference.masked_models import (
+    MASK,
+    VOCABULARY,
+    ScriptedMasked,
+    Tabled,
+    chance,
+    fixed,
+    moody,
+    spreading,
+    word,
+)
 
 PROMPT = [3, 1]
 
@@ -80,10 +90,21 @@ def test_what_holds_for_every_run(
 @pytest.mark.parametrize("algorithm", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 9])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.8, 1.0), (0.8, 0.7)])
-def test_scores_are_of_the_law_that_is_drawn_from(algorithm: str, temperature: float, top_p: float, top_k: int | None) -> None:
+def test_scores_are_of_the_law_that_is_drawn_from(
+    algorithm: str, temperature: float, top_p: float, top_k: int | None
+) -> None:
     model = Tabled(7, "next", seed=3)
     result = dream(
-        model, [1], 6, mask_token=6, algorithm=algorithm, temperature=temperature, top_p=top_p, top_k=top_k, seed=2, steps=3
+        model,
+        [1],
+        6,
+        mask_token=6,
+        algorithm=algorithm,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=2,
+        steps=3,
     )
     for number, step in enumerate(result.trace, start=1):
         logits = model(torch.tensor([step.tokens]), torch.arange(7)[None], torch.ones(7, 7, dtype=torch.bool))[0]
@@ -140,7 +161,10 @@ def test_by_hand() -> None:
     ("options", "message"),
     [
         ({"algorithm": "margin"}, "algorithm must be one of .*'topk_margin'.*, got 'margin'"),
-        ({"algorithm": "origin", "order_temperature": 0.1}, "order_temperature must be 0 where chance decides, got 0.1"),
+        (
+            {"algorithm": "origin", "order_temperature": 0.1},
+            "order_temperature must be 0 where chance decides, got 0.1",
+        ),
         ({"steps": 0}, "steps must be at least 1, got 0"),
     ],
 )

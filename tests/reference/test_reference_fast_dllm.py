@@ -20,7 +20,9 @@ MODELS = {
 PROMPT = [3, 1, 4]
 
 
-def side_by_side(model: MaskedTransformerReference, entry: list[int], now: list[int], start: int, stop: int) -> torch.Tensor:
+def side_by_side(
+    model: MaskedTransformerReference, entry: list[int], now: list[int], start: int, stop: int
+) -> torch.Tensor:
     """Logits by place of the rows start .. stop - 1 of `now`, where all other rows are those of `entry`."""
     length, fresh = len(entry), stop - start
     tokens = torch.tensor([[*entry, *now[start:stop]]])
@@ -80,7 +82,9 @@ def test_the_caches_differ_at_all() -> None:
     limit=st.integers(0, 9),
     block_size=st.integers(1, 6),
 )
-def test_without_a_cache_it_is_llada_with_another_rule(rule: object, predicts: str, limit: int, block_size: int) -> None:
+def test_without_a_cache_it_is_llada_with_another_rule(
+    rule: object, predicts: str, limit: int, block_size: int
+) -> None:
     model = ScriptedMasked(rule, predicts)  # type: ignore[arg-type]
     options = {"mask_token": MASK, "block_size": block_size}
     single = llada(model, PROMPT, limit, **options)
@@ -90,7 +94,9 @@ def test_without_a_cache_it_is_llada_with_another_rule(rule: object, predicts: s
     assert fast_dllm(model, PROMPT, limit, cache="none", threshold=0.0, **options).forwards == blocks
     if blocks:
         two = {"steps": 2 * blocks, **options}
-        assert fast_dllm(model, PROMPT, limit, cache="none", threshold=None, **two) == llada(model, PROMPT, limit, **two)
+        assert fast_dllm(model, PROMPT, limit, cache="none", threshold=None, **two) == llada(
+            model, PROMPT, limit, **two
+        )
 
 
 def test_threshold_and_factor_by_hand() -> None:
@@ -109,7 +115,9 @@ def test_threshold_and_factor_by_hand() -> None:
     assert committed(threshold=None, steps=2) == [[2, 4, 5], [1, 3]]
 
 
-@pytest.mark.parametrize(("steps", "committed"), [(None, [1, 1, 1, 1]), (1, [1, 3]), (2, [1, 3]), (3, [1, 2, 1]), (9, [1] * 4)])
+@pytest.mark.parametrize(
+    ("steps", "committed"), [(None, [1, 1, 1, 1]), (1, [1, 3]), (2, [1, 3]), (3, [1, 2, 1]), (9, [1] * 4)]
+)
 def test_quotas_behind_an_entry_that_commits_one_place(steps: int | None, committed: list[int]) -> None:
     result = fast_dllm(MODELS["next"], PROMPT, 4, mask_token=12, threshold=None, steps=steps)
     assert [len(step.committed) for step in result.trace] == committed
@@ -135,7 +143,9 @@ def test_refusals() -> None:
         fast_dllm(model, [1], 3, mask_token=MASK, cache="both")
     with pytest.raises(ValueError, match=r"factor must be None beside a threshold, got 1.0. Pass threshold=None"):
         fast_dllm(model, [1], 3, mask_token=MASK, factor=1.0)
-    with pytest.raises(ValueError, match=r"steps must be None beside a threshold or a factor, got 3. Pass threshold=None"):
+    with pytest.raises(
+        ValueError, match=r"steps must be None beside a threshold or a factor, got 3. Pass threshold=None"
+    ):
         fast_dllm(model, [1], 3, mask_token=MASK, steps=3)
     with pytest.raises(ValueError, match=r"fast_dllm: steps must be a multiple of the number of blocks \(2\), got 3"):
         fast_dllm(model, [1], 4, mask_token=MASK, threshold=None, steps=3, block_size=2)

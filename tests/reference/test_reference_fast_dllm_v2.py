@@ -99,7 +99,14 @@ def replay(
 )
 def test_every_forward(prompt: list[int], limit: int, size: int, small: int, threshold: float, cached: bool) -> None:
     result = fast_dllm_v2(
-        MODEL, prompt, limit, mask_token=MASK, block_size=size, small_block_size=small, threshold=threshold, block_cache=cached
+        MODEL,
+        prompt,
+        limit,
+        mask_token=MASK,
+        block_size=size,
+        small_block_size=small,
+        threshold=threshold,
+        block_cache=cached,
     )
     rows = replay(result, prompt, limit, size, small, threshold, cached)
     assert result.forwards == len(result.trace) == len(rows) and len(result.tokens) == limit
@@ -144,7 +151,15 @@ def test_the_schedule_by_hand() -> None:
 @pytest.mark.parametrize("top_p", [1.0, 0.6])
 def test_sampling_and_its_confidence(top_p: float) -> None:
     run = lambda seed, temperature: fast_dllm_v2(  # noqa: E731
-        MODEL, [3, 1, 4], 5, mask_token=MASK, block_size=8, small_block_size=8, temperature=temperature, top_p=top_p, seed=seed
+        MODEL,
+        [3, 1, 4],
+        5,
+        mask_token=MASK,
+        block_size=8,
+        small_block_size=8,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
     )
     assert len({tuple(run(seed, 1.2).tokens) for seed in range(8)}) > 4
     assert run(0, 0.0) == fast_dllm_v2(MODEL, [3, 1, 4], 5, mask_token=MASK, block_size=8, small_block_size=8)

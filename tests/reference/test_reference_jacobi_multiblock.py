@@ -67,16 +67,32 @@ def assert_sound(result: JacobiMultiblockResult, rows: int, pseudo: int) -> None
     seed=st.integers(0, 2**64 - 1),
 )
 def test_equals_greedy(
-    script: str, prompt: list[int], limit: int, block_size: int, blocks: int, spawn_ratio: float, pool_size: int,
-    verification_size: int, ends: list[int], seed: int,
-) -> None:  # fmt: skip
+    script: str,
+    prompt: list[int],
+    limit: int,
+    block_size: int,
+    blocks: int,
+    spawn_ratio: float,
+    pool_size: int,
+    verification_size: int,
+    ends: list[int],
+    seed: int,
+) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()
     result = jacobi_multiblock(
-        model, prompt, limit, block_size=block_size, blocks=blocks, spawn_ratio=spawn_ratio, pool_size=pool_size,
-        verification_size=verification_size, end_tokens=ends, seed=seed,
-    )  # fmt: skip
+        model,
+        prompt,
+        limit,
+        block_size=block_size,
+        blocks=blocks,
+        spawn_ratio=spawn_ratio,
+        pool_size=pool_size,
+        verification_size=verification_size,
+        end_tokens=ends,
+        seed=seed,
+    )
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0) <= greedy.forwards
     assert_sound(result, min(verification_size, 1 + pool_size), blocks - 1)
@@ -100,16 +116,31 @@ def test_equals_greedy(
     seed=st.integers(0, 2**64 - 1),
 )
 def test_published_equals_greedy(
-    script: str, prompt: list[int], limit: int, block_size: int, blocks: int, spawn_ratio: float, pool_size: int,
-    ends: list[int], seed: int,
-) -> None:  # fmt: skip
+    script: str,
+    prompt: list[int],
+    limit: int,
+    block_size: int,
+    blocks: int,
+    spawn_ratio: float,
+    pool_size: int,
+    ends: list[int],
+    seed: int,
+) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()
     result = jacobi_multiblock_published(
-        model, prompt, limit, pad_token=PAD, block_size=block_size, blocks=blocks, spawn_ratio=spawn_ratio,
-        pool_size=pool_size, end_tokens=ends, seed=seed,
-    )  # fmt: skip
+        model,
+        prompt,
+        limit,
+        pad_token=PAD,
+        block_size=block_size,
+        blocks=blocks,
+        spawn_ratio=spawn_ratio,
+        pool_size=pool_size,
+        end_tokens=ends,
+        seed=seed,
+    )
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0)
     assert_sound(result, max(1, pool_size), blocks - 1)
@@ -117,12 +148,17 @@ def test_published_equals_greedy(
 
 
 @settings(max_examples=20)
-@given(seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 4), min_size=1, max_size=5), block_size=st.integers(1, 6))
+@given(
+    seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 4), min_size=1, max_size=5), block_size=st.integers(1, 6)
+)
 def test_greedy_on_a_transformer(seed: int, prompt: list[int], block_size: int) -> None:
     model = TinyTransformer(5, seed)
     greedy = autoregressive(model, prompt, 12)
     for blocks in (1, 3):
-        assert jacobi_multiblock(model, prompt, 12, block_size=block_size, blocks=blocks, spawn_ratio=0.5).tokens == greedy.tokens
+        assert (
+            jacobi_multiblock(model, prompt, 12, block_size=block_size, blocks=blocks, spawn_ratio=0.5).tokens
+            == greedy.tokens
+        )
     published = jacobi_multiblock_published(model, prompt, 12, pad_token=0, block_size=block_size, spawn_ratio=0.5)
     assert published.tokens == greedy.tokens
 
@@ -219,16 +255,19 @@ def test_each_forward_leads_to_the_next(script: str, blocks: int) -> None:
             block_start += size
             assert committed == block_start
             following_block = pseudo.pop(0) if pseudo else PseudoBlock([], words)
-            draft = [step.predictions[-1], *(following_block.accepted + following_block.draft)[1:]][: limit - 1 - committed]
+            draft = [step.predictions[-1], *(following_block.accepted + following_block.draft)[1:]][
+                : limit - 1 - committed
+            ]
         assert following.pseudo == pseudo and following.rows == [draft, *recycled(pool, draft, 3)]
         if len(step.predictions) > step.accepted + 1:
             pool.append(step.predictions[step.accepted : -1])
 
 
 def test_blocks_and_candidates_save_forwards() -> None:
-    forwards = lambda script, **options: jacobi_multiblock(  # noqa: E731
-        ScriptedTriMode(ALL_SCRIPTS[script]), [3, 1, 4, 1], 40, block_size=8, spawn_ratio=0.5, seed=1, **options
-    ).forwards
+    def forwards(script: str, **options: int) -> int:
+        model = ScriptedTriMode(ALL_SCRIPTS[script])
+        return jacobi_multiblock(model, [3, 1, 4, 1], 40, block_size=8, spawn_ratio=0.5, seed=1, **options).forwards
+
     assert forwards("alternating", blocks=1) > forwards("alternating", blocks=2) > forwards("alternating", blocks=3)
     assert forwards("repeating", pool_size=0) > forwards("repeating", pool_size=4)
 
@@ -308,7 +347,9 @@ def test_published_pseudo_blocks_follow_the_first_row() -> None:
     differed = 0
     for script in ("history", "repeating", "sticky"):
         model = ScriptedTriMode(ALL_SCRIPTS[script])
-        result = jacobi_multiblock_published(model, [3, 1, 4, 1], 48, pad_token=PAD, block_size=12, spawn_ratio=0.3, seed=1)
+        result = jacobi_multiblock_published(
+            model, [3, 1, 4, 1], 48, pad_token=PAD, block_size=12, spawn_ratio=0.3, seed=1
+        )
         committed = 0
         for step, following in zip(result.trace, result.trace[1:]):
             history = [3, 1, 4, 1, *result.tokens[:committed]]
@@ -317,7 +358,9 @@ def test_published_pseudo_blocks_follow_the_first_row() -> None:
                 continue
             (block,) = step.pseudo
             answers = [
-                branch_predictions(model, history, [[*row, *block.accepted, *block.draft]])[0][len(row) + len(block.accepted) :]
+                branch_predictions(model, history, [[*row, *block.accepted, *block.draft]])[0][
+                    len(row) + len(block.accepted) :
+                ]
                 for row in (step.rows[0], step.rows[step.row])
             ]
             assert following.pseudo == [block.verified(answers[0])]

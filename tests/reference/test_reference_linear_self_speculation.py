@@ -45,15 +45,29 @@ seeds = st.integers(0, 2**64 - 1)
     verification=st.sampled_from(["compare", "rejection"]),
 )
 def test_greedy_equals_autoregressive(
-    script: str, skill: str, prompt: list[int], limit: int, block_size: int, threshold: float, ends: list[int], verification: str
+    script: str,
+    skill: str,
+    prompt: list[int],
+    limit: int,
+    block_size: int,
+    threshold: float,
+    ends: list[int],
+    verification: str,
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()
     result = linear_self_speculation(
-        model, prompt, limit, mask_token=MASK, block_size=block_size, end_tokens=ends, verification=verification,
-        threshold=threshold if verification == "compare" else 0.0, draft_model=model,
-    )  # fmt: skip
+        model,
+        prompt,
+        limit,
+        mask_token=MASK,
+        block_size=block_size,
+        end_tokens=ends,
+        verification=verification,
+        threshold=threshold if verification == "compare" else 0.0,
+        draft_model=model,
+    )
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == (limit > 0) + sum(step.forwards for step in result.trace)
     assert all(1 <= step.accepted <= len(step.draft) == len(step.predictions) <= block_size for step in result.trace)
@@ -62,7 +76,9 @@ def test_greedy_equals_autoregressive(
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=5), block_size=st.integers(1, 6))
+@given(
+    seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=5), block_size=st.integers(1, 6)
+)
 def test_greedy_on_a_transformer(seed: int, prompt: list[int], block_size: int) -> None:
     """A random model even says the mask token now and then, which is a token like any other to the verifier."""
     model = TinyTransformer(6, seed)
@@ -87,17 +103,36 @@ def test_sample_and_compare_writes_the_sampled_tokens(
     model = Table(5)
     sampled = sampled_autoregressive(model, [2, 0], limit, temperature=temperature, end_tokens=ends, seed=seed)
     result = linear_self_speculation(
-        model, [2, 0], limit, mask_token=4, block_size=block_size, threshold=threshold, temperature=temperature, end_tokens=ends,
+        model,
+        [2, 0],
+        limit,
+        mask_token=4,
+        block_size=block_size,
+        threshold=threshold,
+        temperature=temperature,
+        end_tokens=ends,
         seed=seed,
-    )  # fmt: skip
+    )
     assert result.tokens == sampled.tokens
 
 
 @settings(max_examples=30)
-@given(seed=seeds, verification=st.sampled_from(["compare", "rejection"]), block_size=st.integers(1, 5), limit=st.integers(0, 7))
+@given(
+    seed=seeds,
+    verification=st.sampled_from(["compare", "rejection"]),
+    block_size=st.integers(1, 5),
+    limit=st.integers(0, 7),
+)
 def test_a_short_generation_begins_a_long_one(seed: int, verification: str, block_size: int, limit: int) -> None:
     run = lambda length: linear_self_speculation(  # noqa: E731
-        Table(5), [1], length, mask_token=4, block_size=block_size, temperature=1.0, verification=verification, seed=seed
+        Table(5),
+        [1],
+        length,
+        mask_token=4,
+        block_size=block_size,
+        temperature=1.0,
+        verification=verification,
+        seed=seed,
     )
     assert run(limit).tokens == run(8).tokens[:limit]
 
@@ -157,7 +192,11 @@ def test_zero_accepted_and_all_accepted() -> None:
     assert result == (
         written,
         7,
-        [LinearStep([1, 2, 3], [2, 3, 4], 3, 2), LinearStep([4, 5, 6], [5, 6, 7], 3, 2), LinearStep([7, 8], [8, 9], 2, 2)],
+        [
+            LinearStep([1, 2, 3], [2, 3, 4], 3, 2),
+            LinearStep([4, 5, 6], [5, 6, 7], 3, 2),
+            LinearStep([7, 8], [8, 9], 2, 2),
+        ],
     )
 
 
@@ -186,7 +225,9 @@ def test_some_accepted() -> None:
         ((4,), 4, [1, 2, 3, 4], [3], 3),
     ],
 )
-def test_where_it_stops(ends: tuple[int, ...], limit: int, tokens: list[int], accepted: list[int], forwards: int) -> None:
+def test_where_it_stops(
+    ends: tuple[int, ...], limit: int, tokens: list[int], accepted: list[int], forwards: int
+) -> None:
     model = ScriptedTriMode(from_list([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 2))
     result = linear_self_speculation(model, [9, 8], limit, mask_token=MASK, block_size=4, end_tokens=ends)
     assert result.tokens == tokens and result.forwards == forwards
@@ -217,7 +258,7 @@ def test_a_threshold_drafts_again() -> None:
     assert often.tokens == once.tokens and often.forwards > once.forwards
     drafts = [call.tokens for call in model.calls if call.adapted is not None]
     for before, after in zip(drafts, drafts[1:]):
-        if len(before) == len(after) and before[: -5] == after[: -5]:  # the same cycle
+        if len(before) == len(after) and before[:-5] == after[:-5]:  # the same cycle
             assert all(new == old for old, new in zip(before, after) if old != MASK)
             assert after.count(MASK) < before.count(MASK)
 

@@ -13,7 +13,17 @@ from pdkernels.reference import masked_sampling as shared
 from pdkernels.reference.llada import llada
 from pdkernels.reference.masked_sampling import Canvas, MaskedStep
 from pdkernels.reference.sampling import uniforms
-from tests.reference.masked_models import MASK, VOCABULARY, ScriptedMasked, Tabled, chance, fixed, moody, spreading, word
+from tests.reference.masked_models import (
+    MASK,
+    VOCABULARY,
+    ScriptedMasked,
+    Tabled,
+    chance,
+    fixed,
+    moody,
+    spreading,
+    word,
+)
 
 PROMPT = [3]
 RULES = {"fixed": fixed([0.3, 0.9, 0.5, 0.9, 0.7]), "spreading": spreading, "moody": moody}
@@ -81,7 +91,9 @@ def test_scores() -> None:
 
 @settings(max_examples=25)
 @given(model=models, limit=st.integers(0, 9), block_size=st.one_of(st.none(), st.integers(1, 5)), data=st.data())
-def test_what_holds_for_every_run(model: ScriptedMasked, limit: int, block_size: int | None, data: st.DataObject) -> None:
+def test_what_holds_for_every_run(
+    model: ScriptedMasked, limit: int, block_size: int | None, data: st.DataObject
+) -> None:
     windows = shared.blocks(Canvas(PROMPT, limit, MASK), block_size)
     per_block = data.draw(st.one_of(st.none(), st.integers(1, 6)))
     steps = None if per_block is None or not windows else per_block * len(windows)
@@ -92,7 +104,9 @@ def test_what_holds_for_every_run(model: ScriptedMasked, limit: int, block_size:
     )
     whole, result = run(()), run(ends)
     assert len(whole.tokens) == limit and MASK not in whole.tokens
-    assert whole.forwards == len(whole.trace) == sum(min(per_block or size, size) for size in (e - s for s, e in windows))
+    assert (
+        whole.forwards == len(whole.trace) == sum(min(per_block or size, size) for size in (e - s for s, e in windows))
+    )
     first = next((i for i, token in enumerate(whole.tokens) if token in ends), limit)
     assert result.tokens == whole.tokens[: first + 1]
     assert result.trace == whole.trace[: result.forwards] and result.forwards == len(result.trace)
@@ -147,7 +161,9 @@ def test_random_order_is_that_of_the_places_and_forwards() -> None:
         assert set(step.committed) == set(sorted(left, key=lambda p: -numbers[p])[:2])
         left -= set(step.committed)
     assert all(0 < u < 1 for u in result.trace[0].confidence.values())
-    orders = {tuple(llada(model, [3], 4, mask_token=MASK, remasking="random", seed=s).trace[0].committed) for s in range(20)}
+    orders = {
+        tuple(llada(model, [3], 4, mask_token=MASK, remasking="random", seed=s).trace[0].committed) for s in range(20)
+    }
     assert orders == {(1,), (2,), (3,), (4,)}
 
 

@@ -75,7 +75,9 @@ def test_masks_hide_and_every_part_matters() -> None:
     whole = model(TOKENS, POSITIONS, FULL)
     blind = FULL.clone()
     blind[:, 3:] = False
-    torch.testing.assert_close(model(TOKENS, POSITIONS, blind)[0, :3], model(TOKENS[:, :3], POSITIONS[:, :3], FULL[:3, :3])[0])
+    torch.testing.assert_close(
+        model(TOKENS, POSITIONS, blind)[0, :3], model(TOKENS[:, :3], POSITIONS[:, :3], FULL[:3, :3])[0]
+    )
     for name in model.weights:
         changed = dict(model.weights)
         changed[name] = changed[name] * 1.1

@@ -50,16 +50,33 @@ token = st.integers(0, MASK - 1)
     ends=st.lists(token, max_size=2),
 )
 def test_greedy_equals_autoregressive(
-    script: str, skill: str, prompt: list[int], limit: int, draft_len: int, more: int, label_shift: int, in_group: str,
-    layout: str, ends: list[int],
-) -> None:  # fmt: skip
+    script: str,
+    skill: str,
+    prompt: list[int],
+    limit: int,
+    draft_len: int,
+    more: int,
+    label_shift: int,
+    in_group: str,
+    layout: str,
+    ends: list[int],
+) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], label_shift)
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()
     result = quadratic_self_speculation(
-        model, prompt, limit, mask_token=MASK, draft_len=draft_len, masks_per_group=draft_len - label_shift + more,
-        label_shift=label_shift, in_group=in_group, layout=layout, end_tokens=ends, draft_model=model,
-    )  # fmt: skip
+        model,
+        prompt,
+        limit,
+        mask_token=MASK,
+        draft_len=draft_len,
+        masks_per_group=draft_len - label_shift + more,
+        label_shift=label_shift,
+        in_group=in_group,
+        layout=layout,
+        end_tokens=ends,
+        draft_model=model,
+    )
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0) <= greedy.forwards
     assert all(1 <= step.accepted <= len(step.draft) == len(step.predictions) <= draft_len for step in result.trace)
@@ -79,7 +96,14 @@ def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], d
     for drafter in (None, model):
         results = [
             quadratic_self_speculation(
-                model, prompt, 7, mask_token=5, draft_len=draft_len, in_group=in_group, layout=layout, draft_model=drafter
+                model,
+                prompt,
+                7,
+                mask_token=5,
+                draft_len=draft_len,
+                in_group=in_group,
+                layout=layout,
+                draft_model=drafter,
             )
             for layout in ("spec_first", "interleaved")
         ]
@@ -95,7 +119,9 @@ def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], d
     ends=st.lists(st.integers(0, 3), max_size=1),
     limit=st.integers(0, 7),
 )
-def test_sampling_writes_the_sampled_tokens(seed: int, temperature: float, draft_len: int, ends: list[int], limit: int) -> None:
+def test_sampling_writes_the_sampled_tokens(
+    seed: int, temperature: float, draft_len: int, ends: list[int], limit: int
+) -> None:
     model = Table(5)
     sampled = sampled_autoregressive(model, [2, 0], limit, temperature=temperature, end_tokens=ends, seed=seed)
     result = quadratic_self_speculation(
@@ -121,9 +147,16 @@ def test_law_of_the_sampled_tokens() -> None:
 def test_the_mask_of_every_forward(layout: str, in_group: str, label_shift: int) -> None:
     model = ScriptedTriMode(SCRIPTS["mixed"], patchy, label_shift)
     result = quadratic_self_speculation(
-        model, [3, 1, 4], 12, mask_token=MASK, draft_len=4, label_shift=label_shift, in_group=in_group, layout=layout,
+        model,
+        [3, 1, 4],
+        12,
+        mask_token=MASK,
+        draft_len=4,
+        label_shift=label_shift,
+        in_group=in_group,
+        layout=layout,
         draft_model=model,
-    )  # fmt: skip
+    )
     count = 4 - label_shift
     # The prompt's forward is a group behind the prompt's last token.
     starts, drafts = [2, 3], [[4], *(step.draft for step in result.trace)]
@@ -151,8 +184,16 @@ def test_the_layout_of_two_draft_tokens() -> None:
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6] and rank.tolist() == [0, 0, 0, 0, 1, 2, 0, 1, 2]
     rows = ["".join(str(int(x)) for x in row) for row in mask]
     assert rows == [
-        "100000000", "110000000", "111000000", "111100000", "111111000", "111111000", "111100100", "111100111", "111100111"
-    ]  # fmt: skip
+        "100000000",
+        "110000000",
+        "111000000",
+        "111100000",
+        "111111000",
+        "111111000",
+        "111100100",
+        "111100111",
+        "111100111",
+    ]
 
 
 def test_draft_rows_are_those_of_a_causal_model() -> None:
@@ -178,7 +219,9 @@ def test_a_walk_through() -> None:
 
 def test_nothing_accepted_and_all_accepted() -> None:
     written = [1, 2, 3, 4, 5, 6, 7, 8]
-    result = quadratic_self_speculation(ScriptedTriMode(from_list(written, 2), never), [9, 8], 4, mask_token=MASK, draft_len=3)
+    result = quadratic_self_speculation(
+        ScriptedTriMode(from_list(written, 2), never), [9, 8], 4, mask_token=MASK, draft_len=3
+    )
     assert result == (
         [1, 2, 3, 4],
         4,
@@ -223,8 +266,14 @@ def test_both_ensembles() -> None:
     expected = 0.25 * own.double().softmax(-1) + 0.75 * diffusion.double().softmax(-1)
     assert_within_budget(mixed.float(), expected, expected.float(), name="ensemble")
     # Their verdicts differ: sure diffusion rows weigh more among logits.
-    assert verifier(own, diffusion, 0.6, "logit").argmax() == 0 and verifier(own, diffusion, 0.6, "probability").argmax() == 0
-    assert verifier(own, diffusion, 0.7, "logit").argmax() == 0 and verifier(own, diffusion, 0.7, "probability").argmax() == 1
+    assert (
+        verifier(own, diffusion, 0.6, "logit").argmax() == 0
+        and verifier(own, diffusion, 0.6, "probability").argmax() == 0
+    )
+    assert (
+        verifier(own, diffusion, 0.7, "logit").argmax() == 0
+        and verifier(own, diffusion, 0.7, "probability").argmax() == 1
+    )
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])

@@ -64,7 +64,9 @@ def logits_by_hand(model: RecurrentDepthReference, tokens: list[int], recurrence
 @pytest.mark.parametrize("recurrences", [0, 1, 3])
 def test_against_a_formulation_of_its_own(recurrences: int) -> None:
     model, tokens = tiny(seed=4), [3, 1, 4, 1, 5]
-    assert close(forward(model, tokens, model.new_past(), recurrences, init), logits_by_hand(model, tokens, recurrences))
+    assert close(
+        forward(model, tokens, model.new_past(), recurrences, init), logits_by_hand(model, tokens, recurrences)
+    )
 
 
 def test_an_lm_head_of_its_own_is_used() -> None:

@@ -83,7 +83,15 @@ def test_a_contraction_converges_to_the_tokens_of_static_decoding(seed: int, inn
     }
     static = recurrent_static(model, prompt, 6, init=init, recurrences=14)
     result = recurrent_diffusion(
-        model, prompt, 6, init=init, recurrences=14, inner_recurrence=inner, threshold=1e-6, max_recurrences=0, **options
+        model,
+        prompt,
+        6,
+        init=init,
+        recurrences=14,
+        inner_recurrence=inner,
+        threshold=1e-6,
+        max_recurrences=0,
+        **options,
     )
     assert result.tokens == static.tokens
 
@@ -102,10 +110,18 @@ def test_the_tokens_of_a_model_that_settles_at_once(data: st.DataObject) -> None
     model = Scripted(SCRIPTS[name], settle)
     inner = data.draw(st.integers(1, 3))
     result = recurrent_diffusion(
-        model, prompt, limit, init=zeros, inner_recurrence=inner, headway=headway, max_wavefront=cap, end_tokens=ends,
-        rule=data.draw(st.sampled_from(["prefix", "last"])), exit=data.draw(st.sampled_from(["latent-diff", "fixed"])),
+        model,
+        prompt,
+        limit,
+        init=zeros,
+        inner_recurrence=inner,
+        headway=headway,
+        max_wavefront=cap,
+        end_tokens=ends,
+        rule=data.draw(st.sampled_from(["prefix", "last"])),
+        exit=data.draw(st.sampled_from(["latent-diff", "fixed"])),
         recurrences=10,
-    )  # fmt: skip
+    )
     assert result.tokens == written
     assert len(result.trace) == result.forwards - (limit > 0) <= 12 * limit
     assert all(1 <= len(step.tokens) <= cap for step in result.trace) and max(model.widths, default=0) <= cap
@@ -134,7 +150,9 @@ def test_prefix_and_last_on_distances_made_by_hand(rule: str, frozen: int) -> No
     """Rows 0 and 2 have settled, row 1 has not: the prefix rule freezes one row, the last rule three."""
     slow = {3: 6, 4: 100}  # row 0 stands at 3 at first
     model = Scripted(SCRIPTS["position"], lambda position: slow.get(position, 0))
-    result = recurrent_diffusion(model, PROMPT, 12, init=zeros, inner_recurrence=2, rule=rule, max_recurrences=40, threshold=0.03)
+    result = recurrent_diffusion(
+        model, PROMPT, 12, init=zeros, inner_recurrence=2, rule=rule, max_recurrences=40, threshold=0.03
+    )
     step = next(step for step in result.trace if step.frozen)
     low = [value < 0.03 for value in step.distance]
     assert low[:3] == [True, False, True] and step.frozen == frozen
@@ -195,10 +213,24 @@ def test_acceleration_needs_three_steps() -> None:
     assert infinite == [[True], [True] * 2, [False, True, True]]
 
 
-@given(seed=st.integers(0, 3), short=st.integers(0, 6), more=st.integers(1, 6), cap=st.integers(1, 5), inner=st.integers(1, 3))
+@given(
+    seed=st.integers(0, 3),
+    short=st.integers(0, 6),
+    more=st.integers(1, 6),
+    cap=st.integers(1, 5),
+    inner=st.integers(1, 3),
+)
 @settings(max_examples=8)
-def test_a_shorter_generation_is_the_beginning_of_a_longer_one(seed: int, short: int, more: int, cap: int, inner: int) -> None:
-    options: dict[str, Any] = {"init": init, "recurrences": 4, "inner_recurrence": inner, "max_wavefront": cap, "threshold": 0.3}
+def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
+    seed: int, short: int, more: int, cap: int, inner: int
+) -> None:
+    options: dict[str, Any] = {
+        "init": init,
+        "recurrences": 4,
+        "inner_recurrence": inner,
+        "max_wavefront": cap,
+        "threshold": 0.3,
+    }
     options |= {"max_recurrences": 8, "temperature": 0.7, "seed": seed, "noise": 0.2}
     long = recurrent_diffusion(tiny(seed), PROMPT, short + more, **options)
     assert recurrent_diffusion(tiny(seed), PROMPT, short, **options).tokens == long.tokens[:short]
@@ -248,17 +280,39 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
         inputs = tokens[0, :w].tolist()
         e = model.prelude(tokens[0, :w], c, past)[None]
         both = recurrence_inject(
-            state, e, blended, counts, cursor, width, advance, steps, seed, options["noise"], options["schedule"],
-            options["recurrences"], options["mixer"], options["momentum"], new_state=options["new_state"],
-        )  # fmt: skip
+            state,
+            e,
+            blended,
+            counts,
+            cursor,
+            width,
+            advance,
+            steps,
+            seed,
+            options["noise"],
+            options["schedule"],
+            options["recurrences"],
+            options["mixer"],
+            options["momentum"],
+            new_state=options["new_state"],
+        )
         z, blended = both[0, :, :HIDDEN], both[..., HIDDEN:]
         for _ in range(inner):
             z = model.core(z, blended[0], c, past)
         latent, twice = options["exit"].startswith("latent"), options["exit"] == "latent-acceleration"
         after, distance, settled = recurrence_exit(
-            captured["sum"][None], torch.zeros_like(z)[None], model["core_block.1.norm_4.weight"], state, counts, width, advance,
-            options["threshold"], older if twice else None, older_advance if twice else None, 2 * inner if twice else 1,
-        )  # fmt: skip
+            captured["sum"][None],
+            torch.zeros_like(z)[None],
+            model["core_block.1.norm_4.weight"],
+            state,
+            counts,
+            width,
+            advance,
+            options["threshold"],
+            older if twice else None,
+            older_advance if twice else None,
+            2 * inner if twice else 1,
+        )
         if twice and older is None:
             distance, settled = torch.full_like(distance, torch.inf), torch.zeros_like(settled)
         assert torch.equal(after[0], z)
@@ -266,11 +320,25 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
         words = random_words(seed, steps, torch.tensor(0), torch.arange(headway - 1)).tolist()
         older, older_advance, state = state, advance.clone(), after
         recurrence_advance_(
-            tokens, torch.tensor([said]), counts, stable, width, cursor, advance, steps, remaining, settled if latent else None,
-            inner, most, 5 if options["exit"] == "fixed" else options["max_recurrences"],
-            2 if options["exit"] == "token-stability" else 0, options["rule"], headway, guard=options["guard"],
+            tokens,
+            torch.tensor([said]),
+            counts,
+            stable,
+            width,
+            cursor,
+            advance,
+            steps,
+            remaining,
+            settled if latent else None,
+            inner,
+            most,
+            5 if options["exit"] == "fixed" else options["max_recurrences"],
+            2 if options["exit"] == "token-stability" else 0,
+            options["rule"],
+            headway,
+            guard=options["guard"],
             filler=torch.tensor([fillers(words, text)], dtype=torch.int64),
-        )  # fmt: skip
+        )
         past.freeze(int(advance))
         text += said[: int(advance)]
         trace.append((c, inputs, said, distance[0].tolist() if latent else [math.inf] * w, int(advance)))
@@ -285,13 +353,22 @@ def test_against_the_row_kernels_references(data: st.DataObject) -> None:
     draw = lambda *values: data.draw(st.sampled_from(values))  # noqa: E731
     seed, limit = data.draw(st.integers(0, 4)), data.draw(st.integers(2, 8))
     options: dict[str, Any] = {
-        "recurrences": 5, "inner_recurrence": draw(1, 2, 3), "threshold": draw(0.05, 0.3, 0.8), "noise": draw(0.0, 0.3),
-        "schedule": draw("constant", "linear", "harmonic", "root"), "mixer": draw("linear", "sqrt"), "momentum": draw(0.0, 0.2),
-        "headway": draw(1, 2, 3), "max_wavefront": draw(1, 2, 4, 9), "rule": draw("prefix", "last"),
-        "exit": draw("latent-diff", "latent-acceleration", "token-stability", "fixed"), "stability": 2,
-        "new_state": draw("fresh", "copied"), "guard": draw(True, False),
+        "recurrences": 5,
+        "inner_recurrence": draw(1, 2, 3),
+        "threshold": draw(0.05, 0.3, 0.8),
+        "noise": draw(0.0, 0.3),
+        "schedule": draw("constant", "linear", "harmonic", "root"),
+        "mixer": draw("linear", "sqrt"),
+        "momentum": draw(0.0, 0.2),
+        "headway": draw(1, 2, 3),
+        "max_wavefront": draw(1, 2, 4, 9),
+        "rule": draw("prefix", "last"),
+        "exit": draw("latent-diff", "latent-acceleration", "token-stability", "fixed"),
+        "stability": 2,
+        "new_state": draw("fresh", "copied"),
+        "guard": draw(True, False),
         "max_recurrences": 6,
-    }  # fmt: skip
+    }
     model = tiny(seed, state_scale=draw(0.3, 1.0))
     result = recurrent_diffusion(model, PROMPT, limit, init=position_states(HIDDEN, seed=seed), seed=seed, **options)
     steps = by_rows(model, PROMPT, limit, seed, **options)
@@ -310,9 +387,17 @@ def test_noise_levels() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"exit": "soon"}, {"rule": "first"}, {"mixer": "cubic"}, {"schedule": "log"}, {"new_state": "old"}, {"headway": 0},
-     {"inner_recurrence": 0}, {"max_wavefront": 0}],
-)  # fmt: skip
+    [
+        {"exit": "soon"},
+        {"rule": "first"},
+        {"mixer": "cubic"},
+        {"schedule": "log"},
+        {"new_state": "old"},
+        {"headway": 0},
+        {"inner_recurrence": 0},
+        {"max_wavefront": 0},
+    ],
+)
 def test_unknown_options(wrong: dict[str, Any]) -> None:
     name = next(iter(wrong))
     with pytest.raises(ValueError, match=f"pdkernels.recurrent_diffusion: {name} must"):

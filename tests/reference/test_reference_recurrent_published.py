@@ -26,7 +26,9 @@ def greedy(logits: Tensor, positions: Sequence[int]) -> list[int]:
     return choose(logits, positions, 0.0, None, None, seed=0)
 
 
-def run(script: Script | str, limit: int, settle: Any = lambda position: 0, **options: Any) -> tuple[PublishedResult, Scripted]:
+def run(
+    script: Script | str, limit: int, settle: Any = lambda position: 0, **options: Any
+) -> tuple[PublishedResult, Scripted]:
     """Without noise, which the scripted states cannot take."""
     model = Scripted(SCRIPTS[script] if isinstance(script, str) else script, settle)
     options = {"init": zeros, "sample": greedy, "noise": 0.0, "inner_recurrence": 1, "recurrences": 4, **options}
@@ -123,7 +125,9 @@ def test_fixed_needs_a_wave_that_grows() -> None:
     """Where the released code moves its cache without its states."""
     with pytest.raises(ValueError, match="max_wavefront must let the wave grow.*got 10. It takes 11."):
         run("position", 12, freeze="fixed", inner_recurrence=4, recurrences=32, max_wavefront=10)
-    assert len(run("position", 12, freeze="fixed", inner_recurrence=4, recurrences=32, max_wavefront=11)[0].tokens) == 12
+    assert (
+        len(run("position", 12, freeze="fixed", inner_recurrence=4, recurrences=32, max_wavefront=11)[0].tokens) == 12
+    )
 
 
 def test_fixed_with_headway_freezes_guesses_that_were_read() -> None:
@@ -286,16 +290,29 @@ def test_accelerations() -> None:
     assert memory.distances("latent-acceleration-2", c, 8, 7) == pytest.approx(expected.tolist(), rel=1e-9)
 
 
-@given(freeze=st.sampled_from(FREEZES), seed=st.integers(0, 3), headway=st.integers(1, 3), cap=st.sampled_from([0, 4, 128]))
+@given(
+    freeze=st.sampled_from(FREEZES), seed=st.integers(0, 3), headway=st.integers(1, 3), cap=st.sampled_from([0, 4, 128])
+)
 @settings(max_examples=12)
 def test_all_modes_keep_their_books(freeze: str, seed: int, headway: int, cap: int) -> None:
     """The cache is as long as the text but one token, the text only grows, and is what the trace froze."""
     cap = 128 if freeze == "fixed" else cap
     model = Spy(tiny(seed, state_scale=0.2))
     result = recurrent_published(
-        model, PROMPT, 6, init=init, sample=greedy, recurrences=4, inner_recurrence=2, headway=headway, max_wavefront=cap,
-        freeze=freeze, noise=0.1, max_steps=25, guess=lambda step, count: [step % 13] * count,
-    )  # fmt: skip
+        model,
+        PROMPT,
+        6,
+        init=init,
+        sample=greedy,
+        recurrences=4,
+        inner_recurrence=2,
+        headway=headway,
+        max_wavefront=cap,
+        freeze=freeze,
+        noise=0.1,
+        max_steps=25,
+        guess=lambda step, count: [step % 13] * count,
+    )
     assert model.pasts[0].length == len(PROMPT) + len(result.tokens) - 1
     assert sum(step.frozen for step in result.trace) == len(result.tokens) - 1
     assert all(b.cursor == a.cursor + a.frozen for a, b in zip(result.trace, result.trace[1:]))

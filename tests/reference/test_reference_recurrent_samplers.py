@@ -27,7 +27,9 @@ def test_initial_states_belong_to_positions() -> None:
     states = position_states(6, seed=5, scale=0.5)
     assert states(0, rows(2, 3)).dtype == torch.float64
     assert torch.equal(states(0, rows(2, 3))[1:], states(0, rows(3, 2)))
-    assert torch.equal(states(2, rows(4, 1))[0], initial_state(torch.tensor(2), torch.tensor(4), 6, 5, 0.4**0.5 * 0.5).double())
+    assert torch.equal(
+        states(2, rows(4, 1))[0], initial_state(torch.tensor(2), torch.tensor(4), 6, 5, 0.4**0.5 * 0.5).double()
+    )
     assert not torch.equal(states(0, rows(2, 1)), states(1, rows(2, 1)))
 
 
@@ -47,13 +49,18 @@ def filtered_by_hand(law: list[float], top_p: float, min_p: float, top_k: int) -
 
 
 @given(
-    counts=st.lists(st.integers(1, 16), min_size=1, max_size=8), top_p=st.floats(0.01, 0.99), min_p=st.floats(0, 1),
-    temperature=st.sampled_from([0.3, 1.0, 2.0]), top_k=st.integers(1, 9),
-)  # fmt: skip
+    counts=st.lists(st.integers(1, 16), min_size=1, max_size=8),
+    top_p=st.floats(0.01, 0.99),
+    min_p=st.floats(0, 1),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_k=st.integers(1, 9),
+)
 def test_filters(counts: list[int], top_p: float, min_p: float, temperature: float, top_k: int) -> None:
     logits = torch.tensor([counts], dtype=torch.float64).log() * temperature
     law = torch.softmax(logits / temperature, -1)[0].tolist()
-    assert filtered(logits, temperature, top_p, min_p, top_k).isfinite()[0].tolist() == filtered_by_hand(law, top_p, min_p, top_k)
+    assert filtered(logits, temperature, top_p, min_p, top_k).isfinite()[0].tolist() == filtered_by_hand(
+        law, top_p, min_p, top_k
+    )
     assert torch.equal(filtered(logits, temperature, 1.0, 0.0), logits)
     assert torch.equal(filtered(logits, temperature, None, None), logits)
     assert torch.equal(filtered(logits, 0.0, top_p, min_p), logits)
@@ -77,8 +84,10 @@ def test_choices_follow_the_filtered_law() -> None:
 
 
 @given(
-    name=st.sampled_from(sorted(SCRIPTS)), limit=st.integers(0, 9), ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2)
-)  # fmt: skip
+    name=st.sampled_from(sorted(SCRIPTS)),
+    limit=st.integers(0, 9),
+    ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+)
 def test_every_method_writes_the_script(name: str, limit: int, ends: list[int]) -> None:
     written: list[int] = []
     while len(written) < limit and not (written and written[-1] in ends):
@@ -125,7 +134,9 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
     model, most = tiny(1, state_scale=0.4), 8
     threshold = {**THRESHOLDS, "cosine": 1e-4, "entropy-diff": 3e-3, "kl": 1e-4, "argmax-stability": 2}[criterion]
     options: dict[str, Any] = {"check_every": check_every, "min_recurrences": min_recurrences, "max_recurrences": most}
-    result = recurrent_adaptive(model, PROMPT, 4, init=init, recurrences=5, criterion=criterion, threshold=threshold, **options)
+    result = recurrent_adaptive(
+        model, PROMPT, 4, init=init, recurrences=5, criterion=criterion, threshold=threshold, **options
+    )
     past = model.new_past()
     tokens = forward(model, PROMPT, past, 5, init)[-1:].argmax(-1).tolist()
     past.freeze(3)
@@ -182,13 +193,17 @@ def test_criteria_on_known_laws() -> None:
     assert change("kl", observed("kl", state, sharp), observed("kl", state, flat)) == pytest.approx(75 - math.log(4))
     assert minp_law(sharp).tolist() == pytest.approx([4 / 7, 1 / 7, 1 / 7, 1 / 7])
     for criterion, first in (("entropy-diff", 100), ("argmax-stability", 1)):
-        assert change(criterion, observed(criterion, state, sharp), at_first(criterion, state, 4)) == pytest.approx(first)
+        assert change(criterion, observed(criterion, state, sharp), at_first(criterion, state, 4)) == pytest.approx(
+            first
+        )
 
 
 @pytest.mark.parametrize("criterion", sorted(THRESHOLDS))
 def test_a_threshold_out_of_reach_is_static_decoding(criterion: str) -> None:
     model, never = tiny(), 10**6 if criterion == "argmax-stability" else 0.0
-    result = recurrent_adaptive(model, PROMPT, 5, init=init, recurrences=5, criterion=criterion, threshold=never, check_every=2)
+    result = recurrent_adaptive(
+        model, PROMPT, 5, init=init, recurrences=5, criterion=criterion, threshold=never, check_every=2
+    )
     assert result.tokens == recurrent_static(model, PROMPT, 5, init=init, recurrences=5).tokens
     assert [step.recurrences for step in result.trace] == [5] * 4
     assert [len(step.values) for step in result.trace] == [2] * 4  # the fifth recurrence has no check
@@ -205,12 +220,23 @@ def test_adaptive_says_what_it_does_not_know() -> None:
 
 
 @given(
-    seed=st.integers(0, 5), limit=st.integers(0, 7), draft_len=st.integers(0, 4), draft_recurrences=st.integers(1, 3),
-    temperature=st.sampled_from([0.0, 0.7]), ends=st.lists(st.integers(0, 12), max_size=2), data=st.data(),
-)  # fmt: skip
+    seed=st.integers(0, 5),
+    limit=st.integers(0, 7),
+    draft_len=st.integers(0, 4),
+    draft_recurrences=st.integers(1, 3),
+    temperature=st.sampled_from([0.0, 0.7]),
+    ends=st.lists(st.integers(0, 12), max_size=2),
+    data=st.data(),
+)
 @settings(max_examples=14)
 def test_self_speculation_writes_static_decodings_text(
-    seed: int, limit: int, draft_len: int, draft_recurrences: int, temperature: float, ends: list[int], data: st.DataObject
+    seed: int,
+    limit: int,
+    draft_len: int,
+    draft_recurrences: int,
+    temperature: float,
+    ends: list[int],
+    data: st.DataObject,
 ) -> None:
     """With one recurrence for any model, with more for one that has converged: the first recurrence is its fixed point."""
     recurrences, state_scale = data.draw(st.sampled_from([(1, 1.0), (3, 0.0), (10, 0.1)]))
@@ -218,7 +244,9 @@ def test_self_speculation_writes_static_decodings_text(
     options: dict[str, Any] = {"init": init, "recurrences": recurrences, "end_tokens": ends, "seed": seed}
     options |= {"temperature": temperature, "top_p": 0.95}
     static = recurrent_static(model, PROMPT, limit, **options)
-    result = recurrent_self_speculation(model, PROMPT, limit, draft_len=draft_len, draft_recurrences=draft_recurrences, **options)
+    result = recurrent_self_speculation(
+        model, PROMPT, limit, draft_len=draft_len, draft_recurrences=draft_recurrences, **options
+    )
     assert result.tokens == static.tokens
     drafted = sum(len(step.draft) - 1 for step in result.trace)
     assert result.forwards == (limit > 0) + drafted + len(result.trace)

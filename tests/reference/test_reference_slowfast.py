@@ -22,9 +22,17 @@ rules = st.sampled_from(list(RULES.values()))
 
 
 def retold(
-    rule: Rule, prompt: list[int], size: int, blocks: int, exploration: int, window: int, deviation: float,
-    tau_min: float, tau_high: float, drop: bool,
-) -> tuple[list[int], list[int]]:  # fmt: skip
+    rule: Rule,
+    prompt: list[int],
+    size: int,
+    blocks: int,
+    exploration: int,
+    window: int,
+    deviation: float,
+    tau_min: float,
+    tau_high: float,
+    drop: bool,
+) -> tuple[list[int], list[int]]:
     """The published loop as it counts: offsets in the block, a deque, a single best place. Its tokens, and rows per forward."""
     x = prompt + [MASK] * (size * blocks)
     rows: list[int] = []
@@ -68,19 +76,42 @@ def retold(
 
 @settings(max_examples=60)
 @given(
-    rule=rules, size=st.integers(1, 9), blocks=st.integers(1, 2), exploration=st.integers(0, 5), window=st.integers(1, 4),
-    variance=st.sampled_from([0.5, 1.0, 4.0]), tau_min=st.sampled_from([0.2, 0.4, 0.8]),
-    tau_high=st.sampled_from([0.6, 0.93, 2.0]), drop=st.booleans(),
-)  # fmt: skip
+    rule=rules,
+    size=st.integers(1, 9),
+    blocks=st.integers(1, 2),
+    exploration=st.integers(0, 5),
+    window=st.integers(1, 4),
+    variance=st.sampled_from([0.5, 1.0, 4.0]),
+    tau_min=st.sampled_from([0.2, 0.4, 0.8]),
+    tau_high=st.sampled_from([0.6, 0.93, 2.0]),
+    drop=st.booleans(),
+)
 def test_the_published_loop(
-    rule: Rule, size: int, blocks: int, exploration: int, window: int, variance: float, tau_min: float, tau_high: float,
+    rule: Rule,
+    size: int,
+    blocks: int,
+    exploration: int,
+    window: int,
+    variance: float,
+    tau_min: float,
+    tau_high: float,
     drop: bool,
-) -> None:  # fmt: skip
+) -> None:
     model = ScriptedMasked(rule)
     result = slowfast(
-        model, [3, 1], size * blocks, mask_token=MASK, block_size=size, max_exploration=exploration, window=window,
-        variance=variance, tau_min=tau_min, tau_high=tau_high, cycle="published", drop_suffix=drop,
-    )  # fmt: skip
+        model,
+        [3, 1],
+        size * blocks,
+        mask_token=MASK,
+        block_size=size,
+        max_exploration=exploration,
+        window=window,
+        variance=variance,
+        tau_min=tau_min,
+        tau_high=tau_high,
+        cycle="published",
+        drop_suffix=drop,
+    )
     tokens, rows = retold(rule, [3, 1], size, blocks, exploration, window, math.sqrt(variance), tau_min, tau_high, drop)
     assert result.tokens == tokens
     assert [len(call) for call in model.calls] == rows and result.forwards == len(rows) == len(result.trace)
@@ -88,20 +119,46 @@ def test_the_published_loop(
 
 @settings(max_examples=50)
 @given(
-    rule=rules, cycle=st.sampled_from(["last", "mean"]), limit=st.integers(0, 10),
-    block_size=st.one_of(st.none(), st.integers(1, 6)), exploration=st.integers(0, 5), window=st.integers(1, 3),
-    k_slow=st.integers(0, 2), k_fast=st.integers(1, 2), drop=st.booleans(),
+    rule=rules,
+    cycle=st.sampled_from(["last", "mean"]),
+    limit=st.integers(0, 10),
+    block_size=st.one_of(st.none(), st.integers(1, 6)),
+    exploration=st.integers(0, 5),
+    window=st.integers(1, 3),
+    k_slow=st.integers(0, 2),
+    k_fast=st.integers(1, 2),
+    drop=st.booleans(),
     ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
-)  # fmt: skip
+)
 def test_the_papers_loop(
-    rule: Rule, cycle: str, limit: int, block_size: int | None, exploration: int, window: int, k_slow: int, k_fast: int,
-    drop: bool, ends: list[int],
-) -> None:  # fmt: skip
+    rule: Rule,
+    cycle: str,
+    limit: int,
+    block_size: int | None,
+    exploration: int,
+    window: int,
+    k_slow: int,
+    k_fast: int,
+    drop: bool,
+    ends: list[int],
+) -> None:
     model = ScriptedMasked(rule)
     run = lambda ends: slowfast(  # noqa: E731
-        model, [3], limit, mask_token=MASK, block_size=block_size, max_exploration=exploration, window=window, tau_min=0.4,
-        tau_high=0.85, k_slow=k_slow, k_fast=k_fast, cycle=cycle, drop_suffix=drop, end_tokens=ends,
-    )  # fmt: skip
+        model,
+        [3],
+        limit,
+        mask_token=MASK,
+        block_size=block_size,
+        max_exploration=exploration,
+        window=window,
+        tau_min=0.4,
+        tau_high=0.85,
+        k_slow=k_slow,
+        k_fast=k_fast,
+        cycle=cycle,
+        drop_suffix=drop,
+        end_tokens=ends,
+    )
     whole, result = run(()), run(ends)
     first = next((i for i, token in enumerate(whole.tokens) if token in ends), limit)
     assert result.tokens == whole.tokens[: first + 1] and result.trace == whole.trace[: result.forwards]
@@ -171,10 +228,14 @@ def test_cycles_by_hand() -> None:
     ]
     mean = slowfast(model, [3], 10, mask_token=MASK, max_exploration=2, cycle="mean")
     # 4 and 4; then 7 and 10, whose mean is 8 behind rounding down; then 10 and 10.
-    assert [step.window for step in mean.trace] == [(1, 11)] * 2 + [(1, 5)] * 2 + [(5, 11)] * 2 + [(5, 9)] * 2 + [(9, 11)] * 2
+    assert [step.window for step in mean.trace] == [(1, 11)] * 2 + [(1, 5)] * 2 + [(5, 11)] * 2 + [(5, 9)] * 2 + [
+        (9, 11)
+    ] * 2
     sure = ScriptedMasked(lambda tokens, place: (word(place), 0.9))
     assert slowfast(sure, [3], 10, mask_token=MASK).forwards == 3
-    assert slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1  # slow forwards commit what is sure
+    assert (
+        slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1
+    )  # slow forwards commit what is sure
 
 
 def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau_min() -> None:
@@ -189,7 +250,12 @@ def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau
     run = lambda cycle: slowfast(  # noqa: E731
         sure, [3], 4, mask_token=MASK, tau_min=1.0, tau_high=2.0, max_exploration=2, cycle=cycle
     )
-    assert [step.window for step in run("last").trace] == [(1, 5), (1, 5), (2, 5), (2, 5)]  # 1 does not exceed 1: one place
+    assert [step.window for step in run("last").trace] == [
+        (1, 5),
+        (1, 5),
+        (2, 5),
+        (2, 5),
+    ]  # 1 does not exceed 1: one place
     assert [step.window for step in run("published").trace] == [(1, 5)] * 4
 
 

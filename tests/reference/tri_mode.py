@@ -53,7 +53,11 @@ class Recorded:
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, adapted: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
-        assert tokens.shape == positions.shape == (1, length) and mask.shape == (length, length) and mask.dtype == torch.bool
+        assert (
+            tokens.shape == positions.shape == (1, length)
+            and mask.shape == (length, length)
+            and mask.dtype == torch.bool
+        )
         assert adapted is None or (adapted.shape == (length,) and adapted.dtype == torch.bool)
         self.calls.append(Call(tokens[0].tolist(), positions[0].tolist(), mask, adapted))
         return self.logits(self.calls[-1])[None]
@@ -137,7 +141,8 @@ class TinyTransformer(Recorded):
         weight = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64) / math.sqrt(shape[0])  # noqa: E731
         self.embedding, self.head = weight(size, width) * size**0.5, weight(width, size) * 3
         self.layers = [
-            {name: weight(width, width) for name in ("q", "k", "v", "out", "adapter", "up", "down")} for _ in range(self.LAYERS)
+            {name: weight(width, width) for name in ("q", "k", "v", "out", "adapter", "up", "down")}
+            for _ in range(self.LAYERS)
         ]
 
     def logits(self, call: Call) -> Tensor:
@@ -150,7 +155,12 @@ class TinyTransformer(Recorded):
         return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
     def run(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, adapted: Tensor | None, past: Sequence[tuple[Tensor, Tensor]] = ()
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        adapted: Tensor | None,
+        past: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits ``(T, V)``, and K and V ``(S + T, heads, head_dim)`` per layer, where `mask` is ``(T, S + T)``."""
         x = self.embedding[tokens]
@@ -179,7 +189,9 @@ def assert_clean_rows_see_no_noise(calls: Sequence[Call], mask_token: int) -> No
         assert not noise[plain].any()
         assert not call.mask[plain][:, noise].any(), "a clean row sees a mask"
         positions = torch.tensor(call.positions)
-        assert not (call.mask[plain] & (positions > positions[plain][:, None])).any(), "a clean row sees what comes later"
+        assert not (call.mask[plain] & (positions > positions[plain][:, None])).any(), (
+            "a clean row sees what comes later"
+        )
         assert (call.mask[plain].sum(1) == positions[plain] + 1).all(), "a clean row misses something"
 
 

@@ -86,10 +86,19 @@ def test_all_kinds_of_problems_come() -> None:
     assert all(2 <= int(factor) <= 9 for problem in PROBLEMS for factor in re.findall(r"\* (\d+)", problem.prompt))
 
 
-@pytest.mark.parametrize(("text", "right"), [
-    ("answer 7\n", True), ("3 + 4 = 7\nanswer 7\n\n", True), ("answer 7", True), ("", False), ("answer 70\n", False),
-    ("answer 7\nand more", False), ("the answer 7", False), ("\n\n", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "right"),
+    [
+        ("answer 7\n", True),
+        ("3 + 4 = 7\nanswer 7\n\n", True),
+        ("answer 7", True),
+        ("", False),
+        ("answer 70\n", False),
+        ("answer 7\nand more", False),
+        ("the answer 7", False),
+        ("\n\n", False),
+    ],
+)
 def test_only_the_last_line_is_scored(text: str, right: bool) -> None:
     assert Problem("3 + 4 = ?\n", "", 7).is_solved_by(text) is right
 
@@ -119,9 +128,20 @@ def test_an_interpreter_without_source_says_so(tmp_path: Path, monkeypatch: pyte
         standard_library()
 
 
-def test_tests_and_tables_are_skipped_and_order_is_that_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_and_tables_are_skipped_and_order_is_that_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    for name in ("b.py", "a/c.py", "a.py", "encodings/d.py", "email/test/e.py", "config-3.11/f.py", "site-packages/g.py", "h.txt"):
+    for name in (
+        "b.py",
+        "a/c.py",
+        "a.py",
+        "encodings/d.py",
+        "email/test/e.py",
+        "config-3.11/f.py",
+        "site-packages/g.py",
+        "h.txt",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)
     assert standard_library() == ([b"a.py", b"a/c.py", b"b.py"], [])

@@ -39,7 +39,9 @@ def by_the_book(
             continue
         lk, ce, hits = 0.0, 0.0, 0
         for j in rows:
-            support = [v for v in best(zs[j], top_k) | best(targets[j], top_k) if min(zs[j][v], targets[j][v]) > -math.inf]
+            support = [
+                v for v in best(zs[j], top_k) | best(targets[j], top_k) if min(zs[j][v], targets[j][v]) > -math.inf
+            ]
             if not support:
                 continue
             p, q = law(targets[j], support, temperature), law(zs[j], support, temperature)
@@ -75,9 +77,16 @@ def close(actual: Tensor, expected: float) -> bool:
     data=st.data(),
 )
 def test_equations(
-    seed: int, width: int, vocab: int, top_k: int, temperature: float, eta: float, weight: float, ruled_out: float,
+    seed: int,
+    width: int,
+    vocab: int,
+    top_k: int,
+    temperature: float,
+    eta: float,
+    weight: float,
+    ruled_out: float,
     data: st.DataObject,
-) -> None:  # fmt: skip
+) -> None:
     accepted = data.draw(st.lists(st.integers(-1, width), max_size=4))
     draft, verifier = draw(seed, len(accepted), width, vocab)
     for logits in (draft, verifier):
@@ -146,7 +155,9 @@ def test_float32_is_as_exact_as_the_plain_form() -> None:
         return torch.autograd.grad(loss(z, verifier.float().to(dtype), accepted), z)[0]
 
     ours = gradient(lambda *arguments: drafter_loss(*arguments).total, torch.float32)
-    assert_within_budget(ours, gradient(frozen_share, torch.float64), gradient(frozen_share, torch.float32), name="gradient")
+    assert_within_budget(
+        ours, gradient(frozen_share, torch.float64), gradient(frozen_share, torch.float32), name="gradient"
+    )
 
 
 def test_extreme_laws_stay_finite() -> None:
@@ -174,8 +185,11 @@ def test_nothing_to_read_is_no_loss() -> None:
 
 def test_nothing_waits_for_the_device_and_one_graph_serves_all() -> None:
     """A read of a value would break the graph, a meta tensor has none."""
-    meta = drafter_loss(torch.zeros(2, 3, 9, device="meta"), torch.zeros(2, 3, 9, device="meta"),
-                        torch.zeros(2, dtype=torch.int64, device="meta"))  # fmt: skip
+    meta = drafter_loss(
+        torch.zeros(2, 3, 9, device="meta"),
+        torch.zeros(2, 3, 9, device="meta"),
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+    )
     assert meta.total.shape == ()
     compiled = torch.compile(drafter_loss, fullgraph=True, dynamic=True, backend="eager")
     for blocks, width in ((2, 3), (4, 7), (5, 6)):
@@ -188,7 +202,9 @@ def test_nothing_waits_for_the_device_and_one_graph_serves_all() -> None:
 
 def model(seed: int = 0) -> Transformer:
     torch.manual_seed(seed)
-    config = TransformerConfig(vocab_size=13, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24)
+    config = TransformerConfig(
+        vocab_size=13, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24
+    )
     return Transformer(config, mask_token=12)
 
 
@@ -249,18 +265,41 @@ ZEROS = torch.zeros(2, 3, 5)
 COUNTS = torch.zeros(2, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: drafter_loss(ZEROS[0], ZEROS[0], COUNTS), ValueError, "draft_logits must have shape (blocks, k, vocab), got (3, 5)"),
-    (lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS), ValueError, "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)"),
-    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]), ValueError, "accepted must have shape (2,), got (1,)"),
-    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS.float()), TypeError, "accepted must be int32 or int64, got torch.float32"),
-    (lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS), TypeError, "draft_logits must be floating, got torch.int64"),
-    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0), ValueError, "temperature must be positive, got 0.0"),
-    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), ValueError, "top_k must be at least 1, got 0"),
-    (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), TypeError, "top_k must be an int, got float"),
-    (lambda: attach_drafter_(model(), 0), ValueError, "rank must be at least 1, got 0"),
-    (lambda: attach_drafter_(model(), 1.0), TypeError, "rank must be an int, got float"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: drafter_loss(ZEROS[0], ZEROS[0], COUNTS),
+            ValueError,
+            "draft_logits must have shape (blocks, k, vocab), got (3, 5)",
+        ),
+        (
+            lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS),
+            ValueError,
+            "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)",
+        ),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]), ValueError, "accepted must have shape (2,), got (1,)"),
+        (
+            lambda: drafter_loss(ZEROS, ZEROS, COUNTS.float()),
+            TypeError,
+            "accepted must be int32 or int64, got torch.float32",
+        ),
+        (
+            lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS),
+            TypeError,
+            "draft_logits must be floating, got torch.int64",
+        ),
+        (
+            lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0),
+            ValueError,
+            "temperature must be positive, got 0.0",
+        ),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), ValueError, "top_k must be at least 1, got 0"),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), TypeError, "top_k must be an int, got float"),
+        (lambda: attach_drafter_(model(), 0), ValueError, "rank must be at least 1, got 0"),
+        (lambda: attach_drafter_(model(), 1.0), TypeError, "rank must be an int, got float"),
+    ],
+)
 def test_errors(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         call()

@@ -107,7 +107,10 @@ def test_noise_aware_is_the_equation(seed: int, blocks: list[int], weight: float
     assert teacher.grad is None, "the teacher learns nothing"
     # That of KL(teacher || student).
     torch.testing.assert_close(
-        student.grad, (student.softmax(-1) - teacher.softmax(-1)).detach() / max(len(student), 1), rtol=1e-10, atol=1e-13
+        student.grad,
+        (student.softmax(-1) - teacher.softmax(-1)).detach() / max(len(student), 1),
+        rtol=1e-10,
+        atol=1e-13,
     )
 
 
@@ -135,7 +138,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(seed: int, lengths: list[int], dat
     for part in (samples[:cut], samples[cut:]):
         batch = pack_dual_stream(part, 3, MASK)
         end = (start[0] + len(batch.ar_rows), start[1] + len(batch.masked_rows))
-        parts.append(dual_stream_loss(ar[start[0] : end[0]], masked[start[1] : end[1]], batch, normaliser=rows.clamp(min=1)))
+        parts.append(
+            dual_stream_loss(ar[start[0] : end[0]], masked[start[1] : end[1]], batch, normaliser=rows.clamp(min=1))
+        )
         start = end
     for whole_part, one, other in zip(*total, *parts):
         torch.testing.assert_close(one + other, whole_part, rtol=1e-12, atol=1e-14)
@@ -150,7 +155,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(seed: int, lengths: list[int], dat
 def test_a_few_hidden_tokens_have_little_say() -> None:
     """One of 100 tokens hidden with p = 0.01 beside 100 of 100 with p = 1: rows count, not samples."""
     hidden = [torch.arange(100) == 50, torch.ones(100, dtype=torch.bool)]
-    samples = [DualStreamSample(torch.zeros(100, dtype=torch.int64), masked, p) for masked, p in zip(hidden, (0.01, 1.0))]
+    samples = [
+        DualStreamSample(torch.zeros(100, dtype=torch.int64), masked, p) for masked, p in zip(hidden, (0.01, 1.0))
+    ]
     batch = pack_dual_stream(samples, 10, MASK)
     loss = dual_stream_loss(torch.zeros(198, VOCAB), torch.zeros(101, VOCAB), batch, masked_weight=1.0)
     assert math.isclose(loss.masked.item(), 200 * math.log(VOCAB) / 299, rel_tol=1e-6)
@@ -164,7 +171,10 @@ def test_low_precision_logits_lose_nothing_more(dtype: torch.dtype) -> None:
     def gradients(convert: Any, teacher: Tensor, parts: list[Tensor]) -> list[Tensor]:
         leaves = [part.detach().clone().requires_grad_() for part in parts]
         ar, masked, noisy_ar, student = (convert(leaf) for leaf in leaves)
-        joint, consistent = dual_stream_loss(ar, masked, batch), noise_aware_loss(noisy_ar, student, convert(teacher), noisy)
+        joint, consistent = (
+            dual_stream_loss(ar, masked, batch),
+            noise_aware_loss(noisy_ar, student, convert(teacher), noisy),
+        )
         wide = torch.float64 if convert is Tensor.double else torch.float32
         assert {part.dtype for part in (*joint, *consistent)} == {wide}
         return list(torch.autograd.grad(joint.total + consistent.total, leaves))
@@ -185,8 +195,11 @@ def test_no_rows_are_no_loss(kind: str) -> None:
     if kind == "dual stream":
         loss = dual_stream_loss(ar, other, dual_stream_batch(0, [0, 1, 0], 4))
     else:
-        converged = NoiseAwareSample(torch.tensor([], dtype=torch.int64), torch.ones(1, 1, dtype=torch.int64),
-                                     torch.ones(1, 1, dtype=torch.int64))  # fmt: skip
+        converged = NoiseAwareSample(
+            torch.tensor([], dtype=torch.int64),
+            torch.ones(1, 1, dtype=torch.int64),
+            torch.ones(1, 1, dtype=torch.int64),
+        )
         loss = noise_aware_loss(ar, other, other, pack_noise_aware([converged], 5))
     assert [float(part.detach()) for part in loss] == [0.0, 0.0, 0.0]
     assert [g.shape for g in torch.autograd.grad(loss.total, (ar, other))] == [(0, VOCAB), (0, VOCAB)]
@@ -203,7 +216,9 @@ def test_converged_blocks_leave_the_autoregressive_loss() -> None:
 def test_through_a_model_the_head_runs_on_listed_rows_only() -> None:
     """The same loss and gradients as from the logits of all rows."""
     torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=VOCAB, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24)
+    config = TransformerConfig(
+        vocab_size=VOCAB, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24
+    )
     model = Transformer(config).double()
     batch = dual_stream_batch(5, [9, 7], 40)
     frame = {"positions": batch.positions, "mask": batch.mask.dense()}
@@ -251,22 +266,43 @@ BATCH, NOISY = dual_stream_batch(1, [5]), noise_aware_batch(1, [2])
 N, M = len(BATCH.ar_rows), len(BATCH.masked_rows)
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: dual_stream_loss(torch.zeros(N + 1, 3), torch.zeros(M, 3), BATCH), ValueError,
-     f"dual_stream_loss: ar_logits must have shape ({N}, vocab), got ({N + 1}, 3). It takes the listed rows only."),
-    (lambda: dual_stream_loss(torch.zeros(N, 3), torch.zeros(1, M, 3), BATCH), ValueError, "masked_logits must have shape"),
-    (lambda: dual_stream_loss(torch.zeros(N, 3, dtype=torch.int64), torch.zeros(M, 3), BATCH), TypeError,
-     "ar_logits must be floating, got torch.int64"),
-    (lambda: noise_aware_loss(torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(99, 3), torch.zeros(99, 3), NOISY), ValueError,
-     "noise_aware_loss: student_logits must have shape"),
-    (lambda: noise_aware_loss(torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(len(NOISY.student_rows), 3), torch.zeros(99, 3),
-                              NOISY), ValueError, "teacher_logits must have the shape of student_logits"),
-    (lambda: draw_masks(3, generator(0), frozen_prefix=4), ValueError, "frozen_prefix must lie in 0 .. 3, got 4"),
-    (lambda: draw_masks(-1, generator(0)), ValueError, "count must be at least 0, got -1"),
-    (lambda: draw_masks(3, generator(0), least=0.0), ValueError, "least must lie in (0, 1], got 0.0"),
-    (lambda: draw_masks(3, None), TypeError, "generator must be a torch.Generator, got NoneType"),
-    (lambda: draw_masks(3.0, generator(0)), TypeError, "count must be an int, got float"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (
+            lambda: dual_stream_loss(torch.zeros(N + 1, 3), torch.zeros(M, 3), BATCH),
+            ValueError,
+            f"dual_stream_loss: ar_logits must have shape ({N}, vocab), got ({N + 1}, 3). It takes the listed rows only.",
+        ),
+        (
+            lambda: dual_stream_loss(torch.zeros(N, 3), torch.zeros(1, M, 3), BATCH),
+            ValueError,
+            "masked_logits must have shape",
+        ),
+        (
+            lambda: dual_stream_loss(torch.zeros(N, 3, dtype=torch.int64), torch.zeros(M, 3), BATCH),
+            TypeError,
+            "ar_logits must be floating, got torch.int64",
+        ),
+        (
+            lambda: noise_aware_loss(torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(99, 3), torch.zeros(99, 3), NOISY),
+            ValueError,
+            "noise_aware_loss: student_logits must have shape",
+        ),
+        (
+            lambda: noise_aware_loss(
+                torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(len(NOISY.student_rows), 3), torch.zeros(99, 3), NOISY
+            ),
+            ValueError,
+            "teacher_logits must have the shape of student_logits",
+        ),
+        (lambda: draw_masks(3, generator(0), frozen_prefix=4), ValueError, "frozen_prefix must lie in 0 .. 3, got 4"),
+        (lambda: draw_masks(-1, generator(0)), ValueError, "count must be at least 0, got -1"),
+        (lambda: draw_masks(3, generator(0), least=0.0), ValueError, "least must lie in (0, 1], got 0.0"),
+        (lambda: draw_masks(3, None), TypeError, "generator must be a torch.Generator, got NoneType"),
+        (lambda: draw_masks(3.0, generator(0)), TypeError, "count must be an int, got float"),
+    ],
+)
 def test_errors(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         call()

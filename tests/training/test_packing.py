@@ -52,7 +52,9 @@ def dual_stream_samples(draw: st.DrawFn) -> list[DualStreamSample]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
     lengths = draw(st.lists(st.integers(0, 9), max_size=3))
     p_mask = st.floats(0.01, 1.0)
-    return [DualStreamSample(ids(generator, n), torch.rand(n, generator=generator) < 0.5, draw(p_mask)) for n in lengths]
+    return [
+        DualStreamSample(ids(generator, n), torch.rand(n, generator=generator) < 0.5, draw(p_mask)) for n in lengths
+    ]
 
 
 def noise_aware_tokens(samples: list[NoiseAwareSample], layout: str) -> list[Token]:
@@ -89,16 +91,28 @@ def check_frame(batch: NoiseAwareBatch | DualStreamBatch, tokens: list[Token], l
 
 
 @settings(max_examples=120)
-@given(noise_aware_samples(), st.sampled_from(["noisy", "clean", "window"]), st.sampled_from(["streams", "interleaved"]),
-       st.booleans(), st.none() | st.integers(0, 7))  # fmt: skip
+@given(
+    noise_aware_samples(),
+    st.sampled_from(["noisy", "clean", "window"]),
+    st.sampled_from(["streams", "interleaved"]),
+    st.booleans(),
+    st.none() | st.integers(0, 7),
+)
 def test_noise_aware_batches(
     samples: list[NoiseAwareSample], conditioning: str, layout: str, ends: bool, padding: int | None
 ) -> None:
     tokens = noise_aware_tokens(samples, layout)
     length = len(tokens) + (padding or 0)
     window = 2 if conditioning == "window" else None
-    batch = pack_noise_aware(samples, None if padding is None else length, pad_token=PAD, end_token=END if ends else None,
-                             conditioning=conditioning, window=window, layout=layout)  # fmt: skip
+    batch = pack_noise_aware(
+        samples,
+        None if padding is None else length,
+        pad_token=PAD,
+        end_token=END if ends else None,
+        conditioning=conditioning,
+        window=window,
+        layout=layout,
+    )
 
     def sees(row: Token, column: Token) -> bool:
         if row.stream != "noisy":
@@ -116,7 +130,11 @@ def test_noise_aware_batches(
         answer, start = sample.clean.flatten().tolist(), len(sample.prompt)
         stream = [*(("prompt", p) for p in range(start)), *(("clean", start + i) for i in range(len(answer)))]
         last = start + answer.index(END) if ends and END in answer else len(stream)
-        ar += [(at[(number, *stream[p])], tokens[at[(number, *stream[p + 1])]].id) for p in range(len(stream) - 1) if p + 1 <= last]
+        ar += [
+            (at[(number, *stream[p])], tokens[at[(number, *stream[p + 1])]].id)
+            for p in range(len(stream) - 1)
+            if p + 1 <= last
+        ]
         for j, (clean, noisy) in enumerate(zip(sample.clean.tolist(), sample.noisy.tolist())):
             size = len(clean)
             for t in range(size - 1 if conditioning == "clean" else size):
@@ -134,8 +152,15 @@ def test_dual_stream_batches(samples: list[DualStreamSample], block: int, clean:
     ar, masked = [], []
     for number, sample in enumerate(samples):
         start, count, hidden = len(tokens), len(sample.clean), sample.masked.tolist()
-        copies = {"noisy": [MASK if h else t for t, h in zip(sample.clean.tolist(), hidden)], "clean": sample.clean.tolist()}
-        tokens += [Token(number, stream, p, token, p // block) for stream, copy in copies.items() for p, token in enumerate(copy)]
+        copies = {
+            "noisy": [MASK if h else t for t, h in zip(sample.clean.tolist(), hidden)],
+            "clean": sample.clean.tolist(),
+        }
+        tokens += [
+            Token(number, stream, p, token, p // block)
+            for stream, copy in copies.items()
+            for p, token in enumerate(copy)
+        ]
         ar += [(start + count + p, copies["clean"][p + 1]) for p in range(count - 1)]
         masked += [(start + p, copies["clean"][p], pytest.approx(1 / sample.p_mask)) for p in range(count) if hidden[p]]
     length = len(tokens) + (padding or 0)
@@ -173,35 +198,83 @@ DUAL = DualStreamSample(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: pack_noise_aware([GOOD._replace(noisy=torch.zeros(2, 2, dtype=torch.int64))]), ValueError,
-         "pack_noise_aware: noisy must have shape (2, 3), got (2, 2)."),
-        (lambda: pack_noise_aware([GOOD._replace(clean=torch.zeros(6, dtype=torch.int64))]), ValueError,
-         "pack_noise_aware: clean must have shape (any, any), got (6,)."),
-        (lambda: pack_noise_aware([GOOD._replace(prompt=torch.zeros(2))]), TypeError,
-         "pack_noise_aware: prompt must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64)."),
-        (lambda: pack_noise_aware([GOOD, GOOD], length=27), ValueError,
-         "pack_noise_aware: length must be at least the 28 tokens of the samples, got 27."),
-        (lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(3, dtype=torch.bool))], 2, MASK), ValueError,
-         "pack_dual_stream: masked must have shape (4,), got (3,)."),
-        (lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(4))], 2, MASK), TypeError,
-         "pack_dual_stream: masked must be a bool tensor, got torch.float32."),
-        (lambda: pack_dual_stream([DUAL._replace(masked=[True] * 4)], 2, MASK), TypeError,
-         "pack_dual_stream: masked must be a bool tensor, got list."),
-        (lambda: pack_dual_stream([tuple(DUAL)], 2, MASK), TypeError,
-         "pack_dual_stream: samples must hold DualStreamSamples, got tuple."),
-        (lambda: pack_noise_aware([tuple(GOOD)]), TypeError,
-         "pack_noise_aware: samples must hold NoiseAwareSamples, got tuple."),
-        (lambda: pack_dual_stream([DUAL], 2, 1.5), TypeError, "pack_dual_stream: mask_token must be an integer, got float."),
-        (lambda: pack_dual_stream([DUAL], 2, None), TypeError, "pack_dual_stream: mask_token must be an integer, got NoneType."),
-        (lambda: pack_dual_stream([DUAL], 2, -1), ValueError, "pack_dual_stream: mask_token must be 0 or more, got -1."),
-        (lambda: pack_noise_aware([GOOD], pad_token=0.5), TypeError,
-         "pack_noise_aware: pad_token must be an integer, got float."),
-        (lambda: pack_dual_stream([DUAL._replace(p_mask=0.0)], 2, MASK), ValueError,
-         "pack_dual_stream: p_mask must lie in (0, 1], got 0.0."),
-        (lambda: pack_dual_stream([DUAL], 2, MASK, length=7), ValueError,
-         "pack_dual_stream: length must be at least the 8 tokens of the samples, got 7."),
+        (
+            lambda: pack_noise_aware([GOOD._replace(noisy=torch.zeros(2, 2, dtype=torch.int64))]),
+            ValueError,
+            "pack_noise_aware: noisy must have shape (2, 3), got (2, 2).",
+        ),
+        (
+            lambda: pack_noise_aware([GOOD._replace(clean=torch.zeros(6, dtype=torch.int64))]),
+            ValueError,
+            "pack_noise_aware: clean must have shape (any, any), got (6,).",
+        ),
+        (
+            lambda: pack_noise_aware([GOOD._replace(prompt=torch.zeros(2))]),
+            TypeError,
+            "pack_noise_aware: prompt must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+        ),
+        (
+            lambda: pack_noise_aware([GOOD, GOOD], length=27),
+            ValueError,
+            "pack_noise_aware: length must be at least the 28 tokens of the samples, got 27.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(3, dtype=torch.bool))], 2, MASK),
+            ValueError,
+            "pack_dual_stream: masked must have shape (4,), got (3,).",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(4))], 2, MASK),
+            TypeError,
+            "pack_dual_stream: masked must be a bool tensor, got torch.float32.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL._replace(masked=[True] * 4)], 2, MASK),
+            TypeError,
+            "pack_dual_stream: masked must be a bool tensor, got list.",
+        ),
+        (
+            lambda: pack_dual_stream([tuple(DUAL)], 2, MASK),
+            TypeError,
+            "pack_dual_stream: samples must hold DualStreamSamples, got tuple.",
+        ),
+        (
+            lambda: pack_noise_aware([tuple(GOOD)]),
+            TypeError,
+            "pack_noise_aware: samples must hold NoiseAwareSamples, got tuple.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL], 2, 1.5),
+            TypeError,
+            "pack_dual_stream: mask_token must be an integer, got float.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL], 2, None),
+            TypeError,
+            "pack_dual_stream: mask_token must be an integer, got NoneType.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL], 2, -1),
+            ValueError,
+            "pack_dual_stream: mask_token must be 0 or more, got -1.",
+        ),
+        (
+            lambda: pack_noise_aware([GOOD], pad_token=0.5),
+            TypeError,
+            "pack_noise_aware: pad_token must be an integer, got float.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL._replace(p_mask=0.0)], 2, MASK),
+            ValueError,
+            "pack_dual_stream: p_mask must lie in (0, 1], got 0.0.",
+        ),
+        (
+            lambda: pack_dual_stream([DUAL], 2, MASK, length=7),
+            ValueError,
+            "pack_dual_stream: length must be at least the 8 tokens of the samples, got 7.",
+        ),
     ],
-)  # fmt: skip
+)
 def test_errors(call: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error) as caught:
         call()
@@ -216,5 +289,10 @@ def test_batches_lie_on_the_cpu_wherever_their_samples_do() -> None:
     with pretended_gpu(), torch.device("cuda"):
         there = NoiseAwareSample(*(ids.to("cuda") for ids in noisy))
         hidden = masked._replace(clean=masked.clean.to("cuda"), masked=masked.masked.to("cuda"))
-        for batch, same in zip((pack_noise_aware([there], 10), pack_dual_stream([hidden], 2, 9, 8)), expected, strict=True):
-            assert all(a == b if name == "mask" else torch.equal(a, b) for name, a, b in zip(batch._fields, batch, same, strict=True))
+        for batch, same in zip(
+            (pack_noise_aware([there], 10), pack_dual_stream([hidden], 2, 9, 8)), expected, strict=True
+        ):
+            assert all(
+                a == b if name == "mask" else torch.equal(a, b)
+                for name, a, b in zip(batch._fields, batch, same, strict=True)
+            )

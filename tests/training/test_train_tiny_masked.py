@@ -29,7 +29,9 @@ def examples_on_path() -> Iterator[None]:
 @pytest.fixture
 def causal() -> Transformer:
     torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=258, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=48)
+    config = TransformerConfig(
+        vocab_size=258, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16, intermediate_size=48
+    )
     model = Transformer(config, tokenizer=ByteTokenizer(), end_tokens=(END,), mask_token=MASK)
     model.attach_adapter_([(torch.randn(2, 32), torch.randn(32, 2)) for _ in model.layers])
     return model
@@ -161,7 +163,9 @@ def test_looks_score_the_answers(causal: Transformer, monkeypatch: pytest.Monkey
     assert solved == pytest.approx(5 / 6) and forwards == 7
 
 
-def test_the_script_writes_a_model_that_loads(causal: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_writes_a_model_that_loads(
+    causal: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import train_tiny_masked as script
 
     start, path = tmp_path / "start.safetensors", tmp_path / "masked.safetensors"
@@ -169,8 +173,22 @@ def test_the_script_writes_a_model_that_loads(causal: Transformer, tmp_path: Pat
     monkeypatch.setattr(script, "load", lambda name: pd.models.zoo._load_tiny(start, None, "cpu"))
     monkeypatch.setattr(script, "CANVAS", 40)
     monkeypatch.setattr(script, "held_out_sums", lambda count: list(islice(arithmetic(0, held_out=True), count)))
-    script.main(output=path, start="", steps=3, rows=3, sums=2, joint_weight=1.0, lr=1e-3, warmup=2, minutes=0, seed=0,
-                threads=0, fast=False, look_every=2, scored=2)  # fmt: skip
+    script.main(
+        output=path,
+        start="",
+        steps=3,
+        rows=3,
+        sums=2,
+        joint_weight=1.0,
+        lr=1e-3,
+        warmup=2,
+        minutes=0,
+        seed=0,
+        threads=0,
+        fast=False,
+        look_every=2,
+        scored=2,
+    )
     model = pd.models.zoo._load_tiny(path, None, "cpu")
     assert model.config.predicts == "own" and model.mask_token == MASK and not model.has_adapter
     assert not torch.equal(model.embedding, causal.embedding.to(torch.bfloat16).float())
@@ -189,7 +207,12 @@ def test_the_shipped_model_adds_several_bytes_a_forward() -> None:
     assert solved >= 0.5 and forwards == script.CANVAS
     assert script.look(model, problems, 0.9)[1] < 40
     result = pd.decoding.generate(
-        model, [problem.prompt for problem in problems], "fast_dllm", max_new_tokens=script.CANVAS, block_size=8, threshold=0.9
+        model,
+        [problem.prompt for problem in problems],
+        "fast_dllm",
+        max_new_tokens=script.CANVAS,
+        block_size=8,
+        threshold=0.9,
     )
     right = sum(problem.is_solved_by(text) for problem, text in zip(problems, result.text, strict=True))
     assert right >= 10 and result.stats.tokens_per_forward > 5

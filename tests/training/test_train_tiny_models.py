@@ -29,8 +29,15 @@ def examples_on_path() -> Iterator[None]:
 @pytest.fixture
 def small() -> Transformer:
     torch.manual_seed(0)
-    config = TransformerConfig(vocab_size=ByteTokenizer.vocab_size, hidden_size=32, layers=2, heads=2, kv_heads=1, head_dim=16,
-                               intermediate_size=48)  # fmt: skip
+    config = TransformerConfig(
+        vocab_size=ByteTokenizer.vocab_size,
+        hidden_size=32,
+        layers=2,
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+    )
     return Transformer(config, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
 
 
@@ -89,8 +96,9 @@ def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transforme
         [(torch.randn(2, 32, generator=generator), torch.randn(32, 2, generator=generator)) for _ in model.layers], 0.3
     )
     prompt = torch.tensor([65, 66, 67, 68])
-    result = pd.decoding.generate(model, prompt, "linear_self_speculation", block_size=width, max_new_tokens=60, end_tokens=(),
-                                  trace=True)  # fmt: skip
+    result = pd.decoding.generate(
+        model, prompt, "linear_self_speculation", block_size=width, max_new_tokens=60, end_tokens=(), trace=True
+    )
     text, place, seen = torch.cat([prompt, result.tokens]), len(prompt), {}
     for step in result.stats.trace[0]:
         if place % width == 0 and place + width <= len(text):
@@ -103,7 +111,9 @@ def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transforme
     assert len(set(seen.values())) > 1
 
 
-def test_both_scripts_write_models_that_load(small: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_scripts_write_models_that_load(
+    small: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import train_tiny_jacobi
     import train_tiny_trimode
 
@@ -114,14 +124,42 @@ def test_both_scripts_write_models_that_load(small: Transformer, tmp_path: Path,
         monkeypatch.setattr(script, "report", lambda *_, **__: "")
     trimode, jacobi = tmp_path / "trimode.safetensors", tmp_path / "jacobi.safetensors"
     monkeypatch.setattr(train_tiny_trimode, "own_texts", lambda *_: [(torch.arange(40), 5)] * 20)
-    train_tiny_trimode.main(output=trimode, start="", steps=2, drafter_steps=2, sums=2, windows=1, masked_weight=1.0, lr=1e-3,
-                            drafter_lr=1e-3, seed=0, threads=0, look_every=1)  # fmt: skip
-    train_tiny_jacobi.main(output=jacobi, start="", rounds=1, steps=2, block_size=8, sums=2, windows=2, count=2, replayed=1,
-                           ar_weight=1.0, lr=1e-3, seed=0, threads=0)  # fmt: skip
+    train_tiny_trimode.main(
+        output=trimode,
+        start="",
+        steps=2,
+        drafter_steps=2,
+        sums=2,
+        windows=1,
+        masked_weight=1.0,
+        lr=1e-3,
+        drafter_lr=1e-3,
+        seed=0,
+        threads=0,
+        look_every=1,
+    )
+    train_tiny_jacobi.main(
+        output=jacobi,
+        start="",
+        rounds=1,
+        steps=2,
+        block_size=8,
+        sums=2,
+        windows=2,
+        count=2,
+        replayed=1,
+        ar_weight=1.0,
+        lr=1e-3,
+        seed=0,
+        threads=0,
+    )
     prompt = next(islice(arithmetic(0), 1)).prompt
     drafter = pd.models.zoo._load_tiny(trimode, None, "cpu")
     assert drafter.has_adapter and drafter.mask_token == 257
-    for model, method in ((drafter, "linear_self_speculation"), (pd.models.zoo._load_tiny(jacobi, None, "cpu"), "jacobi")):
+    for model, method in (
+        (drafter, "linear_self_speculation"),
+        (pd.models.zoo._load_tiny(jacobi, None, "cpu"), "jacobi"),
+    ):
         greedy = pd.decoding.generate(model, prompt, max_new_tokens=20)
         assert pd.decoding.generate(model, prompt, method, max_new_tokens=20).tokens.equal(greedy.tokens)
 
@@ -187,10 +225,24 @@ def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
 def test_the_recurrent_script_writes_a_model_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import train_tiny_recurrent as script
 
-    monkeypatch.setattr(script, "CONFIG", replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48))
+    monkeypatch.setattr(
+        script, "CONFIG", replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48)
+    )
     monkeypatch.setattr(script, "SHOWN", (1,))
     path = tmp_path / "recurrent.safetensors"
-    script.main(output=path, steps=3, sums=2, windows=1, context=32, lr=1e-3, warmup=2, seed=0, threads=0, evaluate_every=2, scored=1)
+    script.main(
+        output=path,
+        steps=3,
+        sums=2,
+        windows=1,
+        context=32,
+        lr=1e-3,
+        warmup=2,
+        seed=0,
+        threads=0,
+        evaluate_every=2,
+        scored=1,
+    )
     model = pd.models.zoo._load_tiny(path, None, "cpu")
     assert isinstance(model, pd.models.RecurrentDepth) and model.config.hidden_size == 32
     result = pd.decoding.generate(model, "1 + 2 = ?", "recurrent_diffusion", max_new_tokens=8)
@@ -207,5 +259,9 @@ def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
         texts = pd.decoding.generate(model, prompts, method, max_new_tokens=120, **options).text
         return sum(problem.is_solved_by(text) for problem, text in zip(problems, texts, strict=True))
 
-    hasty, thoughtful, sampled = right("recurrent_static", recurrences=1), right("recurrent_static"), right("recurrent_diffusion")
+    hasty, thoughtful, sampled = (
+        right("recurrent_static", recurrences=1),
+        right("recurrent_static"),
+        right("recurrent_diffusion"),
+    )
     assert hasty == 0 and thoughtful >= 4 and abs(sampled - thoughtful) <= 1

@@ -69,8 +69,16 @@ def test_every_record_is_a_step_of_jacobi(
     script: str, batch: list[list[int]], block_size: int, limit: int, ends: list[int], seed: int, batch_size: int
 ) -> None:
     model = FakeModel(SCRIPTS[script])
-    trajectories = collect_trajectories(model, batch, block_size=block_size, max_new_tokens=limit, end_tokens=ends,
-                                        pad_token=PAD, seed=seed, batch_size=batch_size)  # fmt: skip
+    trajectories = collect_trajectories(
+        model,
+        batch,
+        block_size=block_size,
+        max_new_tokens=limit,
+        end_tokens=ends,
+        pad_token=PAD,
+        seed=seed,
+        batch_size=batch_size,
+    )
     assert len(trajectories) == len(batch)
     length = -(-limit // block_size) * block_size
     for trajectory, prompt in zip(trajectories, batch, strict=True):
@@ -84,8 +92,9 @@ def test_an_end_token_at_every_place(place: int) -> None:
     written = [5 + i for i in range(12)]
     written[place] = 3
     script = from_list(written, 2)
-    (trajectory,) = collect_trajectories(FakeModel(script), [[1, 2]], block_size=4, max_new_tokens=8, end_tokens=[3],
-                                         pad_token=PAD)  # fmt: skip
+    (trajectory,) = collect_trajectories(
+        FakeModel(script), [[1, 2]], block_size=4, max_new_tokens=8, end_tokens=[3], pad_token=PAD
+    )
     check_trajectory(trajectory, [1, 2], written[: min(place + 1, 8)], 4, script, [3])
     assert len(trajectory.blocks) == min(place // 4 + 1, 2)
 
@@ -100,7 +109,9 @@ def test_the_random_start_is_kept() -> None:
 
 def test_of_a_transformer_by_ids_and_by_text() -> None:
     torch.manual_seed(1)
-    config = TransformerConfig(vocab_size=17, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24)
+    config = TransformerConfig(
+        vocab_size=17, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8, intermediate_size=24
+    )
     model = Transformer(config).double().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -175,7 +186,10 @@ def test_noise_may_shrink_instead() -> None:
 
 
 def test_random_order_draws_from_the_same_ratios() -> None:
-    draws = [noise_aware_sample(sample_of(300), 3, order="random", generator=torch.Generator().manual_seed(s)) for s in (0, 0, 1)]
+    draws = [
+        noise_aware_sample(sample_of(300), 3, order="random", generator=torch.Generator().manual_seed(s))
+        for s in (0, 0, 1)
+    ]
     assert torch.equal(draws[0].noisy, draws[1].noisy) and not torch.equal(draws[0].noisy, draws[2].noisy)
     noise = (draws[0].noisy == NOISE).sum(1)
     assert set(noise.tolist()) == {0, 2, 4} and all(60 < int((noise == n).sum()) < 140 for n in (0, 2, 4))
@@ -184,8 +198,9 @@ def test_random_order_draws_from_the_same_ratios() -> None:
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(SCRIPTS)), st.integers(1, 5), st.integers(1, 4), st.integers(0, 22))
 def test_samples_can_be_packed(script: str, block_size: int, window: int, end: int) -> None:
-    trajectories = collect_trajectories(FakeModel(SCRIPTS[script]), [[1, 2], [4]], block_size=block_size, max_new_tokens=12,
-                                        end_tokens=[end])  # fmt: skip
+    trajectories = collect_trajectories(
+        FakeModel(SCRIPTS[script]), [[1, 2], [4]], block_size=block_size, max_new_tokens=12, end_tokens=[end]
+    )
     samples = [noise_aware_sample(trajectory, window) for trajectory in trajectories]
     batch = pack_noise_aware(samples, end_token=end)
     assert len(batch.tokens) == sum(len(s.prompt) + 2 * s.clean.numel() for s in samples)
@@ -194,20 +209,55 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
     assert first == 0 and (window > 1 or len(batch.student_rows) == 0)
 
 
-@pytest.mark.parametrize(("call", "error", "text"), [
-    (lambda: noise_ratios(0), ValueError, "noise_ratios: window must be at least 1, got 0"),
-    (lambda: noise_ratios(2.0), TypeError, "window must be an int, got float"),
-    (lambda: noise_ratios(2, "linear"), ValueError, "schedule must be 'code' or 'paper', got 'linear'"),
-    (lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5), ValueError, "records must hold the fixed point"),
-    (lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5), ValueError, "records must have shape (any, any)"),
-    (lambda: choose_record(torch.zeros(2, 3), 0.5), TypeError, "records must be an int32 or int64 tensor"),
-    (lambda: noise_aware_sample(sample_of(1), 2, order="backwards"), ValueError, "order must be 'progressive', 'reverse' or"),
-    (lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1), ValueError, "block_size must be at least 1"),
-    (lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0), ValueError, "max_new_tokens must be at least 1"),
-    (lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1), TypeError, "block_size must be an int"),
-    (lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1), ValueError, "prompts must be a list of prompts"),
-    (lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1), ValueError, "list of prompts, got one. Put it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: noise_ratios(0), ValueError, "noise_ratios: window must be at least 1, got 0"),
+        (lambda: noise_ratios(2.0), TypeError, "window must be an int, got float"),
+        (lambda: noise_ratios(2, "linear"), ValueError, "schedule must be 'code' or 'paper', got 'linear'"),
+        (
+            lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5),
+            ValueError,
+            "records must hold the fixed point",
+        ),
+        (
+            lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5),
+            ValueError,
+            "records must have shape (any, any)",
+        ),
+        (lambda: choose_record(torch.zeros(2, 3), 0.5), TypeError, "records must be an int32 or int64 tensor"),
+        (
+            lambda: noise_aware_sample(sample_of(1), 2, order="backwards"),
+            ValueError,
+            "order must be 'progressive', 'reverse' or",
+        ),
+        (
+            lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1),
+            ValueError,
+            "block_size must be at least 1",
+        ),
+        (
+            lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0),
+            ValueError,
+            "max_new_tokens must be at least 1",
+        ),
+        (
+            lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1),
+            TypeError,
+            "block_size must be an int",
+        ),
+        (
+            lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1),
+            ValueError,
+            "prompts must be a list of prompts",
+        ),
+        (
+            lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1),
+            ValueError,
+            "list of prompts, got one. Put it",
+        ),
+    ],
+)
 def test_errors(call: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error) as caught:
         call()

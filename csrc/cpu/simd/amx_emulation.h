@@ -1,7 +1,7 @@
 // The AMX instructions in plain C++, for tests on processors that lack them.
 //
-// As the instructions do: operands that are subnormal count as zero, sums that become subnormal are flushed, and memory is only
-// touched inside the configured rows and bytes. The order in which products are summed is not the processor's.
+// As the instructions do: operands that are subnormal count as zero, sums that become subnormal are flushed, and memory
+// is only touched inside the configured rows and bytes. The order in which products are summed is not the processor's.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,9 @@ inline void _tile_loadconfig(const void* from) {
 
 inline void _tile_release() { emulated_tiles() = EmulatedTiles{}; }
 
-inline void _tile_zero(int tile) { __builtin_memset(emulated_tiles().bytes[tile], 0, sizeof(emulated_tiles().bytes[tile])); }
+inline void _tile_zero(int tile) {
+  __builtin_memset(emulated_tiles().bytes[tile], 0, sizeof(emulated_tiles().bytes[tile]));
+}
 
 inline void _tile_loadd(int tile, const void* from, int64_t stride) {
   EmulatedTiles& tiles = emulated_tiles();

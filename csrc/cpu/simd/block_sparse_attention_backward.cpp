@@ -1,12 +1,14 @@
-// Block-sparse attention, backward, in two passes that share nothing: no sums across threads, so results do not depend on them.
+// Block-sparse attention, backward, in two passes that share nothing: no sums across threads, so results do not depend
+// on them.
 //
 // dQ: a work item is a query tile of a KV head; queries stand in the panels and keys run down, as in the forward pass.
 // dK, dV: a work item is a key tile; keys stand in the panels and the queries of all heads that share them run down.
 //
-// Float32 needs more than the saved results: the log-sum-exp is one rounding of a number around 5, so weights computed anew sum up
-// to w, 1 within some 1e-7; and delta = rowsum(grad_out * out), from rounded products, does not cancel against the products of
-// the scores' gradients as autograd's sum of weights * products does. So the dQ pass sums up for each row w, the missing part
-// g = sum of weights * (products - delta), and weights * keys, one product more. With these its result is put right at the end:
+// Float32 needs more than the saved results: the log-sum-exp is one rounding of a number around 5, so weights computed
+// anew sum up to w, 1 within some 1e-7; and delta = rowsum(grad_out * out), from rounded products, does not cancel
+// against the products of the scores' gradients as autograd's sum of weights * products does. So the dQ pass sums up
+// for each row w, the missing part g = sum of weights * (products - delta), and weights * keys, one product more. With
+// these its result is put right at the end:
 //
 //   dQ = scale / w * (sum of weights * (products - delta) * keys - g / w * sum of weights * keys)
 //
@@ -17,7 +19,8 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// What turns a score into a weight and a product into a gradient: of each lane where queries stand in lanes, else of each token.
+// What turns a score into a weight and a product into a gradient: of each lane where queries stand in lanes, else of
+// each token.
 struct LaneStatistics {
   Vec lse[2], delta[2];
   Vec weights[2], gradients[2];  // of each lane, summed over all tokens: w and g
@@ -38,9 +41,12 @@ struct TokenStatistics {
 };
 
 // Behind all rows' delta: 1 / w, for float32.
-PDK_INLINE float* inverses(const AttentionGradArgs& args) { return args.delta + args.batch * args.q_heads * args.q_len; }
+PDK_INLINE float* inverses(const AttentionGradArgs& args) {
+  return args.delta + args.batch * args.q_heads * args.q_len;
+}
 
-PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, const Lanes& lanes, int lane) {
+PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, const Lanes& lanes,
+                          int lane) {
   int32_t in_group, in_tile;
   lanes.locate(lane, in_group, in_tile);
   return (batch * args.q_heads + head + in_group) * args.q_len + token + in_tile;
@@ -51,7 +57,8 @@ PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse;
 
 // scores -> weights (if wanted), products -> gradients of the scores, both in place
 template <class Tiles, bool kExact, bool kKeepWeights, class Statistics>
-void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores, float* products) {
+void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics& statistics, float* scores,
+                   float* products) {
   constexpr int kVectors = Tiles::kVectors;
   Vec weight_sums[kVectors] = {}, gradient_sums[kVectors] = {};
   for (int b = 0; b < num_blocks; ++b) {
@@ -85,8 +92,9 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics&
   for (int v = 0; kExact && v < kVectors; ++v) statistics.add(v, weight_sums[v], gradient_sums[v]);
 }
 
-// Two operands a panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two: gradients of the
-// scores times the chunk's first operand, and weights times values for dV, or times keys for dQ in float32.
+// Two operands a panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two:
+// gradients of the scores times the chunk's first operand, and weights times values for dV, or times keys for dQ in
+// float32.
 template <class Tiles>
 struct Panel {
   Lanes lanes;
@@ -170,8 +178,8 @@ void scale_sums(float* sums, int64_t head_dim, float scale) {
   for (int64_t i = 0; i < head_dim * Tiles::kPanel; ++i) sums[i] *= scale;
 }
 
-// Float32: puts a panel's dQ right, and what the other pass reads. The gradient of the log-sum-exp joins only here: inside g, which is
-// nearly 0, it would be rounded off again.
+// Float32: puts a panel's dQ right, and what the other pass reads. The gradient of the log-sum-exp joins only here:
+// inside g, which is nearly 0, it would be rounded off again.
 template <class Tiles>
 void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
   Vec factor[Tiles::kVectors], missing[Tiles::kVectors];
@@ -198,7 +206,8 @@ void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head
 }
 
 template <class T, class Tiles>
-void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles, sizeof(T) == 4 ? 2 : 1>& memory) {
+void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, int64_t tile,
+                  Memory<Tiles, sizeof(T) == 4 ? 2 : 1>& memory) {
   constexpr bool kExact = sizeof(T) == 4;
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
@@ -209,25 +218,32 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
     const int64_t lanes = smaller(at_once, tokens * group - begin);
     const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
     for (int64_t i = 0; i < panels; ++i) {
-      memory.panels[i].lanes = Lanes::from(begin + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
+      memory.panels[i].lanes =
+          Lanes::from(begin + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start_queries<T>(args, batch, head, token, memory.panels[i]);
     }
-    for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
-               [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
-      Tiles::pack(TokenPointers<const T>(args.k, batch, key, kv_head, count).at, count, args.head_dim, memory.first);
-      Tiles::pack(TokenPointers<const T>(args.v, batch, key, kv_head, count).at, count, args.head_dim, memory.second);
-      for (int64_t i = 0; i < panels; ++i) {
-        Panel<Tiles>& panel = memory.panels[i];
-        Block blocks[kChunk / kBlock];
-        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks, memory.visible);
-        if (n == 0) continue;
-        Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
-        Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-        gradient_step<Tiles, kExact, kExact>(blocks, n, args.scale, panel.statistics, memory.scores, memory.products);
-        Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
-        if constexpr (kExact) Tiles::accumulate(memory.first.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
-      }
-    });
+    for_chunks(
+        args, args.of_q, args.block_k, args.kv_len, batch, tile,
+        [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
+          Tiles::pack(TokenPointers<const T>(args.k, batch, key, kv_head, count).at, count, args.head_dim,
+                      memory.first);
+          Tiles::pack(TokenPointers<const T>(args.v, batch, key, kv_head, count).at, count, args.head_dim,
+                      memory.second);
+          for (int64_t i = 0; i < panels; ++i) {
+            Panel<Tiles>& panel = memory.panels[i];
+            Block blocks[kChunk / kBlock];
+            const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks,
+                                                memory.visible);
+            if (n == 0) continue;
+            Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
+            Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
+            gradient_step<Tiles, kExact, kExact>(blocks, n, args.scale, panel.statistics, memory.scores,
+                                                 memory.products);
+            Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+            if constexpr (kExact)
+              Tiles::accumulate(memory.first.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
+          }
+        });
     for (int64_t i = 0; i < panels; ++i) {
       Panel<Tiles>& panel = memory.panels[i];
       if constexpr (kExact) {
@@ -261,30 +277,31 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
       Tiles::pack_panel(v.at, args.head_dim, panel.operands[1]);
       for (float* sums : panel.sums) __builtin_memset(sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));
     }
-    for_chunks(args, args.of_k, args.block_q, args.q_len, batch, tile,
-               [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
-      for (int64_t in_group = 0; in_group < group; ++in_group) {
-        const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
-        for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
-        TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
-        const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
-        const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
-        Tiles::pack(queries.at, count, args.head_dim, memory.first);
-        Tiles::pack(grads.at, count, args.head_dim, memory.second);
-        for (int64_t i = 0; i < panels; ++i) {
-          Panel<Tiles>& panel = memory.panels[i];
-          Block blocks[kChunk / kBlock];
-          const int n = blocks_of_columns<Tiles>(bitmap, args.bitmaps.words_per_row, begin + i * Tiles::kPanel, panel.lanes.count,
-                                                 row, count, blocks, memory.visible);
-          if (n == 0) continue;
-          Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
-          Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
-          gradient_step<Tiles, kExact, true>(blocks, n, args.scale, statistics, memory.scores, memory.products);
-          Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
-          Tiles::accumulate(memory.second.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
-        }
-      }
-    });
+    for_chunks(
+        args, args.of_k, args.block_q, args.q_len, batch, tile,
+        [&](int64_t token, int64_t count, const uint32_t* bitmap, int64_t row) {
+          for (int64_t in_group = 0; in_group < group; ++in_group) {
+            const int64_t first_row = (batch * args.q_heads + head + in_group) * args.q_len + token;
+            for (int64_t j = 0; j < count; ++j) memory.lse[j] = usable(args.lse[first_row + j]);
+            TokenStatistics statistics{memory.lse, args.delta + first_row, inverses(args) + first_row};
+            const TokenPointers<const T> queries(args.q, batch, token, head + in_group, count);
+            const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
+            Tiles::pack(queries.at, count, args.head_dim, memory.first);
+            Tiles::pack(grads.at, count, args.head_dim, memory.second);
+            for (int64_t i = 0; i < panels; ++i) {
+              Panel<Tiles>& panel = memory.panels[i];
+              Block blocks[kChunk / kBlock];
+              const int n = blocks_of_columns<Tiles>(bitmap, args.bitmaps.words_per_row, begin + i * Tiles::kPanel,
+                                                     panel.lanes.count, row, count, blocks, memory.visible);
+              if (n == 0) continue;
+              Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
+              Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
+              gradient_step<Tiles, kExact, true>(blocks, n, args.scale, statistics, memory.scores, memory.products);
+              Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+              Tiles::accumulate(memory.second.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
+            }
+          }
+        });
     for (int64_t i = 0; i < panels; ++i) {
       Panel<Tiles>& panel = memory.panels[i];
       scale_sums<Tiles>(panel.sums[0], args.head_dim, args.scale);
@@ -301,14 +318,14 @@ void backward(const AttentionGradArgs& args) {
   constexpr int kSums = sizeof(T) == 4 ? 2 : 1;
   for_tiles<Tiles>(args, args.of_q, Memory<Tiles, kSums>(nullptr, args.head_dim).bytes,
                    [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
-    Memory<Tiles, kSums> memory(base, args.head_dim);
-    queries_tile<T>(args, batch, kv_head, tile, memory);
-  });
+                     Memory<Tiles, kSums> memory(base, args.head_dim);
+                     queries_tile<T>(args, batch, kv_head, tile, memory);
+                   });
   for_tiles<Tiles>(args, args.of_k, Memory<Tiles, 2>(nullptr, args.head_dim).bytes,
                    [&](int64_t batch, int64_t kv_head, int64_t tile, char* base) {
-    Memory<Tiles, 2> memory(base, args.head_dim);
-    keys_tile<T>(args, batch, kv_head, tile, memory);
-  });
+                     Memory<Tiles, 2> memory(base, args.head_dim);
+                     keys_tile<T>(args, batch, kv_head, tile, memory);
+                   });
 }
 
 }  // namespace

@@ -8,9 +8,9 @@ namespace pdkernels::cpu::PDK_ISA {
 
 // Which tokens stand in a panel's lanes. Those of all query heads that share a KV head follow each other, head by head.
 struct Lanes {
-  int32_t count;  // lanes in use
+  int32_t count;                    // lanes in use
   int32_t first_head, first_token;  // of lane 0: its head in the group, its token in the tile
-  int32_t tokens;  // that a head has in the tile
+  int32_t tokens;                   // that a head has in the tile
 
   static Lanes from(int64_t first, int64_t count, int64_t tokens) {
     return {static_cast<int32_t>(count), static_cast<int32_t>(first / tokens), static_cast<int32_t>(first % tokens),
@@ -60,10 +60,11 @@ int blocks_of_rows(const uint32_t* bitmap, int64_t words_per_row, const Lanes& l
   return found;
 }
 
-// The same transposed: lanes stand for `lanes` columns from `column` on, and `count` bitmap rows from `row` on run down.
+// The same transposed: lanes stand for `lanes` columns from `column` on, and `count` bitmap rows from `row` on run
+// down.
 template <class Tiles>
-int blocks_of_columns(const uint32_t* bitmap, int64_t words_per_row, int64_t column, int32_t lanes, int64_t row, int64_t count,
-                      Block* blocks, Ints* visible) {
+int blocks_of_columns(const uint32_t* bitmap, int64_t words_per_row, int64_t column, int32_t lanes, int64_t row,
+                      int64_t count, Block* blocks, Ints* visible) {
   // A vector's columns lie in one word: it begins at a multiple of kLanes, and kLanes divides 32.
   uint32_t all[Tiles::kVectors];
   for (int v = 0; v < Tiles::kVectors; ++v) {

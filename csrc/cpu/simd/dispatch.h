@@ -1,16 +1,17 @@
-// Calls the kernel that was compiled for this processor. Not for the units of this folder: it needs the standard library.
+// Calls the kernel that was compiled for this processor. Not for the units of this folder: it needs the standard
+// library.
 #pragma once
 
 #include "kernels.h"
 #include "pdkernels/cpu_isa.h"
 
 #ifdef __x86_64__
-#define PDK_DISPATCH(kernel, args)                                   \
-  switch (::pdkernels::cpu_isa()) {                                  \
+#define PDK_DISPATCH(kernel, args)                                          \
+  switch (::pdkernels::cpu_isa()) {                                         \
     case CpuIsa::portable: return ::pdkernels::cpu::portable::kernel(args); \
-    case CpuIsa::avx2: return ::pdkernels::cpu::avx2::kernel(args);  \
-    case CpuIsa::avx512: return ::pdkernels::cpu::avx512::kernel(args); \
-    case CpuIsa::amx: return ::pdkernels::cpu::amx::kernel(args);    \
+    case CpuIsa::avx2: return ::pdkernels::cpu::avx2::kernel(args);         \
+    case CpuIsa::avx512: return ::pdkernels::cpu::avx512::kernel(args);     \
+    case CpuIsa::amx: return ::pdkernels::cpu::amx::kernel(args);           \
   }
 #else
 #define PDK_DISPATCH(kernel, args) return ::pdkernels::cpu::portable::kernel(args);

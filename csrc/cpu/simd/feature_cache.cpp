@@ -1,5 +1,5 @@
-// Steps that recompute only some rows: which values moved most, and residual sums with cached rows. Rows are independent, so
-// threads share them freely.
+// Steps that recompute only some rows: which values moved most, and residual sums with cached rows. Rows are
+// independent, so threads share them freely.
 #include "kernels.h"
 #include "strips.h"
 
@@ -27,7 +27,8 @@ uint32_t key_of(const ValueDriftArgs& args, const char* fresh, const char* cache
 void replace(const ValueDriftArgs& args, const char* fresh, char* cached) {
   if (args.v_row.head_bytes == 0) return;  // then there may be no address either
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
-    __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride, args.v_row.head_bytes);
+    __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride,
+                     args.v_row.head_bytes);
   }
 }
 
@@ -89,7 +90,9 @@ void add_cached_rows_of(const AddCachedArgs& args) {
     if (j >= 0) __builtin_memcpy(cached, args.fresh.row<const T>(b, j), args.width * sizeof(T));
     const T* x = args.x.row<const T>(b, i);
     T* out = static_cast<T*>(args.out) + item * args.width;
-    for_vectors(0, args.width, [&](int64_t at, auto lanes) { store(out + at, load(x + at, lanes) + load(cached + at, lanes), lanes); });
+    for_vectors(0, args.width, [&](int64_t at, auto lanes) {
+      store(out + at, load(x + at, lanes) + load(cached + at, lanes), lanes);
+    });
   });
 }
 

@@ -1,5 +1,5 @@
-// Attention of one query tile by the online softmax: the rows of all query heads that share a KV head, cut into panels. For each
-// chunk of keys every panel takes one step. Where the chunks come from is the caller's business.
+// Attention of one query tile by the online softmax: the rows of all query heads that share a KV head, cut into panels.
+// For each chunk of keys every panel takes one step. Where the chunks come from is the caller's business.
 #pragma once
 
 #include "passes.h"
@@ -44,9 +44,11 @@ struct Memory {
   }
 };
 
-// scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied with.
+// scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied
+// with.
 //
-// Exact scores are rounded before the largest is subtracted, and masked ones become -inf: these are stored. The others are read again.
+// Exact scores are rounded before the largest is subtracted, and masked ones become -inf: these are stored. The others
+// are read again.
 template <class Tiles, bool kExact>
 void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
   constexpr int kVectors = Tiles::kVectors;
@@ -130,16 +132,17 @@ template <class T, class Consume>
 void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, const Consume& consume) {
   for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
              [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
-    const TokenPointers<const T> keys(args.k, batch, key, kv_head, count), values(args.v, batch, key, kv_head, count);
-    consume(keys.at, values.at, count, bitmap, column);
-  });
+               const TokenPointers<const T> keys(args.k, batch, key, kv_head, count),
+                   values(args.v, batch, key, kv_head, count);
+               consume(keys.at, values.at, count, bitmap, column);
+             });
 }
 
-// One query tile of one KV head. `chunks` calls what it is given with (keys, values, how many, bitmap, first column) for all the
-// chunks that the tile sees; `done` gets each panel when it has seen them.
+// One query tile of one KV head. `chunks` calls what it is given with (keys, values, how many, bitmap, first column)
+// for all the chunks that the tile sees; `done` gets each panel when it has seen them.
 template <class T, class Tiles, class Chunks, class Done>
-void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory, const Chunks& chunks,
-            const Done& done) {
+void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
+            const Chunks& chunks, const Done& done) {
   constexpr bool kExact = sizeof(T) == 4;
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
@@ -148,7 +151,8 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
     const int64_t lanes = smaller(at_once, tokens * group - first);
     const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
     for (int64_t i = 0; i < panels; ++i) {
-      memory.panels[i].lanes = Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
+      memory.panels[i].lanes =
+          Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start<T>(args, batch, head, token, memory.panels[i]);
     }
     chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap, int64_t column) {
@@ -158,7 +162,8 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
         Panel<Tiles>& panel = memory.panels[i];
         Block blocks[kChunk / kBlock];
         Vec factor[Tiles::kVectors];
-        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks, memory.visible);
+        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks,
+                                            memory.visible);
         if (n == 0) continue;
         Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
         softmax_step<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, factor);

@@ -1,19 +1,20 @@
-// The kernels of this folder, each compiled once for every level of CpuIsa, and what the rest of the library gives them.
+// The kernels of this folder, each compiled once for every level of CpuIsa, and what the rest of the library gives
+// them.
 #pragma once
 
 #include <cstdint>
 
 #include "pdkernels/feature_cache.h"
-#include "pdkernels/recurrence.h"
 #include "pdkernels/logit_drift.h"
+#include "pdkernels/recurrence.h"
 #include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
 #include "pdkernels/token_statistics.h"
 
 namespace pdkernels::cpu {
 
-// At least `bytes` of this thread's memory, aligned to 64 bytes. It stays with the thread; the next call may move it. As with the
-// thread pool, the bindings define it.
+// At least `bytes` of this thread's memory, aligned to 64 bytes. It stays with the thread; the next call may move it.
+// As with the thread pool, the bindings define it.
 char* thread_scratch(int64_t bytes);
 
 #define PDK_DECLARE_SIMD_KERNELS(isa)                                  \

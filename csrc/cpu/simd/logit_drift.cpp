@@ -1,6 +1,7 @@
-// The distance between two laws of the next token. A row is cut into chunks, so that a single one keeps many threads busy; each
-// leaves its sums behind, and they are put together in the order of the chunks. Twice over a chunk: the largest logit and the sum of
-// exponentials, then everything that needs the law itself. Sums of a strip are floats, those of a chunk and of a row are doubles.
+// The distance between two laws of the next token. A row is cut into chunks, so that a single one keeps many threads
+// busy; each leaves its sums behind, and they are put together in the order of the chunks. Twice over a chunk: the
+// largest logit and the sum of exponentials, then everything that needs the law itself. Sums of a strip are floats,
+// those of a chunk and of a row are doubles.
 #include "kernels.h"
 #include "strips.h"
 
@@ -38,7 +39,8 @@ Peak peak_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
   float top = -kInfinity;
   strip = begin;
   for_strips(begin, end, [&](int64_t first, int64_t last) {
-    for_vectors(first, last, [&](int64_t at, auto lanes) { largest = larger(load(logits + at, lanes, -kInfinity), largest); });
+    for_vectors(first, last,
+                [&](int64_t at, auto lanes) { largest = larger(load(logits + at, lanes, -kInfinity), largest); });
     for (int lane = 0; lane < kLanes; ++lane) {
       if (largest[lane] > top) top = largest[lane], strip = first;
     }
@@ -47,7 +49,9 @@ Peak peak_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
   double total = 0;
   for_strips(begin, end, [&](int64_t first, int64_t last) {
     Vec sum{};
-    for_vectors(first, last, [&](int64_t at, auto lanes) { sum += exponential<true>(load(logits + at, lanes, -kInfinity) - shift); });
+    for_vectors(first, last, [&](int64_t at, auto lanes) {
+      sum += exponential<true>(load(logits + at, lanes, -kInfinity) - shift);
+    });
     total += sum_of(sum);
   });
   return {top, total};
@@ -91,14 +95,15 @@ Peak joined(const double* partials, int64_t chunks, int64_t place) {
 struct Law {
   float largest, log_total;
 
-  explicit Law(Peak peak) : largest(static_cast<float>(peak.largest)), log_total(static_cast<float>(__builtin_log(peak.total))) {}
+  explicit Law(Peak peak)
+      : largest(static_cast<float>(peak.largest)), log_total(static_cast<float>(__builtin_log(peak.total))) {}
 };
 
-// What a chunk adds to the sums of its row. A law's own sum is 1 but for the rounding of its exponentials; dividing by it takes out
-// what they have in common.
+// What a chunk adds to the sums of its row. A law's own sum is 1 but for the rounding of its exponentials; dividing by
+// it takes out what they have in common.
 struct Sums {
-  double entropy = 0, kl = 0, now = 0, then = 0;                 // of the laws
-  double minp_kl = 0, levelled_now = 0, levelled_then = 0;       // of the levelled laws, not yet made to sum up to 1
+  double entropy = 0, kl = 0, now = 0, then = 0;            // of the laws
+  double minp_kl = 0, levelled_now = 0, levelled_then = 0;  // of the levelled laws, not yet made to sum up to 1
 
   void add(const Sums& other) {
     entropy += other.entropy, kl += other.kl, now += other.now, then += other.then;
@@ -107,19 +112,23 @@ struct Sums {
 };
 static_assert(sizeof(Sums) <= kDriftPartials * sizeof(double));
 
-PDK_INLINE Vec divergence(Vec p, Vec log_then, Vec log_now) { return choose(p == 0, splat(0.0f), p * (log_then - log_now)); }
+PDK_INLINE Vec divergence(Vec p, Vec log_then, Vec log_now) {
+  return choose(p == 0, splat(0.0f), p * (log_then - log_now));
+}
 
 template <class T, bool kUniform>
 Sums measure(const LogitDriftArgs& args, int64_t row, int64_t begin, int64_t end, Law now, Law then) {
   const T *logits = args.logits.row<const T>(row), *previous = args.previous.row<const T>(row);
-  const Vec level = splat(1.0f / static_cast<float>(args.width)), log_level = splat(-__builtin_logf(static_cast<float>(args.width)));
+  const Vec level = splat(1.0f / static_cast<float>(args.width)),
+            log_level = splat(-__builtin_logf(static_cast<float>(args.width)));
   Sums sums;
   for_strips(begin, end, [&](int64_t first, int64_t last) {
     Vec entropy{}, kl{}, total_now{}, total_then{}, minp_kl{}, kept_now{}, kept_then{};
     Ints low_of_now{}, low_of_then{};  // minus their number: 1 / V added many times over would drift
     for_vectors(first, last, [&](int64_t at, auto lanes) {
       const Ints exists = mask_of(lanes);
-      const Vec below_now = load(logits + at, lanes, -kInfinity) - now.largest, log_now = below_now - now.log_total, p_now = exponential<true>(log_now);
+      const Vec below_now = load(logits + at, lanes, -kInfinity) - now.largest, log_now = below_now - now.log_total,
+                p_now = exponential<true>(log_now);
       const Ints low_now = below_now < args.log_min_p;
       const Vec log_q_now = choose(low_now, log_level, log_now);
       entropy -= p_now * logarithm(p_now + 1e-10f);
@@ -130,7 +139,8 @@ Sums measure(const LogitDriftArgs& args, int64_t row, int64_t begin, int64_t end
         kl += choose(exists, level * (log_level - log_now), splat(0.0f));
         minp_kl += choose(exists, level * (log_level - log_q_now), splat(0.0f));
       } else {
-        const Vec below_then = load(previous + at, lanes, -kInfinity) - then.largest, log_then = below_then - then.log_total, p_then = exponential<true>(log_then);
+        const Vec below_then = load(previous + at, lanes, -kInfinity) - then.largest,
+                  log_then = below_then - then.log_total, p_then = exponential<true>(log_then);
         const Ints low_then = below_then < args.log_min_p;
         kl += divergence(p_then, log_then, log_now);
         total_then += p_then;
@@ -140,9 +150,11 @@ Sums measure(const LogitDriftArgs& args, int64_t row, int64_t begin, int64_t end
         minp_kl += divergence(choose(low_then, level, p_then), choose(low_then, log_level, log_then), log_q_now);
       }
     });
-    const double uniform = static_cast<double>(last - first) / static_cast<double>(args.width), share = 1.0 / static_cast<double>(args.width);
+    const double uniform = static_cast<double>(last - first) / static_cast<double>(args.width),
+                 share = 1.0 / static_cast<double>(args.width);
     sums.add({sum_of(entropy), sum_of(kl), sum_of(total_now), kUniform ? uniform : sum_of(total_then), sum_of(minp_kl),
-              sum_of(kept_now) - share * sum_of(low_of_now), kUniform ? uniform : sum_of(kept_then) - share * sum_of(low_of_then)});
+              sum_of(kept_now) - share * sum_of(low_of_now),
+              kUniform ? uniform : sum_of(kept_then) - share * sum_of(low_of_then)});
   });
   return sums;
 }
@@ -170,20 +182,23 @@ void logit_drift_of(const LogitDriftArgs& args) {
       if (part.holds_nan() != 0 || part.now().largest > Partials{partials(row, best)}.now().largest) best = c;
     }
     args.argmax[row] = static_cast<int64_t>(Partials{partials(row, best)}.index());
-    for (int64_t c = 0; c < chunks; ++c) Partials{partials(row, c)}.now() = now, Partials{partials(row, c)}.then() = then;
+    for (int64_t c = 0; c < chunks; ++c)
+      Partials{partials(row, c)}.now() = now, Partials{partials(row, c)}.then() = then;
   }
   for_chunks([&](int64_t row, int64_t c, int64_t begin, int64_t end) {
     const Partials part{partials(row, c)};
     const Law now(part.now()), then(part.then());
     const bool uniform = args.previous.data == nullptr;
-    reinterpret_cast<Sums&>(*part.at) = uniform ? measure<T, true>(args, row, begin, end, now, then) : measure<T, false>(args, row, begin, end, now, then);
+    reinterpret_cast<Sums&>(*part.at) = uniform ? measure<T, true>(args, row, begin, end, now, then)
+                                                : measure<T, false>(args, row, begin, end, now, then);
   });
   for (int64_t row = 0; row < args.rows; ++row) {
     Sums all;
     for (int64_t c = 0; c < chunks; ++c) all.add(reinterpret_cast<const Sums&>(*partials(row, c)));
     args.entropy[row] = static_cast<float>(all.entropy / all.now);
     args.kl[row] = static_cast<float>(all.kl / all.then);
-    args.minp_kl[row] = static_cast<float>(all.minp_kl / all.levelled_then + __builtin_log(all.levelled_now / all.levelled_then));
+    args.minp_kl[row] =
+        static_cast<float>(all.minp_kl / all.levelled_then + __builtin_log(all.levelled_now / all.levelled_then));
   }
 }
 

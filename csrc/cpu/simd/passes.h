@@ -7,7 +7,8 @@
 
 namespace pdkernels::cpu::PDK_ISA {
 
-// Panels are kept in groups, so that a packed chunk serves many of them while the accumulators stay in the second-level cache.
+// Panels are kept in groups, so that a packed chunk serves many of them while the accumulators stay in the second-level
+// cache.
 template <class Tiles>
 int64_t panels_at_once(int64_t head_dim) {
   constexpr int64_t kFloats = 65536;
@@ -49,14 +50,16 @@ void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
       for (int64_t i = 0; i < count; ++i) rows[i] = *reinterpret_cast<const Ints*>(sums + (d + i) * kPanel + first);
       transpose(rows);
       for (int lane = 0; lane < kLanes && lanes[first + lane] != nullptr; ++lane) {
-        for_vectors(0, count, [&](int64_t, auto part) { store(lanes[first + lane] + d, reinterpret_cast<const Vec&>(rows[lane]), part); });
+        for_vectors(0, count, [&](int64_t, auto part) {
+          store(lanes[first + lane] + d, reinterpret_cast<const Vec&>(rows[lane]), part);
+        });
       }
     }
   }
 }
 
-// Calls body(item, memory) for all items, each on whichever thread is free. What an item computes does not depend on the thread,
-// so neither do the results.
+// Calls body(item, memory) for all items, each on whichever thread is free. What an item computes does not depend on
+// the thread, so neither do the results.
 template <class Tiles, class Body>
 void for_items(int64_t items, int64_t scratch_bytes, const Body& body) {
   int64_t next = 0;
@@ -79,8 +82,8 @@ void for_tiles(const AttentionArgs& args, const TileLists& lists, int64_t scratc
 
 // Calls body(first token, tokens, bitmap, first token inside the other tile) for each chunk of the tiles in a list.
 template <class Body>
-void for_chunks(const AttentionArgs& args, const TileLists& lists, int64_t other_block, int64_t other_len, int64_t batch,
-                int64_t tile, const Body& body) {
+void for_chunks(const AttentionArgs& args, const TileLists& lists, int64_t other_block, int64_t other_len,
+                int64_t batch, int64_t tile, const Body& body) {
   for (int64_t visit = lists.begin(batch, tile); visit < lists.end(batch, tile); ++visit) {
     const int64_t begin = lists.other(batch, visit) * other_block;
     const int64_t tokens = smaller(other_block, other_len - begin);

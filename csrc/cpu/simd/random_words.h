@@ -9,7 +9,8 @@ namespace pdkernels::cpu::PDK_ISA {
 typedef uint64_t Longs __attribute__((vector_size(4 * PDK_LANES), may_alias));
 constexpr int kLongs = kLanes / 2;
 
-// The product of the low words of each pair of lanes; their high words may hold anything. One instruction, which GCC does not find.
+// The product of the low words of each pair of lanes; their high words may hold anything. One instruction, which GCC
+// does not find.
 PDK_INLINE Longs product(Longs a, Longs b) {
 #if defined(__AVX2__)
   Longs result;
@@ -40,7 +41,8 @@ PDK_INLINE void interleave(Longs a, Longs b, Longs* result) {
 #endif
 }
 
-// A lane computes a counter, its four words in the low halves of four vectors. Most of the first round is the same for all of a row.
+// A lane computes a counter, its four words in the low halves of four vectors. Most of the first round is the same for
+// all of a row.
 class RandomWords {
  public:
   PDK_INLINE RandomWords(const uint32_t (&key)[2], uint32_t step, uint32_t row, uint32_t kind) {

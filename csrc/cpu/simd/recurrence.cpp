@@ -1,6 +1,6 @@
 // What goes into a step of the recurrent-depth sampler and what comes out of it: a work item is a row.
-#include "kernels.h"
 #include "pdkernels/recurrence.h"
+#include "kernels.h"
 #include "random_words.h"
 #include "rms_norm.h"
 
@@ -18,7 +18,8 @@ struct Rounded {
 class Latents {
  public:
   PDK_INLINE Latents(const InjectArgs& args, int64_t position, int64_t step)
-      : words_(args.key, static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise), std_(args.init_std) {}
+      : words_(args.key, static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise),
+        std_(args.init_std) {}
 
   // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
@@ -43,7 +44,8 @@ PDK_INLINE void draw_row(const InjectArgs& args, const Latents& latents, const T
     latents.write(drawn, first, end - first);
     for_vectors(first, end, [&](int64_t at, auto lanes) {
       const Vec number = load(drawn + (at - first), lanes);
-      store(to + at, from == nullptr ? number : blend<Rounded>(mix.keep, load(from + at, lanes), mix.share, number), lanes);
+      store(to + at, from == nullptr ? number : blend<Rounded>(mix.keep, load(from + at, lanes), mix.share, number),
+            lanes);
     });
   });
 }
@@ -90,7 +92,8 @@ void inject_row(const InjectArgs& args, int64_t b, int64_t i) {
   const float keep = 1.0f - args.momentum;
   if (old && args.previous.given()) {
     if (args.momentum == 0) return copy_row(size, fresh, embedding);
-    return blend_row(size, keep, fresh, args.momentum, args.previous.template row<const T>(b, args.before(b, i)), embedding);
+    return blend_row(size, keep, fresh, args.momentum, args.previous.template row<const T>(b, args.before(b, i)),
+                     embedding);
   }
   if (args.damp_new) return multiply_row(size, keep, fresh, embedding);
   copy_row(size, fresh, embedding);
@@ -109,7 +112,9 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   float* row = reinterpret_cast<float*>(thread_scratch(size * static_cast<int64_t>(sizeof(float))));
   const float scale = scale_of(add_rows(x, residual, row, size), size, args.eps);
   // What is written goes on to `visit`.
-  const auto finish = [&](const auto& visit) { return scale_row(row, scale, static_cast<const T*>(args.weight), state, size, visit); };
+  const auto finish = [&](const auto& visit) {
+    return scale_row(row, scale, static_cast<const T*>(args.weight), state, size, visit);
+  };
   if (!args.known(b, i)) {
     finish([](int64_t, auto, Vec) {});
     return args.write(b, i, kInfinity);
@@ -135,12 +140,14 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
 
 template <class T>
 void inject(const InjectArgs& args) {
-  for_rows(args.batch * args.rows, args.size, [&](int64_t item) { inject_row<T>(args, item / args.rows, item % args.rows); });
+  for_rows(args.batch * args.rows, args.size,
+           [&](int64_t item) { inject_row<T>(args, item / args.rows, item % args.rows); });
 }
 
 template <class T>
 void exit(const ExitArgs& args) {
-  for_rows(args.batch * args.rows, args.size, [&](int64_t item) { exit_row<T>(args, item / args.rows, item % args.rows); });
+  for_rows(args.batch * args.rows, args.size,
+           [&](int64_t item) { exit_row<T>(args, item / args.rows, item % args.rows); });
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a single row is
-// too short to be cut.
+// What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a
+// single row is too short to be cut.
 #include "kernels.h"
 #include "rms_norm.h"
 
@@ -16,7 +16,8 @@ void add_rms_norm_of(const AddRmsNormArgs& args) {
     };
     const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight);
     T* y = args.y.row<T>(i);
-    Vec squares = args.residual.given() ? add_rows(x, args.residual.row<const T>(i), row, args.width) : widen_row(x, row, args.width);
+    Vec squares = args.residual.given() ? add_rows(x, args.residual.row<const T>(i), row, args.width)
+                                        : widen_row(x, row, args.width);
     squares = weight != nullptr ? norm(squares, weight, y) : round_row(row, y, args.width);
     if (args.next_weight != nullptr) norm(squares, args.next_weight, args.next.row<T>(i));
   });
@@ -52,8 +53,8 @@ PDK_INLINE Vec swapped(Vec x) {
   return reinterpret_cast<Vec>(couples << 32 | couples >> 32);
 }
 
-// One head in place, in floats: x + bias (nullptr: none) times its cosine, and its partner times its sine. Only one of the products may
-// be fused with the sum, so that a number does not depend on the loop that it is computed in.
+// One head in place, in floats: x + bias (nullptr: none) times its cosine, and its partner times its sine. Only one of
+// the products may be fused with the sum, so that a number does not depend on the loop that it is computed in.
 template <class T>
 PDK_INLINE void turn(T* x, const T* bias, const float* cos, const float* sin, int64_t dim, bool interleaved) {
   const auto wide = [&](int64_t at, auto lanes) {

@@ -1,13 +1,15 @@
-// Speculative attention: a work item is one query tile of one KV head over one share of the prefix; the first share has the tail.
-#include "forward.h"
+// Speculative attention: a work item is one query tile of one KV head over one share of the prefix; the first share has
+// the tail.
 #include "pdkernels/speculative_attention.h"
+#include "forward.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
 // The chunks of cached tokens [begin, end) of a sequence, as attend() wants them.
 template <class T, class Consume>
-void for_cached(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t begin, int64_t end, const Consume& consume) {
+void for_cached(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
+                const Consume& consume) {
   for (int64_t first = begin; first < end; first += kChunk) {
     const int64_t count = smaller(kChunk, end - first);
     const T *keys[kChunk], *values[kChunk];
@@ -26,7 +28,8 @@ void merge_shares(const SpeculativeArgs& args) {
   const int64_t rows = args.batch * args.q_heads * args.q_len, dim = args.head_dim;
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t batch = row / (args.q_heads * args.q_len), head = row / args.q_len % args.q_heads, token = row % args.q_len;
+      const int64_t batch = row / (args.q_heads * args.q_len), head = row / args.q_len % args.q_heads,
+                    token = row % args.q_len;
       float largest = -kInfinity, total = 0, sums[256] = {};
       for (int64_t s = 0; s < args.shares; ++s) {
         const float lse = args.parts_lse[s * rows + row];
@@ -50,7 +53,8 @@ void merge_shares(const SpeculativeArgs& args) {
 // Stores a query tile's part of a sequence's appended rows: each row of a KV head has one writer.
 template <class T>
 void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t tile) {
-  const int64_t length = args.lengths.load(batch), count = args.count(batch), bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
+  const int64_t length = args.lengths.load(batch), count = args.count(batch),
+                bytes = args.head_dim * static_cast<int64_t>(sizeof(T));
   for (int64_t i = tile; i < count; i += args.of_q.num_tiles) {
     const int64_t token = args.source(batch, i);
     const Slot at = args.pages.locate(batch, length + i);

@@ -1,5 +1,5 @@
-// Rows of any element type as vectors of floats: whole vectors, then what is left of the row, behind which stands a value that does no
-// harm. A loop body is written once, for both.
+// Rows of any element type as vectors of floats: whole vectors, then what is left of the row, behind which stands a
+// value that does no harm. A loop body is written once, for both.
 #pragma once
 
 #include "../parallel.h"
@@ -67,15 +67,16 @@ PDK_INLINE Vec load(const T* from, Part part, float fill = 0) {
   return x;
 }
 
-// Calls body(x, y) with vectors that hold the elements of [begin, end), each once and in no particular order, and `fill` in lanes that
-// are left over. Meanwhile the elements `kAhead` further on come nearer, where there are any.
+// Calls body(x, y) with vectors that hold the elements of [begin, end), each once and in no particular order, and
+// `fill` in lanes that are left over. Meanwhile the elements `kAhead` further on come nearer, where there are any.
 template <int64_t kAhead = 0, class T, class Body>
 PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill, const Body& body) {
   int64_t at = begin;
   for (; at + 2 * kLanes <= end; at += 2 * kLanes) {
     if constexpr (kAhead > 0) {
       const char* next = reinterpret_cast<const char*>(from) + (at + kAhead) * static_cast<int64_t>(sizeof(T));
-      for (int byte = 0; byte < 2 * kLanes * static_cast<int>(sizeof(T)); byte += 64) __builtin_prefetch(next + byte, 0, 2);
+      for (int byte = 0; byte < 2 * kLanes * static_cast<int>(sizeof(T)); byte += 64)
+        __builtin_prefetch(next + byte, 0, 2);
     }
     if constexpr (sizeof(T) == sizeof(float)) {
       body(load(from + at, Whole{}), load(from + at + kLanes, Whole{}));
@@ -148,11 +149,11 @@ void for_rows(int64_t items, int64_t elements_per_item, const Body& body) {
 }
 
 // Runs the template for the element type of its arguments.
-#define PDK_BY_ELEMENT(kernel, args)                               \
-  switch (args.element) {                                          \
-    case Element::kFloat: return kernel<float>(args);              \
-    case Element::kHalf: return kernel<Half>(args);                \
-    case Element::kBfloat16: return kernel<Bfloat16>(args);        \
+#define PDK_BY_ELEMENT(kernel, args)                        \
+  switch (args.element) {                                   \
+    case Element::kFloat: return kernel<float>(args);       \
+    case Element::kHalf: return kernel<Half>(args);         \
+    case Element::kBfloat16: return kernel<Bfloat16>(args); \
   }
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -2,8 +2,8 @@
 //
 // A *panel* is kPanel tokens side by side in the lanes of a few vectors; the other tokens run down. Scores are
 // [tokens][kPanel], accumulators [head_dim][kPanel]: maxima, sums and rescaling go lane by lane, with no shuffles, and
-// weights leave the first product in the very layout that the second one reads. Queries stand in panels for the forward pass
-// and dQ, keys for dK and dV.
+// weights leave the first product in the very layout that the second one reads. Queries stand in panels for the forward
+// pass and dQ, keys for dK and dV.
 //
 // Tokens that run down come in chunks of kChunk and inside these in blocks of up to kBlock, the width of a bitmap word.
 #pragma once
@@ -16,10 +16,12 @@ constexpr int kBlock = 32;
 constexpr int kChunk = 128;
 constexpr int kMostPieces = 8;
 
-// Elements of a head that are summed before they join the others: short rows of few keys are where a single rounding shows.
+// Elements of a head that are summed before they join the others: short rows of few keys are where a single rounding
+// shows.
 PDK_INLINE int64_t piece_of(int64_t head_dim) { return head_dim <= 32 ? 8 : 32; }
 
-// A run of tokens of a chunk that a panel has to visit. Its scores stand at kBlock times its place in the list of blocks.
+// A run of tokens of a chunk that a panel has to visit. Its scores stand at kBlock times its place in the list of
+// blocks.
 struct Block {
   int32_t begin, count;
   const Ints* visible;  // [count][vectors of a panel], all bits or none; nullptr: all pairs are visible
@@ -49,7 +51,8 @@ struct Operand {
   Packed *rows, *columns;
 };
 
-// Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as floats.
+// Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as
+// floats.
 struct VectorTiles {
   static constexpr int kVectors = 2;
   static constexpr int kPanel = kVectors * kLanes;
@@ -57,8 +60,8 @@ struct VectorTiles {
   static constexpr int kGroup = kLanes == 16 ? 8 : 6;
   using Packed = float;
 
-  // Room for the largest head, the same for all, so that rows are addressed by constants; and an odd number of cache lines, so
-  // that a column of rows does not fall into a few sets of the cache.
+  // Room for the largest head, the same for all, so that rows are addressed by constants; and an odd number of cache
+  // lines, so that a column of rows does not fall into a few sets of the cache.
   static constexpr int64_t kRowStride = 272;
   static int64_t panel_size(int64_t head_dim) { return head_dim * kPanel; }
   static int64_t sums_size(int64_t head_dim) { return head_dim * kPanel; }
@@ -83,7 +86,8 @@ struct VectorTiles {
   }
 
   // scores[token][lane] = rows[token] . panel[:, lane], summed in pieces for smaller rounding errors
-  static void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
+  static void scores(const float* rows, const float* panel, int64_t head_dim, const Block* blocks, int num_blocks,
+                     float* scores) {
     const int64_t size = piece_of(head_dim);
     for (int b = 0; b < num_blocks; ++b, scores += kBlock * kPanel) {
       const float* block = rows + blocks[b].begin * kRowStride;
@@ -105,8 +109,8 @@ struct VectorTiles {
 
   // sums[d][lane] = sums[d][lane] * factor[lane] + sum over tokens of rows[token][d] * weights[token][lane]
   //
-  // The tokens' part is summed by itself first: rounding errors then grow with the tokens of a chunk and with the number of
-  // chunks, not with their product.
+  // The tokens' part is summed by itself first: rounding errors then grow with the tokens of a chunk and with the
+  // number of chunks, not with their product.
   static void accumulate(const float* rows, const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
                          const Vec* factor, float* sums) {
     in_groups(head_dim, [&](auto group, int64_t first) {
@@ -139,7 +143,8 @@ struct VectorTiles {
     static constexpr int value = kRows;
   };
 
-  // Cuts n into groups for which there is code; a rest is shared out so that no group is tiny where n is a multiple of 8.
+  // Cuts n into groups for which there is code; a rest is shared out so that no group is tiny where n is a multiple
+  // of 8.
   template <class Body>
   static PDK_INLINE void in_groups(int64_t n, const Body& body) {
     int64_t i = 0;

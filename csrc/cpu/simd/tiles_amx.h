@@ -1,7 +1,7 @@
 // The same two products by AMX: C[16][16] += A[16 rows][32] B[32][16 lanes], bfloat16 products summed in float.
 //
-// A tiles come from packed rows or columns, B tiles from panels and weights, in which two neighbours along the summed dimension
-// share a 32-bit word. What is missing to whole tiles is zero.
+// A tiles come from packed rows or columns, B tiles from panels and weights, in which two neighbours along the summed
+// dimension share a 32-bit word. What is missing to whole tiles is zero.
 //
 // Two accumulators at a time: the processor renames tiles, so it goes on with the next two while these are stored.
 #pragma once
@@ -52,12 +52,14 @@ struct AmxTiles {
           words[lane] = token == nullptr ? Ints{} : elements(token, d, head_dim);
         }
         transpose(words);
-        for (int i = 0; i < kLanes; ++i) *reinterpret_cast<Ints*>(panel + (d / 2 + i) * 2 * kPanel + 2 * half) = words[i];
+        for (int i = 0; i < kLanes; ++i)
+          *reinterpret_cast<Ints*>(panel + (d / 2 + i) * 2 * kPanel + 2 * half) = words[i];
       }
     }
   }
 
-  static void scores(const Packed* rows, const Packed* panel, int64_t head_dim, const Block* blocks, int num_blocks, float* scores) {
+  static void scores(const Packed* rows, const Packed* panel, int64_t head_dim, const Block* blocks, int num_blocks,
+                     float* scores) {
     const int64_t depth = padded(head_dim), row_bytes = 2 * depth, lane_bytes = 4 * kPanel;
     settle_memory();
     for (int b = 0; b < num_blocks; ++b) {
@@ -79,8 +81,8 @@ struct AmxTiles {
     }
   }
 
-  static void accumulate(const Packed* columns, const float* weights, int64_t head_dim, const Block* blocks, int num_blocks,
-                         const Vec* factor, float* sums) {
+  static void accumulate(const Packed* columns, const float* weights, int64_t head_dim, const Block* blocks,
+                         int num_blocks, const Vec* factor, float* sums) {
     constexpr int64_t kColumnBytes = 2 * kChunk, kLaneBytes = 4 * kPanel;
     rescale(factor, padded(head_dim), sums);
     settle_memory();
@@ -100,7 +102,8 @@ struct AmxTiles {
     }
   }
 
-  // Word [token / 2][lane]. It never lies behind the scores of the two tokens it comes from, so it may take their memory.
+  // Word [token / 2][lane]. It never lies behind the scores of the two tokens it comes from, so it may take their
+  // memory.
   static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
     const Words low = rounded_to_bfloat16(even) >> 16, high = rounded_to_bfloat16(odd) & 0xffff0000u;
     reinterpret_cast<Words*>(block + token / 2 * kPanel)[v] = low | high;
@@ -174,7 +177,8 @@ struct AmxTiles {
     return words;
   }
 
-  // In the upper half of each word; halves go up. Weights are finite or NaN with the highest bits of the fraction set, so nothing overflows.
+  // In the upper half of each word; halves go up. Weights are finite or NaN with the highest bits of the fraction set,
+  // so nothing overflows.
   static PDK_INLINE Words rounded_to_bfloat16(Vec x) { return reinterpret_cast<Words>(x) + 0x8000u; }
 
   static void rescale(const Vec* factor, int64_t depth, float* sums) {

@@ -1,8 +1,9 @@
-// Vocabulary statistics: what each part of a row leaves behind, from one read of it. A part stays in the first-level cache while it is
-// looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw. Tokens that cannot be among the
-// first of the row, or win its draw, are told by one comparison a strip, because a thread knows what the parts before have.
-#include "kernels.h"
+// Vocabulary statistics: what each part of a row leaves behind, from one read of it. A part stays in the first-level
+// cache while it is looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw.
+// Tokens that cannot be among the first of the row, or win its draw, are told by one comparison a strip, because a
+// thread knows what the parts before have.
 #include "pdkernels/token_statistics.h"
+#include "kernels.h"
 #include "random_words.h"
 
 namespace pdkernels::cpu::PDK_ISA {
@@ -33,7 +34,8 @@ constexpr int kStrips = kVocabularyPart / kStrip;
 
 // The largest logit, that of each strip lane by lane, and the first tokens. NaNs are passed over.
 template <class T>
-PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips], uint64_t* top, Runners& runners) {
+PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips],
+                          uint64_t* top, Runners& runners) {
   Vec largest = splat(-kInfinity);
   float bound = runners.bound(ranked);
   for_strips(0, count, [&](int64_t first, int64_t last) {
@@ -64,11 +66,13 @@ typedef double Doubles __attribute__((vector_size(8 * PDK_LANES), may_alias));
 
 struct VectorSums {
   Doubles total{}, weighted{};
-  int64_t first = 0;  // tokens as large as the largest, held apart: next to their e^0 the others would lose their last bits
+  int64_t first =
+      0;  // tokens as large as the largest, held apart: next to their e^0 the others would lose their last bits
 };
 
 template <bool kTempered, bool kHoldsFirst, class T>
-PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, float rest, VectorSums& sums) {
+PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shift, float inverse, float rest,
+                          VectorSums& sums) {
   Vec total{}, weighted{};
   Ints first{};
   const auto add = [&](Vec x) {
@@ -96,7 +100,8 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
 
 // Sums of e^x and x e^x, x = (logit - largest) inverse. `peaks` are the largest logits of each strip, lane by lane.
 template <bool kTempered, class T>
-PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse, float rest) {
+PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse,
+                           float rest) {
   const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
   VectorSums sums;
   for_strips(0, count, [&](int64_t begin, int64_t end) {
@@ -109,21 +114,25 @@ PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const 
   return {largest, static_cast<double>(sums.first) + sum_of(sums.total), sum_of(sums.weighted)};
 }
 
-// Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The bits of a float are a
-// lower bound of its logarithm, as a multiple of 2^-23.
+// Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The
+// bits of a float are a lower bound of its logarithm, as a multiple of 2^-23.
 class Contest {
  public:
-  explicit PDK_INLINE Contest(double temperature) : scale_(static_cast<float>(0x1p23 / (temperature * 0.6931471805599453))) {}
+  explicit PDK_INLINE Contest(double temperature)
+      : scale_(static_cast<float>(0x1p23 / (temperature * 0.6931471805599453))) {}
 
   PDK_INLINE void set_best(double score) {
     const float nearest = static_cast<float>(score);
-    best_ = nearest == -kInfinity ? -3.4e38f : nearest - __builtin_fabsf(nearest) * 0x1p-22f - 1e-37f;  // below the score
+    best_ =
+        nearest == -kInfinity ? -3.4e38f : nearest - __builtin_fabsf(nearest) * 0x1p-22f - 1e-37f;  // below the score
   }
   // At least 0 where the token can win; NaN, or below 0, where it cannot.
   PDK_INLINE Vec chance(Vec logits, Ints words) const {
-    const Vec distance = __builtin_convertvector(reinterpret_cast<Ints>(~reinterpret_cast<Words>(words) >> 1), Vec);  // (1 - u) 2^31
-    constexpr float kSlack = 0.01f;  // of all roundings
-    return (logits - best_) * scale_ + ((127 + 31 + kSlack) * 0x1p23f - __builtin_convertvector(reinterpret_cast<Ints>(distance), Vec));
+    const Vec distance =
+        __builtin_convertvector(reinterpret_cast<Ints>(~reinterpret_cast<Words>(words) >> 1), Vec);  // (1 - u) 2^31
+    constexpr float kSlack = 0.01f;                                                                  // of all roundings
+    return (logits - best_) * scale_ +
+           ((127 + 31 + kSlack) * 0x1p23f - __builtin_convertvector(reinterpret_cast<Ints>(distance), Vec));
   }
 
  private:
@@ -131,8 +140,8 @@ class Contest {
 };
 
 template <class T>
-PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id, Runners& runners,
-                          TokenPart& part) {
+PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id,
+                          Runners& runners, TokenPart& part) {
   const RandomWords random(args.key, args.step_of(r), args.position(r), 0);
   Contest contest(args.temperature);
   contest.set_best(runners.score);
@@ -159,7 +168,8 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
 }
 
 template <class T>
-void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Runners& runners, TokenPart& part) {
+void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t count, int64_t first_id, Runners& runners,
+                   TokenPart& part) {
   Vec peaks[kStrips];
   const float largest = find_top(logits, count, first_id, args.num_ranked(), peaks, part.top, runners);
   const float inverse = static_cast<float>(args.inverse());
@@ -210,11 +220,13 @@ void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& run
   draw_from<float>(args, r, staged, count, begin, runners, part);
 }
 
-// --- filters ------------------------------------------------------------------------------------------------------------------
+// --- filters
+// ------------------------------------------------------------------------------------------------------------------
 
 constexpr int kBins = 2048;
 
-// Logits from the largest down: which bin holds the first one that has at least `target` mass before or in it, and what is left of them.
+// Logits from the largest down: which bin holds the first one that has at least `target` mass before or in it, and what
+// is left of them.
 struct Nucleus {
   float* logits;
   float* masses;
@@ -285,7 +297,8 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   });
   // What is left may still be many, and all of them equal: now by the bits of their keys.
   for (int shift = 21; shift >= 0 && nucleus.count > 1; shift -= shift > 10 ? 11 : 10) {
-    nucleus.narrow([&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });
+    nucleus.narrow(
+        [&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });
   }
   return nucleus.logits[0] > floor ? nucleus.logits[0] : floor;
 }
@@ -294,7 +307,8 @@ template <class T>
 void token_statistics_of(const TokenStatisticsArgs& args) {
   const int64_t parts = args.num_parts();
   if (args.filtered()) {
-    for_rows(args.rows, args.width, [&](int64_t r) { args.cuts[r] = args.source(r) < 0 ? -kInfinity : cut_of<T>(args, r); });
+    for_rows(args.rows, args.width,
+             [&](int64_t r) { args.cuts[r] = args.source(r) < 0 ? -kInfinity : cut_of<T>(args, r); });
   }
   for_ranges(args.rows * parts, smaller(args.width, kVocabularyPart), [&](int64_t begin, int64_t end) {
     Runners runners;

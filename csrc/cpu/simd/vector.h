@@ -1,8 +1,9 @@
-// Vectors of the width a unit is compiled for, through the compilers' vector extension: one source for every instruction set.
+// Vectors of the width a unit is compiled for, through the compilers' vector extension: one source for every
+// instruction set.
 //
-// A unit in this folder is compiled once for each level of CpuIsa, with PDK_ISA naming the level's namespace. Everything here
-// lives in that namespace and nothing comes from the standard library's templates: the linker keeps one copy of an inline
-// function, and a copy with AVX-512 in it must not end up in code that any processor runs.
+// A unit in this folder is compiled once for each level of CpuIsa, with PDK_ISA naming the level's namespace.
+// Everything here lives in that namespace and nothing comes from the standard library's templates: the linker keeps one
+// copy of an inline function, and a copy with AVX-512 in it must not end up in code that any processor runs.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +32,8 @@ PDK_INLINE Ints splat(int32_t x) { return x + Ints{}; }
 PDK_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
 PDK_INLINE Vec choose(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
 
-// Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was taken it
-// has to be rounded in the same place again, or weights of large scores are off by as much as the rounding.
+// Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was
+// taken it has to be rounded in the same place again, or weights of large scores are off by as much as the rounding.
 PDK_INLINE Vec rounded(Vec x) {
 #if defined(__FMA__)
   __asm__("" : "+v"(x));
@@ -48,16 +49,18 @@ PDK_INLINE Ints lane_numbers() {
   return lanes;
 }
 
-// 2^z for z <= 0 or a little above, where the result is rounded to 16 bits anyway: 2^n 2^f with n whole and |f| <= 1/2. Exactly 1 at 0,
-// exactly 0 below about -126, NaN for NaN. The polynomial is minimax in the relative error: 3e-6.
+// 2^z for z <= 0 or a little above, where the result is rounded to 16 bits anyway: 2^n 2^f with n whole and |f| <= 1/2.
+// Exactly 1 at 0, exactly 0 below about -126, NaN for NaN. The polynomial is minimax in the relative error: 3e-6.
 PDK_INLINE Vec power_of_two(Vec z) {
 #ifdef __AVX512DQ__
-  // The processor has the split and the scaling. Lanes below are masked, because results below 2^-126 take it a hundred times as long.
+  // The processor has the split and the scaling. Lanes below are masked, because results below 2^-126 take it a hundred
+  // times as long.
   const __m512 exponent = reinterpret_cast<__m512>(z);
   const __mmask16 counted = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126), _CMP_NLT_UQ);
   const Vec f = reinterpret_cast<Vec>(_mm512_reduce_ps(exponent, _MM_FROUND_TO_NEAREST_INT));
 #else
-  constexpr float kRounder = 12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
+  constexpr float kRounder =
+      12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
   z = z < -127.0f ? splat(-127.0f) : z;
   const Vec shifted = z + kRounder, f = z - (shifted - kRounder);
 #endif
@@ -66,14 +69,16 @@ PDK_INLINE Vec power_of_two(Vec z) {
   p = p * f + 0.6931241934293345f;
   p = p * f + 1.0f;
 #ifdef __AVX512DQ__
-  return reinterpret_cast<Vec>(_mm512_maskz_scalef_ps(counted, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(z - f)));
+  return reinterpret_cast<Vec>(
+      _mm512_maskz_scalef_ps(counted, reinterpret_cast<__m512>(p), reinterpret_cast<__m512>(z - f)));
 #else
   return p * reinterpret_cast<Vec>(reinterpret_cast<Ints>(shifted) << 23);
 #endif
 }
 
-// e^x for x <= 0 or a little above, the same for results of 16 bits. For exact ones 2^n e^r with n whole and |r| <= log(2) / 2; n log(2) is
-// taken off in two parts, the first of which is exact (Cody and Waite), so that r is as good as x whatever n is: 2e-9 before rounding.
+// e^x for x <= 0 or a little above, the same for results of 16 bits. For exact ones 2^n e^r with n whole and |r| <=
+// log(2) / 2; n log(2) is taken off in two parts, the first of which is exact (Cody and Waite), so that r is as good as
+// x whatever n is: 2e-9 before rounding.
 template <bool kExact>
 PDK_INLINE Vec exponential(Vec x) {
   if constexpr (!kExact) {
@@ -94,11 +99,13 @@ PDK_INLINE Vec exponential(Vec x) {
   }
 }
 
-// e^x for x <= 0 and above kLeastExponent, as the terms of long sums need it: exactly 1 at 0, exactly 0 at kLeastExponent, NaN for NaN.
-// The polynomial's relative error swings around 0 and is at most 9e-8. A quarter fewer instructions than exponential<true>.
+// e^x for x <= 0 and above kLeastExponent, as the terms of long sums need it: exactly 1 at 0, exactly 0 at
+// kLeastExponent, NaN for NaN. The polynomial's relative error swings around 0 and is at most 9e-8. A quarter fewer
+// instructions than exponential<true>.
 constexpr float kLeastExponent = -88.02969f;  // -127 ln 2
 PDK_INLINE Vec exponential_term(Vec x) {
-  constexpr float kRounder = 12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
+  constexpr float kRounder =
+      12582912.0f + 127;  // 1.5 * 2^23 + the bias: what is left of it in the low bits is the exponent
   const Vec shifted = x * 1.44269504f + kRounder;
   const Vec f = x * 1.44269504f - (shifted - kRounder);
   Vec p = f * 0.001326472731307149f + 0.009671512991189957f;
@@ -108,11 +115,13 @@ PDK_INLINE Vec exponential_term(Vec x) {
   return (p * f + 1.0f) * reinterpret_cast<Vec>(reinterpret_cast<Ints>(shifted) << 23);
 }
 
-// Adds e^x to `total` and x e^x to `weighted`, for x <= 0: nothing where x <= kLeastExponent, -inf included, and NaN for NaN.
+// Adds e^x to `total` and x e^x to `weighted`, for x <= 0: nothing where x <= kLeastExponent, -inf included, and NaN
+// for NaN.
 PDK_INLINE void add_terms(Vec x, Vec& total, Vec& weighted) {
 #ifdef __AVX512DQ__
-  // 2^n times 2^f, where f in [0, 1) is what reduce leaves and n = floor(z) what scalef reads: 12 instructions instead of 15. The
-  // polynomial's relative error is at most 9e-8. Lanes below 2^-126 are masked, since such results take a hundred times as long.
+  // 2^n times 2^f, where f in [0, 1) is what reduce leaves and n = floor(z) what scalef reads: 12 instructions instead
+  // of 15. The polynomial's relative error is at most 9e-8. Lanes below 2^-126 are masked, since such results take a
+  // hundred times as long.
   const __m512 z = reinterpret_cast<__m512>(x * 1.44269504f), f = _mm512_reduce_ps(z, _MM_FROUND_TO_NEG_INF);
   const __mmask16 counted = _mm512_cmp_ps_mask(z, _mm512_set1_ps(-126), _CMP_NLT_UQ);
   const Vec r = reinterpret_cast<Vec>(f);
@@ -123,7 +132,8 @@ PDK_INLINE void add_terms(Vec x, Vec& total, Vec& weighted) {
   p = p * r + 1.0f;
   const __m512 e = _mm512_maskz_scalef_ps(counted, reinterpret_cast<__m512>(p), z);
   total += reinterpret_cast<Vec>(e);
-  weighted = reinterpret_cast<Vec>(_mm512_mask3_fmadd_ps(reinterpret_cast<__m512>(x), e, reinterpret_cast<__m512>(weighted), counted));
+  weighted = reinterpret_cast<Vec>(
+      _mm512_mask3_fmadd_ps(reinterpret_cast<__m512>(x), e, reinterpret_cast<__m512>(weighted), counted));
 #else
   x = larger(splat(kLeastExponent), x);
   const Vec e = exponential_term(x);

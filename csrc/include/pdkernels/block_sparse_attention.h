@@ -18,8 +18,8 @@ struct HeadsView {
   }
 };
 
-// One direction of a tile plan: for each tile of this side, the tiles of the other side that it meets. Batch strides are 0
-// where all samples share a tensor.
+// One direction of a tile plan: for each tile of this side, the tiles of the other side that it meets. Batch strides
+// are 0 where all samples share a tensor.
 struct TileLists {
   const int32_t *offsets, *tiles, *bitmap_ids, *order;
   int64_t offsets_stride, tiles_stride, bitmap_ids_stride, order_stride;
@@ -59,8 +59,8 @@ struct AttentionArgs {
 struct AttentionGradArgs : AttentionArgs {
   HeadsView grad_out, dq, dk, dv;
   const float* grad_lse;  // like lse, or nullptr
-  // (2, batch, q_heads, q_len), written by the first pass and read by the second: rowsum(grad_out * out) - grad_lse; and, for
-  // float32, what makes weights computed from `lse` sum up to 1.
+  // (2, batch, q_heads, q_len), written by the first pass and read by the second: rowsum(grad_out * out) - grad_lse;
+  // and, for float32, what makes weights computed from `lse` sum up to 1.
   float* delta;
 };
 

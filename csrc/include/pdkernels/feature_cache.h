@@ -37,18 +37,18 @@ PDK_HD Cut lowest(int64_t n, const Below& below) {
 // Fresh values beside the cached ones of one layer.
 struct ValueDriftArgs {
   Element element;
-  char* v;            // (batch, rows): a sequence is laid out as a page
+  char* v;  // (batch, rows): a sequence is laid out as a page
   RowLayout v_row;
   char* cache;
   RowLayout cache_row;
   PageMap pages;
   IndexView starts;
-  IndexView counts;   // not given: rows
-  IndexView wanted;   // not given: most
+  IndexView counts;  // not given: rows
+  IndexView wanted;  // not given: most
   int64_t batch, rows, most;
   Update update;
-  uint32_t* keys;     // (batch, rows), room
-  int64_t* index;     // (batch, most)
+  uint32_t* keys;  // (batch, rows), room
+  int64_t* index;  // (batch, most)
 
   PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
   PDK_HD int64_t wish(int64_t b) const { return wanted.given() ? wanted.load(b) : most; }

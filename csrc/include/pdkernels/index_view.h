@@ -1,5 +1,5 @@
-// Lengths, counts, row indices and block tables arrive as int32 or int64 tensors of any stride. Kernels read them through
-// this view, so that one kernel serves both widths.
+// Lengths, counts, row indices and block tables arrive as int32 or int64 tensors of any stride. Kernels read them
+// through this view, so that one kernel serves both widths.
 #pragma once
 
 #include "pdkernels/platform.h"
@@ -10,7 +10,7 @@ struct IndexView {
   void* data = nullptr;  // nullptr: the optional argument was not given
   int64_t stride0 = 0;   // in elements
   int64_t stride1 = 0;
-  bool wide = true;      // int64 if true, int32 otherwise
+  bool wide = true;  // int64 if true, int32 otherwise
 
   PDK_HD bool given() const { return data != nullptr; }
 

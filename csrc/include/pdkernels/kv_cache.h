@@ -1,8 +1,8 @@
 // Geometry of KV caches and of the three operations on them, shared by the CPU and the CUDA kernels.
 //
-// A cache is a table of buffers: K of every layer, then V of every layer. A buffer holds pages, a page holds slots, a slot
-// holds one row: the K (or V) of one token in all heads. A contiguous cache is a paged one whose sequence b owns page b,
-// as large as the capacity. Kernels move bytes and never look at element types.
+// A cache is a table of buffers: K of every layer, then V of every layer. A buffer holds pages, a page holds slots, a
+// slot holds one row: the K (or V) of one token in all heads. A contiguous cache is a paged one whose sequence b owns
+// page b, as large as the capacity. Kernels move bytes and never look at element types.
 #pragma once
 
 #include "pdkernels/index_view.h"
@@ -17,7 +17,7 @@ struct RowLayout {
   int64_t page_stride = 0;
   int64_t slot_stride = 0;
   int64_t head_stride = 0;
-  int64_t heads = 0;       // a row is `heads` runs of `head_bytes`; a single run where the heads are adjacent
+  int64_t heads = 0;  // a row is `heads` runs of `head_bytes`; a single run where the heads are adjacent
   int64_t head_bytes = 0;
 
   PDK_HD int64_t row_bytes() const { return heads * head_bytes; }
@@ -57,7 +57,7 @@ struct BufferTable {
 struct CacheView {
   BufferTable buffers;  // K of every layer, then V of every layer
   int32_t layers = 0;
-  RowLayout rows[2];    // K, V
+  RowLayout rows[2];  // K, V
   PageMap pages;
   int64_t batch = 0;
 
@@ -71,7 +71,7 @@ struct AppendArgs {
   int64_t source_batch_stride[2] = {0, 0};
   RowLayout source_rows[2];  // page_stride unused
   IndexView lengths;
-  IndexView counts;          // not given: max_rows for every sequence
+  IndexView counts;  // not given: max_rows for every sequence
   int64_t max_rows = 0;
 
   PDK_HD int64_t count(int64_t sequence) const { return counts.given() ? counts.load(sequence) : max_rows; }
@@ -106,7 +106,8 @@ PDK_HD Fault check_commit_row(const CommitArgs& args, int64_t sequence, int64_t 
   const PageMap& pages = args.cache.pages;
   const int64_t source = args.source_index.load(sequence, row);
   if (source < 0 || source >= pages.capacity() - length) return Fault::source;
-  const bool held = pages.holds(pages.locate(sequence, length + source)) && pages.holds(pages.locate(sequence, length + row));
+  const bool held =
+      pages.holds(pages.locate(sequence, length + source)) && pages.holds(pages.locate(sequence, length + row));
   return held ? Fault::none : Fault::page;
 }
 

@@ -20,7 +20,9 @@ class PageAllocator {
   int64_t available() const { return static_cast<int64_t>(free_.size()); }
 
   std::vector<int64_t> allocate(int64_t count) {
-    if (count < 0) throw std::invalid_argument("pdkernels.PageAllocator: count must be 0 or more, got " + std::to_string(count) + ".");
+    if (count < 0)
+      throw std::invalid_argument("pdkernels.PageAllocator: count must be 0 or more, got " + std::to_string(count) +
+                                  ".");
     if (count > available()) throw std::bad_alloc();
     const auto end = std::next(free_.begin(), count);
     const std::vector<int64_t> pages(free_.begin(), end);
@@ -48,7 +50,8 @@ class PageAllocator {
  private:
   static int64_t check_size(int64_t num_pages) {
     if (num_pages < 0) {
-      throw std::invalid_argument("pdkernels.PageAllocator: num_pages must be 0 or more, got " + std::to_string(num_pages) + ".");
+      throw std::invalid_argument("pdkernels.PageAllocator: num_pages must be 0 or more, got " +
+                                  std::to_string(num_pages) + ".");
     }
     return num_pages;
   }

@@ -8,7 +8,7 @@ namespace pdkernels {
 struct RecordArgs {
   const int64_t* entry = nullptr;  // [batch][columns]; the first column counts what a sequence still has to do
   int64_t batch = 0;
-  int64_t columns = 0;  // at least 1
+  int64_t columns = 0;     // at least 1
   int64_t* log = nullptr;  // [steps][batch][columns]
   int64_t steps = 0;
   int64_t* count = nullptr;  // [1]: entries in the log

@@ -1,8 +1,9 @@
-// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which, how much
-// noise it gets, the truncated normal law, and the bookkeeping of rows that freeze.
+// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which,
+// how much noise it gets, the truncated normal law, and the bookkeeping of rows that freeze.
 //
-// What recurrence_inject computes is the same to the last bit everywhere. The formulas are therefore templates over `Math`, whose
-// `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by themselves anyway.
+// What recurrence_inject computes is the same to the last bit everywhere. The formulas are therefore templates over
+// `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by
+// themselves anyway.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -23,21 +24,22 @@ struct BatchedRows {
   }
 };
 
-// --- the normal law cut at +-3 ---------------------------------------------------------------------------------------------
+// --- the normal law cut at +-3
+// ---------------------------------------------------------------------------------------------
 
 // The fourth word of a counter: latent noise shares no draw with sampled tokens, which have 0 there.
 constexpr uint32_t kLatentNoise = 1;
 
-// The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. For a word or a vector of them, as
-// signed integers.
+// The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. For a word or a vector of them,
+// as signed integers.
 template <class I>
 PDK_HD I odd_number(I word) {
   return ((word ^ INT32_MIN) >> 8) * 2 + 1;
 }
 
-// Phi^-1(1/2 + t (Phi(3) - 1/2)) for t = n 2^-24: t P(y) / Q(y), y = 1 - t^2. A minimax fit of degree 6 over 6; the error is below
-// 1e-6, rounding included. All coefficients are positive, so nothing cancels; y comes from 1 - |t|, which is exact, because at the
-// ends the quantile is 56 times as steep in it as the number itself.
+// Phi^-1(1/2 + t (Phi(3) - 1/2)) for t = n 2^-24: t P(y) / Q(y), y = 1 - t^2. A minimax fit of degree 6 over 6; the
+// error is below 1e-6, rounding included. All coefficients are positive, so nothing cancels; y comes from 1 - |t|,
+// which is exact, because at the ends the quantile is 56 times as steep in it as the number itself.
 template <class Math, class F>
 PDK_HD F truncated_normal(F t) {
   constexpr float kNumerator[] = {2.9999998f, 693.8183f, 43711.816f, 825518.44f, 4248849.0f, 4712873.5f, 526904.5f};
@@ -53,7 +55,8 @@ PDK_HD F truncated_normal(F t) {
   return Math::multiply(t, p / q);
 }
 
-// --- what enters a step ----------------------------------------------------------------------------------------------------
+// --- what enters a step
+// ----------------------------------------------------------------------------------------------------
 
 enum class NoiseSchedule { kConstant, kLinear, kHarmonic, kRoot };
 
@@ -72,7 +75,8 @@ struct InjectArgs {
     const int64_t w = width.load(b);
     return w < 0 ? 0 : (w > rows ? rows : w);
   }
-  // Where row i stood a step ago. An old row that is not there counts as new; on the CPU it is an error before this is asked.
+  // Where row i stood a step ago. An old row that is not there counts as new; on the CPU it is an error before this is
+  // asked.
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
   PDK_HD bool old(int64_t b, int64_t i) const {
     return state.given() && recurrences.load(b, i) > 0 && state.has(before(b, i));
@@ -112,7 +116,8 @@ PDK_HD F blend(float keep, F x, float share, F y) {
   return Math::multiply(x, keep) + Math::multiply(y, share);
 }
 
-// --- what leaves it --------------------------------------------------------------------------------------------------------
+// --- what leaves it
+// --------------------------------------------------------------------------------------------------------
 
 struct ExitArgs {
   Element element;
@@ -139,7 +144,8 @@ struct ExitArgs {
   }
 };
 
-// --- which rows freeze -----------------------------------------------------------------------------------------------------
+// --- which rows freeze
+// -----------------------------------------------------------------------------------------------------
 
 struct AdvanceArgs {
   IndexView tokens, predictions, recurrences, stable;  // (batch, room + 1), (batch, rows), twice (batch, room)
@@ -181,12 +187,13 @@ struct AdvanceArgs {
   }
 };
 
-// What a sequence does once it is known which of its w rows are ready (leading ones, or up to the last one), where the first
-// input changed and where the first end token stands, each w if nowhere.
+// What a sequence does once it is known which of its w rows are ready (leading ones, or up to the last one), where the
+// first input changed and where the first end token stands, each w if nowhere.
 struct Advance {
   int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: places to write
 
-  PDK_HD Advance(const AdvanceArgs& args, int64_t b, int64_t w, int64_t ready, int64_t first_changed, int64_t first_end) {
+  PDK_HD Advance(const AdvanceArgs& args, int64_t b, int64_t w, int64_t ready, int64_t first_changed,
+                 int64_t first_end) {
     const int64_t budget = args.remaining.load(b);
     int64_t n = args.guard && first_changed < ready ? first_changed : ready;
     if (args.keep_last && n > 0) --n;

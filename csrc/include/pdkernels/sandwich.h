@@ -39,9 +39,9 @@ struct RotateAppendArgs {
   Element element;
   void* qkv;  // (batch, rows, heads + 2 * kv_heads, head_dim), strides in elements
   int64_t batch_stride, row_stride, head_stride;
-  void* bias;       // (heads + kv_heads, head_dim), or nullptr
+  void* bias;              // (heads + kv_heads, head_dim), or nullptr
   const float *cos, *sin;  // (positions, head_dim)
-  char* cache[2];   // K, V
+  char* cache[2];          // K, V
   RowLayout cache_rows[2];
   PageMap pages;
   IndexView lengths;
@@ -80,7 +80,8 @@ struct RotateAppendArgs {
   PDK_HD char* target(int64_t b, int64_t position, int64_t head) const {
     const int side = head < turned_heads() ? 0 : 1;
     const Slot at = pages.locate(b, position);
-    return cache[side] + cache_rows[side].row_offset(at.page, at.slot) + (head - heads) % kv_heads * cache_rows[side].head_stride;
+    return cache[side] + cache_rows[side].row_offset(at.page, at.slot) +
+           (head - heads) % kv_heads * cache_rows[side].head_stride;
   }
 };
 

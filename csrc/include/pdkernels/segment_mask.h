@@ -1,4 +1,5 @@
-// A segment mask: runs of tokens that see other runs wholly or not at all, and themselves causally, wholly or not at all.
+// A segment mask: runs of tokens that see other runs wholly or not at all, and themselves causally, wholly or not at
+// all.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,9 @@ struct KeySpan {
   bool operator==(const KeySpan&) const = default;
 };
 
-[[noreturn]] inline void fail_mask(const std::string& sentence) { throw std::invalid_argument("pdkernels.masks." + sentence); }
+[[noreturn]] inline void fail_mask(const std::string& sentence) {
+  throw std::invalid_argument("pdkernels.masks." + sentence);
+}
 
 // The square mask over all tokens, and the window of rows and columns that is asked for.
 class SegmentMask {
@@ -34,7 +37,8 @@ class SegmentMask {
     const auto number = static_cast<int32_t>(inside_.size());
     const std::string who = "SegmentMask: segment " + std::to_string(number);
     if (length < 0) fail_mask(who + " must have a length of 0 or more, got " + std::to_string(length) + ".");
-    if (tokens() + length > std::numeric_limits<int32_t>::max()) fail_mask(who + " must end within 2**31 - 1 tokens, got more.");
+    if (tokens() + length > std::numeric_limits<int32_t>::max())
+      fail_mask(who + " must end within 2**31 - 1 tokens, got more.");
     begin_.push_back(tokens() + length);
     inside_.push_back(inside);
     for (SegmentRange range : sees) {
@@ -50,17 +54,18 @@ class SegmentMask {
     const auto fits = [&](int64_t begin, int64_t end) { return 0 <= begin && begin <= end && end <= tokens(); };
     if (!fits(row_begin, row_end) || !fits(column_begin, column_end)) {
       fail_mask("SegmentMask: the window must lie within the " + std::to_string(tokens()) + " tokens, got rows [" +
-                std::to_string(row_begin) + ", " + std::to_string(row_end) + ") and columns [" + std::to_string(column_begin) + ", " +
-                std::to_string(column_end) + ").");
+                std::to_string(row_begin) + ", " + std::to_string(row_end) + ") and columns [" +
+                std::to_string(column_begin) + ", " + std::to_string(column_end) + ").");
     }
     for (int32_t i = 0; i < segments(); ++i) {
       int32_t below = 0;
       for (const SegmentRange& range : sees(i)) {
         const bool own = range.start <= i && i < range.stop && (i - range.start) % std::max(range.step, 1) == 0;
         if (range.step < 1 || range.start < below || range.stop > segments() || own) {
-          fail_mask("SegmentMask: segment " + std::to_string(i) + " must see ascending ranges of other segments below " +
-                    std::to_string(segments()) + ", got range(" + std::to_string(range.start) + ", " + std::to_string(range.stop) +
-                    ", " + std::to_string(range.step) + ").");
+          fail_mask("SegmentMask: segment " + std::to_string(i) +
+                    " must see ascending ranges of other segments below " + std::to_string(segments()) +
+                    ", got range(" + std::to_string(range.start) + ", " + std::to_string(range.stop) + ", " +
+                    std::to_string(range.step) + ").");
         }
         below = std::max(below, range.stop);
       }
@@ -88,8 +93,8 @@ class SegmentMask {
   // Column of the token that stands in a row. It may lie outside the window.
   int32_t column_of_row(int32_t row) const { return static_cast<int32_t>(row + row_begin_ - column_begin_); }
 
-  // Appends what every row from `row` on, in its segment, sees: ascending, disjoint, never touching. For a causal segment
-  // that includes its tokens before `row`; the triangle that begins at `row` is left to the caller.
+  // Appends what every row from `row` on, in its segment, sees: ascending, disjoint, never touching. For a causal
+  // segment that includes its tokens before `row`; the triangle that begins at `row` is left to the caller.
   void append_spans(int32_t segment, int32_t row, std::vector<KeySpan>& spans) const {
     const size_t first = spans.size();
     const auto append = [&](int64_t begin, int64_t end) {
@@ -140,7 +145,9 @@ class SegmentMask {
     const SegmentRange* begin() const { return first; }
     const SegmentRange* end() const { return last; }
   };
-  Ranges sees(int32_t segment) const { return {sees_.data() + sees_end_[segment], sees_.data() + sees_end_[segment + 1]}; }
+  Ranges sees(int32_t segment) const {
+    return {sees_.data() + sees_end_[segment], sees_.data() + sees_end_[segment + 1]};
+  }
 
   std::vector<int64_t> begin_{0};  // first token of each segment, then the number of tokens
   std::vector<Inside> inside_;

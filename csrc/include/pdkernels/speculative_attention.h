@@ -1,5 +1,6 @@
-// What the CPU kernel of speculative attention is given: block-sparse attention of new tokens over a tail of new tokens, and in
-// front of it a cached prefix that all of them see; and which of the new tokens it stores behind that prefix.
+// What the CPU kernel of speculative attention is given: block-sparse attention of new tokens over a tail of new
+// tokens, and in front of it a cached prefix that all of them see; and which of the new tokens it stores behind that
+// prefix.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -7,8 +8,9 @@
 
 namespace pdkernels {
 
-// The prefix is attended to in shares, so that a long one keeps many threads busy even for a single sequence. How many there are
-// follows from the capacity alone: a sequence gets the same bits in any batch and at any length of the others.
+// The prefix is attended to in shares, so that a long one keeps many threads busy even for a single sequence. How many
+// there are follows from the capacity alone: a sequence gets the same bits in any batch and at any length of the
+// others.
 constexpr int64_t kShareTokens = 4096;
 constexpr int64_t kMostShares = 64;
 
@@ -23,16 +25,17 @@ inline int64_t count_shares(int64_t capacity) {
   return shares > 1 ? shares : 1;
 }
 
-struct SpeculativeArgs : AttentionArgs {  // k, v: the new tokens; kv_len = q_len; only the lists of the queries are there
-  HeadsView k_cache, v_cache;             // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
+struct SpeculativeArgs
+    : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are there
+  HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
   PageMap pages;
   IndexView lengths;
   int64_t shares;
   float* parts;      // (shares, batch, q_len, q_heads, head_dim), where there is more than one share
   float* parts_lse;  // (shares, batch, q_heads, q_len)
 
-  // What goes to the cache behind the prefix, where no share reads: new token source(b, i) to position lengths[b] + i for all
-  // i < count(b).
+  // What goes to the cache behind the prefix, where no share reads: new token source(b, i) to position lengths[b] + i
+  // for all i < count(b).
   const char* op;          // as errors name the call
   IndexView counts;        // not given: append_rows
   IndexView source_index;  // not given: the new tokens in their order

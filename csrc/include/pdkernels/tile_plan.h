@@ -1,10 +1,11 @@
 // Cuts a segment mask into tiles. Cost grows with tiles and with what the segments see, never with pairs.
 //
-// For each query tile: the key tiles that hold a visible pair, each with -1 (a full tile: every pair visible) or the number of a
-// bitmap (a partial one); the same transposed for each key tile. In a ragged last tile "every pair" means every pair inside the
-// lengths. Lists hold the full tiles first, ascending, then the partial ones, ascending: kernels need no mask up to the first
-// tile that is partial or ragged, and a ragged full tile, being the last one, ends the full ones.
-// Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c) of the tile; bits outside the lengths are 0.
+// For each query tile: the key tiles that hold a visible pair, each with -1 (a full tile: every pair visible) or the
+// number of a bitmap (a partial one); the same transposed for each key tile. In a ragged last tile "every pair" means
+// every pair inside the lengths. Lists hold the full tiles first, ascending, then the partial ones, ascending: kernels
+// need no mask up to the first tile that is partial or ragged, and a ragged full tile, being the last one, ends the
+// full ones. Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c) of the tile; bits outside the
+// lengths are 0.
 #pragma once
 
 #include <algorithm>
@@ -34,8 +35,12 @@ struct TilePlan {
 class TilePlanner {
  public:
   TilePlanner(const SegmentMask& mask, int32_t block_q, int32_t block_k)
-      : mask_(mask), block_q_(block_q), block_k_(block_k), q_tiles_((mask.q_len() + block_q - 1) / block_q),
-        k_tiles_((mask.kv_len() + block_k - 1) / block_k), words_((block_k + 31) / 32) {}
+      : mask_(mask),
+        block_q_(block_q),
+        block_k_(block_k),
+        q_tiles_((mask.q_len() + block_q - 1) / block_q),
+        k_tiles_((mask.kv_len() + block_k - 1) / block_k),
+        words_((block_k + 31) / 32) {}
 
   TilePlan plan() {
     kv_offsets_.assign(1, 0);
@@ -51,8 +56,8 @@ class TilePlanner {
   }
 
  private:
-  // Rows [row_begin, row_end) of the tile, all of one segment: each sees spans [first, last) and, if causal, the keys from
-  // `diagonal` up to its own, where `diagonal` is the column of the token in row_begin.
+  // Rows [row_begin, row_end) of the tile, all of one segment: each sees spans [first, last) and, if causal, the keys
+  // from `diagonal` up to its own, where `diagonal` is the column of the token in row_begin.
   struct Piece {
     int32_t row_begin, row_end;
     size_t first, last;
@@ -134,7 +139,8 @@ class TilePlanner {
     partial_bitmaps_.clear();
   }
 
-  // What the pieces show of one key tile, in few words; equal words mean equal bitmaps, so most tiles are never painted.
+  // What the pieces show of one key tile, in few words; equal words mean equal bitmaps, so most tiles are never
+  // painted.
   int32_t bitmap_of(int32_t column, int32_t columns) {
     summary_.clear();
     const auto put = [&](int64_t value) { summary_.push_back(static_cast<char32_t>(static_cast<int32_t>(value))); };
@@ -146,7 +152,8 @@ class TilePlanner {
       size_t behind = piece.first;
       while (behind < piece.last && spans_[behind].begin < column + columns) ++behind;
       if (behind == piece.first && !triangle) continue;
-      put(piece.row_begin), put(piece.row_end), put(behind - piece.first), put(triangle ? columns : 0), put(piece.diagonal - column);
+      put(piece.row_begin), put(piece.row_end), put(behind - piece.first), put(triangle ? columns : 0),
+          put(piece.diagonal - column);
       if (!triangle) summary_.back() = 0;
       for (size_t i = piece.first; i < behind; ++i) {
         put(std::max(spans_[i].begin - column, 0)), put(std::min(spans_[i].end - column, columns));
@@ -170,7 +177,8 @@ class TilePlanner {
         const int32_t begin = next(), end = next();
         set_bits(line, begin, end);
       }
-      for (int32_t row = row_begin + 1; row < row_end; ++row) std::copy(line, line + words_, line + (row - row_begin) * words_);
+      for (int32_t row = row_begin + 1; row < row_end; ++row)
+        std::copy(line, line + words_, line + (row - row_begin) * words_);
       if (columns == 0) continue;
       for (int32_t row = row_begin; row < row_end; ++row, line += words_) {
         set_bits(line, std::max(diagonal, 0), std::min(diagonal + row - row_begin + 1, columns));
@@ -215,7 +223,8 @@ class TilePlanner {
     const std::vector<int32_t> q_order = longest_first(kv_offsets_), k_order = longest_first(q_offsets);
 
     const std::array<const std::vector<int32_t>*, TilePlan::kParts> parts{
-        &kv_offsets_, &kv_tiles_list_, &kv_bitmaps_list_, &q_offsets, &q_tiles, &q_bitmaps, &q_order, &k_order, &bitmaps_};
+        &kv_offsets_, &kv_tiles_list_, &kv_bitmaps_list_, &q_offsets, &q_tiles,
+        &q_bitmaps,   &q_order,        &k_order,          &bitmaps_};
     TilePlan plan;
     plan.visible_pairs = visible_pairs_;
     int64_t end = 0;
@@ -247,7 +256,8 @@ class TilePlanner {
 inline TilePlan plan_tiles(const SegmentMask& mask, int64_t block_q, int64_t block_k) {
   for (const auto& [name, size] : {std::pair{"block_q", block_q}, {"block_k", block_k}}) {
     if (size < 16 || size > 1024 || size % 16 != 0) {
-      fail_mask(std::string("plan: ") + name + " must be a multiple of 16 in [16, 1024], got " + std::to_string(size) + ".");
+      fail_mask(std::string("plan: ") + name + " must be a multiple of 16 in [16, 1024], got " + std::to_string(size) +
+                ".");
     }
   }
   return TilePlanner(mask, static_cast<int32_t>(block_q), static_cast<int32_t>(block_k)).plan();

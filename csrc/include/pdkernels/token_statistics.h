@@ -1,5 +1,5 @@
-// What the kernels of vocabulary statistics are given, and the arithmetic that the CPU and CUDA share: the order of tokens, the
-// score of a draw, and a softmax whose vocabulary is cut into parts.
+// What the kernels of vocabulary statistics are given, and the arithmetic that the CPU and CUDA share: the order of
+// tokens, the score of a draw, and a softmax whose vocabulary is cut into parts.
 #pragma once
 
 #include "pdkernels/index_view.h"
@@ -8,13 +8,14 @@
 
 namespace pdkernels {
 
-// Tokens of a row that are one piece of work. What is summed together follows from the width of a row alone, so a row gets the same
-// bits in any batch and on any number of threads.
+// Tokens of a row that are one piece of work. What is summed together follows from the width of a row alone, so a row
+// gets the same bits in any batch and on any number of threads.
 constexpr int64_t kVocabularyPart = 8192;
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSuppressed = 16;
 
-// --- the order of tokens: larger logits first, a NaN before all, the lowest id on ties ----------------------------------------
+// --- the order of tokens: larger logits first, a NaN before all, the lowest id on ties
+// ----------------------------------------
 
 // A token as a number that grows in this order. 0 is no token, as is one of -inf.
 PDK_HD uint64_t token_key(float logit, int64_t id) {
@@ -35,7 +36,8 @@ PDK_HD float at_least(double x) {
   return nearest < x ? key_logit(token_key(nearest, 0) + (uint64_t{1} << 32)) : nearest;
 }
 
-// --- draws ----------------------------------------------------------------------------------------------------------------
+// --- draws
+// ----------------------------------------------------------------------------------------------------------------
 
 PDK_HD double logarithm(double x) {
 #ifdef __CUDA_ARCH__
@@ -45,14 +47,16 @@ PDK_HD double logarithm(double x) {
 #endif
 }
 
-// The token with the largest score is a draw from softmax(logits / temperature). The uniform number (word + 1/2) / 2^32 and its
-// distance to 1 are exact in a double, and so -ln u is good in both tails. Only the few tokens that can win need this.
+// The token with the largest score is a draw from softmax(logits / temperature). The uniform number (word + 1/2) / 2^32
+// and its distance to 1 are exact in a double, and so -ln u is good in both tails. Only the few tokens that can win
+// need this.
 PDK_HD double draw_score(float logit, double temperature, uint32_t word) {
   const double u = (word + 0.5) * 0x1p-32;
   return logit - temperature * logarithm(-logarithm(u));
 }
 
-// --- a law in parts ---------------------------------------------------------------------------------------------------------
+// --- a law in parts
+// ---------------------------------------------------------------------------------------------------------
 
 // Sums over tokens of e^x and x e^x, x = (logit - largest) / temperature.
 struct LawSums {
@@ -76,29 +80,30 @@ struct LawSums {
 
 // What a part of the vocabulary leaves behind.
 struct TokenPart {
-  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 behind the last; those that cannot be among the row's may be left out
+  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 behind the last; those that cannot be among the
+                           // row's may be left out
   uint64_t drawn;          // key of the token with the largest score, 0 for none
   double score;
   LawSums sums;
-  bool lawless;            // a NaN or +inf is among the tokens
+  bool lawless;  // a NaN or +inf is among the tokens
 };
 
 struct TokenStatisticsArgs {
   Element element;
   RowsView logits;
-  int64_t rows;               // to look at
+  int64_t rows;  // to look at
   int64_t source_rows, width;
   IndexView row_index, positions, steps;  // an entry a row; not given: the row, its number, `step`
   uint32_t step, key[2];
-  double temperature;         // 0: no draw
+  double temperature;  // 0: no draw
   double top_p, min_p;
-  bool sampling;              // statistics of the law that is drawn from
+  bool sampling;  // statistics of the law that is drawn from
   int top_k, num_suppressed;
   int64_t suppress[kMaxSuppressed];
   int64_t *ids, *top_ids;
   float *probs, *top_probs, *margin, *entropy, *logsumexp;
-  TokenPart* parts;           // (rows, num_parts())
-  float* cuts;                // (rows), smallest logit that the filters leave; where filtered()
+  TokenPart* parts;  // (rows, num_parts())
+  float* cuts;       // (rows), smallest logit that the filters leave; where filtered()
 
   PDK_HD int64_t num_parts() const { return (width + kVocabularyPart - 1) / kVocabularyPart; }
   PDK_HD int num_ranked() const { return top_k < 2 ? 2 : top_k; }  // the margin needs two
@@ -113,7 +118,9 @@ struct TokenStatisticsArgs {
     const int64_t row = row_index.given() ? row_index.load(r) : r;
     return row < source_rows ? row : -1;
   }
-  PDK_HD uint32_t position(int64_t r) const { return static_cast<uint32_t>(positions.given() ? positions.load(r) : source(r)); }
+  PDK_HD uint32_t position(int64_t r) const {
+    return static_cast<uint32_t>(positions.given() ? positions.load(r) : source(r));
+  }
   PDK_HD uint32_t step_of(int64_t r) const { return steps.given() ? static_cast<uint32_t>(steps.load(r)) : step; }
   PDK_HD bool suppresses_in(int64_t begin, int64_t end) const {
     bool any = false;

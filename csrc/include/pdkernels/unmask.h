@@ -1,8 +1,8 @@
 // Which guesses for masked tokens are committed, shared by the CPU and the CUDA kernel.
 //
-// Every eligible candidate has a key, and no two of a sequence the same: its score in the upper half, and below it what prefers the
-// lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are the keys from some key on, and the
-// rules are about keys alone; 0 is no key.
+// Every eligible candidate has a key, and no two of a sequence the same: its score in the upper half, and below it what
+// prefers the lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are the keys from
+// some key on, and the rules are about keys alone; 0 is no key.
 #pragma once
 
 #include <cstring>
@@ -48,7 +48,7 @@ struct UnmaskArgs {
   IndexView tokens, ids, positions;  // positions not given: candidate r is for token r
   IndexView starts, ends;            // (batch, segments); not given: one segment, all tokens
   PerSegment quota, need;
-  IndexView steps;              // not given: step
+  IndexView steps;                    // not given: step
   const float* confidence = nullptr;  // nullptr: a random order
   int64_t confidence_stride0 = 0, confidence_stride1 = 0;
   int64_t batch = 0, length = 0, candidates = 0, segments = 1, mask_token = 0, step = 0;
@@ -93,7 +93,8 @@ struct UnmaskArgs {
 
   // What a rule compares: the confidence, or the uniform number.
   PDK_HD double value(uint32_t score) const {
-    return confidence != nullptr ? static_cast<double>(confidence_of(score)) : (static_cast<double>(score) + 0.5) * 0x1p-32;
+    return confidence != nullptr ? static_cast<double>(confidence_of(score))
+                                 : (static_cast<double>(score) + 0.5) * 0x1p-32;
   }
 
   // kQuota and kThreshold: how many of m eligible candidates, of whom `passing` have keys from the bar on.
@@ -102,7 +103,8 @@ struct UnmaskArgs {
     const int64_t most = quota.load(b, g);
     return most < m ? most : m;
   }
-  // kFactor: whether a key with this rank, from 1, is too low for it. If it is, so is every key below it with its own rank.
+  // kFactor: whether a key with this rank, from 1, is too low for it. If it is, so is every key below it with its own
+  // rank.
   PDK_HD bool fails(uint64_t key, int64_t rank) const {
     if (rank < 2) return false;
     return value(static_cast<uint32_t>(key >> 32)) < 1.0 - factor / static_cast<double>(rank + 1);

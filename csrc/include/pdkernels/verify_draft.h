@@ -1,7 +1,7 @@
 // Greedy verification of a draft, shared by the CPU and the CUDA kernel.
 //
-// draft[0] is known to be right; predictions[i] is the model's own token after draft[i]. The accepted prefix ends before
-// the first draft token that the model would not have produced itself.
+// draft[0] is known to be right; predictions[i] is the model's own token after draft[i]. The accepted prefix ends
+// before the first draft token that the model would not have produced itself.
 #pragma once
 
 #include "pdkernels/index_view.h"
@@ -61,7 +61,9 @@ struct VerifyArgs {
   PDK_HD void write_verdict(int64_t b, int64_t winner, int64_t count, int64_t first_end) const {
     const bool cut = first_end < count;
     const int64_t kept = cut ? first_end + 1 : count;
-    const int64_t next = count == 0 ? -1 : cut ? draft.load(b, winner, first_end) : predictions.load(b, winner, count - 1);
+    const int64_t next = count == 0 ? -1
+                         : cut      ? draft.load(b, winner, first_end)
+                                    : predictions.load(b, winner, count - 1);
     accepted[b] = kept;
     next_token[b] = next;
     ended[b] = cut || (count > 0 && is_end(next));

@@ -35,9 +35,9 @@
 // library's shared variables, those of template kernels too, side by side where the runtime can poison them.
 #define __shared__ static thread_local
 
-#include "cudasim/vectors.h"
-#include "cudasim/host_api.h"
-#include "cudasim/engine.h"
-#include "cudasim/collectives.h"
-#include "cudasim/memory.h"
 #include "cudasim/arithmetic.h"
+#include "cudasim/collectives.h"
+#include "cudasim/engine.h"
+#include "cudasim/host_api.h"
+#include "cudasim/memory.h"
+#include "cudasim/vectors.h"

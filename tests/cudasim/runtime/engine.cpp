@@ -200,9 +200,7 @@ void Engine::thread_main() {
   for (;;) {
     try {
       self.run_(self.body_);
-    } catch (const std::exception& thrown) {
-      self.error_ = std::string("the kernel threw: ") + thrown.what();
-    }
+    } catch (const std::exception& thrown) { self.error_ = std::string("the kernel threw: ") + thrown.what(); }
     self.finish_thread();
     self.current_->fiber.suspend();
   }

@@ -48,8 +48,8 @@ extern "C" {
 }
 
 [[noreturn]] void __ubsan_handle_out_of_bounds_abort(const OutOfBounds* data, std::uintptr_t index) {
-  report(data->place, "index " + std::to_string(static_cast<std::intptr_t>(index)) + " is out of bounds of " +
-                          data->array->name);
+  report(data->place,
+         "index " + std::to_string(static_cast<std::intptr_t>(index)) + " is out of bounds of " + data->array->name);
 }
 
 [[noreturn]] void __ubsan_handle_shift_out_of_bounds_abort(const SourcePlace* place, std::uintptr_t, std::uintptr_t) {

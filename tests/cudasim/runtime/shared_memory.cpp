@@ -12,7 +12,7 @@ int visit(dl_phdr_info* library, std::size_t, void* found) {
   const auto here = reinterpret_cast<std::uintptr_t>(&static_shared);
   bool ours = false;
   const ElfW(Phdr)* thread_local_segment = nullptr;
-  for (const ElfW(Phdr)& segment : std::span(library->dlpi_phdr, library->dlpi_phnum)) {
+  for (const ElfW(Phdr) & segment : std::span(library->dlpi_phdr, library->dlpi_phnum)) {
     const std::uintptr_t start = library->dlpi_addr + segment.p_vaddr;
     if (segment.p_type == PT_LOAD && here >= start && here < start + segment.p_memsz) ours = true;
     if (segment.p_type == PT_TLS) thread_local_segment = &segment;

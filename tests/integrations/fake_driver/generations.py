@@ -20,7 +20,11 @@ CASES = [
     ("tiny-code", "jacobi", {"block_size": 8}),
     ("tiny-code", "jacobi", {"window": 5, "seed": 3}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),
-    ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "temperature": 0.8, "verification": "rejection", "page_size": 3}),
+    (
+        "tiny-trimode",
+        "linear_self_speculation",
+        {"block_size": 6, "temperature": 0.8, "verification": "rejection", "page_size": 3},
+    ),
     ("tiny-recurrent", "autoregressive", {}),
 ]
 PROMPTS = [["class Node:", "import os\n"], ["def test_", "    return "], ["a", "for i in range("]]
@@ -75,7 +79,10 @@ def check_errors(driver: FakeDriver) -> None:
         loop.generate([[1], [2]])
     with pytest.raises(NotImplementedError, match="leave the host out of a step, got a threshold above 0"):
         DeviceLoop(pd.models.load("tiny-trimode"), "linear_self_speculation", longest_prompt=3, threshold=0.9)
-    with pytest.raises(RuntimeError, match=r"the driver must take the graph, got CUDA_ERROR_INVALID_VALUE \(refused by the fake driver\)"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"the driver must take the graph, got CUDA_ERROR_INVALID_VALUE \(refused by the fake driver\)",
+    ):
         while_graph._call(while_graph.driver.cuGraphCreate(7))
     driver.library.fake_version(12040)
     with pytest.raises(NotImplementedError, match="the driver must be for CUDA 13.0 or newer, got 12040"):

@@ -1,6 +1,6 @@
-// Stands in for libcuda.so.1, as far as `pdkernels.integrations.while_graph` calls it, so that cuda-python's own marshalling is
-// part of a test that needs no GPU. Declarations come from NVIDIA's cuda.h. Graphs are kept and executed: a kernel is a function
-// of the test. What a driver refuses is refused here too.
+// Stands in for libcuda.so.1, as far as `pdkernels.integrations.while_graph` calls it, so that cuda-python's own
+// marshalling is part of a test that needs no GPU. Declarations come from NVIDIA's cuda.h. Graphs are kept and
+// executed: a kernel is a function of the test. What a driver refuses is refused here too.
 #include <cuda.h>
 
 #include <algorithm>
@@ -16,8 +16,8 @@ using Function = void (*)(int);
 struct CUgraphNode_st {
   CUgraphNodeType type;
   std::vector<CUgraphNode> behind;
-  int function = 0;                       // a kernel: what the test calls it
-  CUgraph child = nullptr;                // a child graph, or the body of a while node
+  int function = 0;         // a kernel: what the test calls it
+  CUgraph child = nullptr;  // a child graph, or the body of a while node
   CUgraphConditionalHandle handle = 0;
 };
 
@@ -104,7 +104,8 @@ CUresult graph_create(CUgraph* out, unsigned flags) {
 
 CUresult graph_destroy(CUgraph graph) { return delete graph, CUDA_SUCCESS; }
 
-CUresult handle_create(CUgraphConditionalHandle* out, CUgraph graph, CUcontext context, unsigned start, unsigned flags) {
+CUresult handle_create(CUgraphConditionalHandle* out, CUgraph graph, CUcontext context, unsigned start,
+                       unsigned flags) {
   if (context != kContext || flags != CU_GRAPH_COND_ASSIGN_DEFAULT) return CUDA_ERROR_INVALID_VALUE;
   *out = next_handle++;
   conditions[*out] = {graph, start, 0, false};
@@ -114,12 +115,14 @@ CUresult handle_create(CUgraphConditionalHandle* out, CUgraph graph, CUcontext c
 // Edges may be left out; one that is not zero would let a node start before the other has ended.
 bool plain(const CUgraphEdgeData* edges, size_t count) {
   const CUgraphEdgeData none{};
-  return edges == nullptr || std::all_of(edges, edges + count, [&](const auto& edge) { return std::memcmp(&edge, &none, sizeof none) == 0; });
+  return edges == nullptr || std::all_of(edges, edges + count,
+                                         [&](const auto& edge) { return std::memcmp(&edge, &none, sizeof none) == 0; });
 }
 
-CUresult begin_capture(CUstream stream, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges, size_t count,
-                       CUstreamCaptureMode mode) {
-  if (captures.count(stream) || !plain(edges, count) || mode != CU_STREAM_CAPTURE_MODE_THREAD_LOCAL) return CUDA_ERROR_INVALID_VALUE;
+CUresult begin_capture(CUstream stream, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges,
+                       size_t count, CUstreamCaptureMode mode) {
+  if (captures.count(stream) || !plain(edges, count) || mode != CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+    return CUDA_ERROR_INVALID_VALUE;
   captures[stream].graph = graph;
   if (count > 0) captures[stream].last.assign(behind, behind + count);
   return CUDA_SUCCESS;
@@ -138,12 +141,13 @@ CUresult get_nodes(CUgraph graph, CUgraphNode* nodes, size_t* count) {
   return CUDA_SUCCESS;
 }
 
-CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges, size_t count,
-                  CUgraphNodeParams* params) {
+CUresult add_node(CUgraphNode* out, CUgraph graph, const CUgraphNode* behind, const CUgraphEdgeData* edges,
+                  size_t count, CUgraphNodeParams* params) {
   CUDA_CONDITIONAL_NODE_PARAMS& loop = params->conditional;
   const auto condition = conditions.find(loop.handle);
-  if (params->type != CU_GRAPH_NODE_TYPE_CONDITIONAL || loop.type != CU_GRAPH_COND_TYPE_WHILE || loop.size != 1 || !plain(edges, count) ||
-      loop.ctx != kContext || condition == conditions.end() || condition->second.graph != graph || condition->second.in_use) {
+  if (params->type != CU_GRAPH_NODE_TYPE_CONDITIONAL || loop.type != CU_GRAPH_COND_TYPE_WHILE || loop.size != 1 ||
+      !plain(edges, count) || loop.ctx != kContext || condition == conditions.end() ||
+      condition->second.graph != graph || condition->second.in_use) {
     return CUDA_ERROR_INVALID_VALUE;
   }
   *out = add(graph, params->type, behind, count);
@@ -177,9 +181,7 @@ CUresult launch(CUgraphExec executable, CUstream) {
   for (auto& [handle, condition] : conditions) condition.value = condition.start;
   try {
     execute(*executable->graph);
-  } catch (Endless) {
-    return CUDA_ERROR_LAUNCH_TIMEOUT;
-  }
+  } catch (Endless) { return CUDA_ERROR_LAUNCH_TIMEOUT; }
   return CUDA_SUCCESS;
 }
 
@@ -203,12 +205,21 @@ const std::map<std::string, void*> kFunctions = [] {
   decltype(&cuGraphLaunch) p14 = launch;
   decltype(&cuGraphExecDestroy) p15 = exec_destroy;
   const auto raw = [](auto* function) { return reinterpret_cast<void*>(function); };
-  return std::map<std::string, void*>{
-      {"cuInit", raw(p1)}, {"cuDriverGetVersion", raw(p2)}, {"cuCtxGetCurrent", raw(p3)}, {"cuGetErrorString", raw(p4)},
-      {"cuGraphCreate", raw(p5)}, {"cuGraphDestroy", raw(p6)}, {"cuGraphConditionalHandleCreate", raw(p7)},
-      {"cuStreamBeginCaptureToGraph", raw(p8)}, {"cuStreamEndCapture", raw(p9)}, {"cuGraphGetNodes", raw(p10)},
-      {"cuGraphAddNode", raw(p11)}, {"cuGraphAddChildGraphNode", raw(p12)}, {"cuGraphInstantiateWithFlags", raw(p13)},
-      {"cuGraphLaunch", raw(p14)}, {"cuGraphExecDestroy", raw(p15)}};
+  return std::map<std::string, void*>{{"cuInit", raw(p1)},
+                                      {"cuDriverGetVersion", raw(p2)},
+                                      {"cuCtxGetCurrent", raw(p3)},
+                                      {"cuGetErrorString", raw(p4)},
+                                      {"cuGraphCreate", raw(p5)},
+                                      {"cuGraphDestroy", raw(p6)},
+                                      {"cuGraphConditionalHandleCreate", raw(p7)},
+                                      {"cuStreamBeginCaptureToGraph", raw(p8)},
+                                      {"cuStreamEndCapture", raw(p9)},
+                                      {"cuGraphGetNodes", raw(p10)},
+                                      {"cuGraphAddNode", raw(p11)},
+                                      {"cuGraphAddChildGraphNode", raw(p12)},
+                                      {"cuGraphInstantiateWithFlags", raw(p13)},
+                                      {"cuGraphLaunch", raw(p14)},
+                                      {"cuGraphExecDestroy", raw(p15)}};
 }();
 
 }  // namespace
@@ -216,7 +227,8 @@ const std::map<std::string, void*> kFunctions = [] {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 #undef cuGetProcAddress
-EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* found) {
+EXPORT CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t,
+                                    CUdriverProcAddressQueryResult* found) {
   const auto known = kFunctions.find(symbol);
   *function = known == kFunctions.end() ? nullptr : known->second;
   if (found != nullptr) *found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;

@@ -102,15 +102,21 @@ T reduce(const char* call, unsigned mask, T value, Where where) {
 
 struct FoldAdd {
   template <class T>
-  T operator()(T a, T b) const { return static_cast<T>(static_cast<unsigned>(a) + static_cast<unsigned>(b)); }  // wraps
+  T operator()(T a, T b) const {
+    return static_cast<T>(static_cast<unsigned>(a) + static_cast<unsigned>(b));
+  }  // wraps
 };
 struct FoldMin {
   template <class T>
-  T operator()(T a, T b) const { return b < a ? b : a; }
+  T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
 };
 struct FoldMax {
   template <class T>
-  T operator()(T a, T b) const { return a < b ? b : a; }
+  T operator()(T a, T b) const {
+    return a < b ? b : a;
+  }
 };
 
 }  // namespace cudasim
@@ -176,9 +182,9 @@ unsigned __match_all_sync(unsigned mask, T value, int* all_same, CUDASIM_WHERE) 
   return *all_same ? static_cast<unsigned>(same) : 0;
 }
 
-#define CUDASIM_REDUCE(name, Fold, ...) \
-  template <cudasim::OneOf<__VA_ARGS__> T> \
-  T name(unsigned mask, T value, CUDASIM_WHERE) { \
+#define CUDASIM_REDUCE(name, Fold, ...)                         \
+  template <cudasim::OneOf<__VA_ARGS__> T>                      \
+  T name(unsigned mask, T value, CUDASIM_WHERE) {               \
     return cudasim::reduce<T, Fold>(#name, mask, value, where); \
   }
 CUDASIM_REDUCE(__reduce_add_sync, cudasim::FoldAdd, int, unsigned)

@@ -55,8 +55,9 @@ void launch(const char* name, void (*kernel)(Parameters...), dim3 grid, dim3 blo
   static_assert((std::is_trivially_copyable_v<Parameters> && ...), "kernel parameters are copied bit by bit");
   static_assert((sizeof(Parameters) + ... + 0) <= 32764, "kernel parameters take at most 32764 bytes");
   auto body = [&] { kernel(arguments...); };
-  launch_erased(name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes,
-                [](void* erased) { (*static_cast<decltype(body)*>(erased))(); }, &body);
+  launch_erased(
+      name, reinterpret_cast<const void*>(kernel), grid, block, shared_bytes,
+      [](void* erased) { (*static_cast<decltype(body)*>(erased))(); }, &body);
 }
 
 }  // namespace cudasim

@@ -6,12 +6,12 @@
 
 #include "collectives.h"
 
-#define CUDASIM_ATOMIC(name, expression, ...)                    \
-  template <cudasim::OneOf<__VA_ARGS__> T>                       \
-  T name(T* at, std::type_identity_t<T> value) {                 \
-    const T old = *at;                                           \
-    *at = expression;                                            \
-    return old;                                                  \
+#define CUDASIM_ATOMIC(name, expression, ...)    \
+  template <cudasim::OneOf<__VA_ARGS__> T>       \
+  T name(T* at, std::type_identity_t<T> value) { \
+    const T old = *at;                           \
+    *at = expression;                            \
+    return old;                                  \
   }
 // The element types are those of CUDA, so that code which runs here compiles there.
 CUDASIM_ATOMIC(atomicAdd, old + value, int, unsigned, unsigned long long, float, double)
@@ -19,7 +19,7 @@ CUDASIM_ATOMIC(atomicSub, old - value, int, unsigned)
 CUDASIM_ATOMIC(atomicExch, value, int, unsigned, unsigned long long, float)
 CUDASIM_ATOMIC(atomicMin, value < old ? value : old, int, unsigned, long long, unsigned long long)
 CUDASIM_ATOMIC(atomicMax, old < value ? value : old, int, unsigned, long long, unsigned long long)
-CUDASIM_ATOMIC(atomicAnd, old & value, int, unsigned, unsigned long long)
+CUDASIM_ATOMIC(atomicAnd, old& value, int, unsigned, unsigned long long)
 CUDASIM_ATOMIC(atomicOr, old | value, int, unsigned, unsigned long long)
 CUDASIM_ATOMIC(atomicXor, old ^ value, int, unsigned, unsigned long long)
 #undef CUDASIM_ATOMIC
@@ -43,7 +43,9 @@ inline void __threadfence_system() {}
 
 #define CUDASIM_LOAD(name) \
   template <class T>       \
-  T name(const T* at) { return *at; }
+  T name(const T* at) {    \
+    return *at;            \
+  }
 CUDASIM_LOAD(__ldg)
 CUDASIM_LOAD(__ldca)
 CUDASIM_LOAD(__ldcg)
@@ -52,9 +54,11 @@ CUDASIM_LOAD(__ldcv)
 CUDASIM_LOAD(__ldlu)
 #undef CUDASIM_LOAD
 
-#define CUDASIM_STORE(name) \
-  template <class T>        \
-  void name(T* at, std::type_identity_t<T> value) { *at = value; }
+#define CUDASIM_STORE(name)                         \
+  template <class T>                                \
+  void name(T* at, std::type_identity_t<T> value) { \
+    *at = value;                                    \
+  }
 CUDASIM_STORE(__stcg)
 CUDASIM_STORE(__stcs)
 CUDASIM_STORE(__stwb)

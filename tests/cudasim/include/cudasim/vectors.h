@@ -2,15 +2,15 @@
 #pragma once
 
 #define CUDASIM_VECTOR1(T, name) \
-  struct name##1 { T x; }; \
+  struct name##1 { T x; };       \
   inline name##1 make_##name##1(T x) { return {x}; }
-#define CUDASIM_VECTOR2(T, name) \
+#define CUDASIM_VECTOR2(T, name)                     \
   struct alignas(2 * sizeof(T)) name##2 { T x, y; }; \
   inline name##2 make_##name##2(T x, T y) { return {x, y}; }
 #define CUDASIM_VECTOR3(T, name) \
   struct name##3 { T x, y, z; }; \
   inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }
-#define CUDASIM_VECTOR4(T, name) \
+#define CUDASIM_VECTOR4(T, name)                                                     \
   struct alignas(4 * sizeof(T) < 16 ? 4 * sizeof(T) : 16) name##4 { T x, y, z, w; }; \
   inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 #define CUDASIM_VECTORS(T, name) \
