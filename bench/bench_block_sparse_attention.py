@@ -1,8 +1,8 @@
 """Block-sparse attention over a tile plan against what else computes the same masks, forward, and forward with backward.
 
 Noise-aware masks as Jacobi Forcing trains on (prompt, 16 or 64 blocks of 32) and the dual stream of block diffusion (1024 tokens,
-blocks of 32), 8 query heads and 2 KV heads. Every contender gets its inputs in the layout it likes best and its mask prebuilt;
-what it returns, and its gradients, are compared with float64 before it is timed. Contenders run in the streams order but for one:
+blocks of 32), 8 query heads and 2 KV heads. Every candidate gets its inputs in the layout it likes best and its mask prebuilt;
+what it returns, and its gradients, are compared with float64 before it is timed. Candidates run in the streams order but for one:
 FlexAttention in the interleaved order, as published. On the CPU FlexAttention has no backward pass. A baseline runs beside every
 round: scaled dot-product attention under the dense boolean mask. Two threads on the CPU.
 
@@ -36,7 +36,7 @@ BLOCK_Q, BLOCK_K = 128, 128
 FLEX_BLOCKS = (32, 64, 128)
 BLOCK = 32
 THREADS = 2
-# What the baseline may take in all rounds of a contender together, about; but four rounds at least.
+# What the baseline may take in all rounds of a candidate together, about; but four rounds at least.
 SECONDS = {"cpu": 2.0, "cuda": 0.3}
 # Longer masks are no place for a whole score matrix in float32.
 MOST_EAGER = 10_000
@@ -118,7 +118,7 @@ class Inputs(NamedTuple):
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Contender(NamedTuple):
+class Candidate(NamedTuple):
     """Attention on its own inputs, and how to get back to ``(1, tokens, heads, head_dim)`` in the streams order."""
 
     attention: Attention
@@ -138,21 +138,21 @@ def swap(x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
-# ---- contenders
+# ---- candidates
 
 
-def ours(case: Case, inputs: Inputs) -> Contender:
+def ours(case: Case, inputs: Inputs) -> Candidate:
     plan = case.mask().plan(BLOCK_Q, BLOCK_K, inputs.q.device)
-    return Contender(lambda q, k, v: pd.block_sparse_attention(q, k, v, plan), inputs, lambda x: x)
+    return Candidate(lambda q, k, v: pd.block_sparse_attention(q, k, v, plan), inputs, lambda x: x)
 
 
-def eager(case: Case, inputs: Inputs) -> Contender:
+def eager(case: Case, inputs: Inputs) -> Candidate:
     """The whole score matrix, softmax in float32."""
     mask = case.mask().dense().to(inputs.q.device)
-    return Contender(lambda q, k, v: reference(q, k, v, mask)[0], inputs, lambda x: x)
+    return Candidate(lambda q, k, v: reference(q, k, v, mask)[0], inputs, lambda x: x)
 
 
-def sdpa(case: Case, inputs: Inputs, expanded: bool = False, backends: tuple[SDPBackend, ...] = ()) -> Contender:
+def sdpa(case: Case, inputs: Inputs, expanded: bool = False, backends: tuple[SDPBackend, ...] = ()) -> Candidate:
     mask = case.mask().dense().to(inputs.q.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -160,10 +160,10 @@ def sdpa(case: Case, inputs: Inputs, expanded: bool = False, backends: tuple[SDP
             k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=not expanded)
 
-    return Contender(on(backends, attention), inputs.heads_first(), swap)
+    return Candidate(on(backends, attention), inputs.heads_first(), swap)
 
 
-def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = ()) -> Contender:
+def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = ()) -> Candidate:
     """By hand: prompt and clean stream, prompt and noisy stream as a batch of two causal sequences, and back."""
     mask = case.mask()
     if not isinstance(mask, NoiseAwareMask):
@@ -180,10 +180,10 @@ def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = 
         # The streams order is the first sequence, then the second without its prompt.
         return torch.cat([out[:1], out[1:, :, prompt:width]], dim=2)
 
-    return Contender(on(backends, attention), inputs.heads_first(), swap)
+    return Candidate(on(backends, attention), inputs.heads_first(), swap)
 
 
-def split_dual(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...]) -> Contender:
+def split_dual(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...]) -> Candidate:
     """By hand: the clean stream is causal; the noisy one sees half of all pairs, so it gets its part of the dense mask."""
     half = case.size[0]
     noisy = case.mask().dense()[:half].to(inputs.q.device)
@@ -193,10 +193,10 @@ def split_dual(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...]) -> 
         clean = (x[:, :, half:] for x in (q, k, v))
         return torch.cat([first, F.scaled_dot_product_attention(*clean, is_causal=True, enable_gqa=True)], dim=2)
 
-    return Contender(on(backends, attention), inputs.heads_first(), swap)
+    return Candidate(on(backends, attention), inputs.heads_first(), swap)
 
 
-def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Contender:
+def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Candidate:
     device, mask = inputs.q.device, case.mask(layout)
     block_mask = to_block_mask(mask, block, device)
     compiled = torch.compile(flex_attention, fullgraph=True, dynamic=False)
@@ -204,7 +204,7 @@ def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Con
     if layout == "interleaved":
         order, inverse = case.mask().to_interleaved.to(device), case.mask().from_interleaved.to(device)
         inputs, back = inputs.of(order), lambda x: swap(x)[:, inverse]
-    return Contender(
+    return Candidate(
         lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), inputs.heads_first(), back
     )
 
@@ -221,11 +221,11 @@ def on(backends: tuple[SDPBackend, ...], attention: Attention) -> Attention:
     return chosen
 
 
-Build = Callable[[Case, Inputs], Contender]
+Build = Callable[[Case, Inputs], Candidate]
 SDPA, EAGER = "SDPA, dense boolean mask", "eager, softmax in fp32"
 # PyTorch's fused kernels take either a mask or grouped heads. A baseline that runs as plain products would flatter everybody.
 BASELINES = {"cpu": f"{SDPA}, enable_gqa", "cuda": f"{SDPA}, K and V expanded"}
-CONTENDERS: dict[str, Build] = {
+CANDIDATES: dict[str, Build] = {
     "pdkernels": ours,
     f"{SDPA}, enable_gqa": sdpa,
     f"{SDPA}, K and V expanded": lambda case, inputs: sdpa(case, inputs, expanded=True),
@@ -247,14 +247,14 @@ ON_CUDA: dict[str, Build] = {
 # ---- the measurement
 
 
-def run(contender: Contender, backward: bool) -> list[Tensor]:
+def run(candidate: Candidate, backward: bool) -> list[Tensor]:
     """Output, and the gradients of q, k, v if asked for."""
-    q, k, v, grad = contender.inputs
+    q, k, v, grad = candidate.inputs
     if not backward:
         with torch.no_grad():
-            return [contender.attention(q, k, v)]
+            return [candidate.attention(q, k, v)]
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = contender.attention(*leaves)
+    out = candidate.attention(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
@@ -275,14 +275,14 @@ def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
     return computed(torch.float64), computed(case.dtype)
 
 
-def check(name: str, contender: Contender, case: Case, device: str) -> None:
+def check(name: str, candidate: Candidate, case: Case, device: str) -> None:
     """Ours keeps the budget that the kernels are tested with. The others only have to compute the same thing: some round more
     often than the eager computation (by hand, the prompt's gradients are two roundings added up in the inputs' dtype), so their
     root-mean-square error may be four times its."""
     for what, actual, exact, eagerly in zip(
-        "out dq dk dv".split(), run(contender, case.backward), *oracle(case, device)
+        "out dq dk dv".split(), run(candidate, case.backward), *oracle(case, device)
     ):
-        actual = contender.back(actual)[:, :, : exact.shape[2]]
+        actual = candidate.back(actual)[:, :, : exact.shape[2]]
         if name == "pdkernels":
             assert_within_budget(actual, exact, eagerly, name=f"{case.name}, {what}")
             continue
@@ -300,7 +300,7 @@ def two_threads() -> Iterator[None]:
 
 
 def left_out(name: str, case: Case, device: str) -> str | None:
-    """Why a contender does not run."""
+    """Why a candidate does not run."""
     if name.startswith("FlexAttention"):
         if device == "cpu" and case.backward:
             return "FlexAttention has no backward pass on the CPU"
@@ -321,7 +321,7 @@ def left_out(name: str, case: Case, device: str) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("name", [*CONTENDERS, *ON_CUDA])
+@pytest.mark.parametrize("name", [*CANDIDATES, *ON_CUDA])
 @by_device("case", CASES)
 def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -> None:
     if reason := left_out(name, case, device):
@@ -329,10 +329,10 @@ def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -
     benchmark.group = f"block_sparse_attention {case.name}, {device}"
     torch._dynamo.reset()
     inputs = make_inputs(case, device)
-    baseline = CONTENDERS[BASELINES[device]](case, inputs)
+    baseline = CANDIDATES[BASELINES[device]](case, inputs)
     with refusals(name, device):
-        contender = (CONTENDERS | ON_CUDA)[name](case, inputs)
-        check(name, contender, case, device)
+        candidate = (CANDIDATES | ON_CUDA)[name](case, inputs)
+        check(name, candidate, case, device)
     pairs = case.mask().plan().visible_pairs
     flops = 4 * pairs * case.head_dim * case.heads[0] * (1 + BACKWARD * case.backward)
     run(baseline, case.backward)
@@ -340,14 +340,14 @@ def test_block_sparse_attention(benchmark, case: Case, name: str, device: str) -
     run(baseline, case.backward)[0].sum().item()
     compare(
         benchmark,
-        lambda: run(contender, case.backward),
+        lambda: run(candidate, case.backward),
         baseline=lambda: run(baseline, case.backward),
         baseline_name=BASELINES[device],
         device=device,
         rounds=max(4, min(40, int(SECONDS[device] / (time.perf_counter() - started)))),
         warmup=1,
         op="block_sparse_attention",
-        contender=name,
+        candidate=name,
         case=case.name,
         heads=f"{case.heads[0]}/{case.heads[1]}",
         length=case.mask().q_len,

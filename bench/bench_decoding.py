@@ -1,6 +1,6 @@
 """Jacobi decoding against greedy decoding on the tiny trained model: tokens per forward, tokens per second.
 
-One thread: the model is so small that handing work over costs more than it saves. Every contender's tokens are compared
+One thread: the model is so small that handing work over costs more than it saves. Every candidate's tokens are compared
 with greedy decoding's before it is timed.
 """
 
@@ -27,7 +27,7 @@ PROMPTS = [
 ]
 LIMIT = 64
 
-CONTENDERS: dict[str, dict[str, object]] = {
+CANDIDATES: dict[str, dict[str, object]] = {
     "autoregressive": {"method": "autoregressive"},
     **{f"jacobi, blocks of {n}": {"method": "jacobi", "block_size": n} for n in (4, 8, 16, 32)},
     **{f"jacobi, window of {n}": {"method": "jacobi", "window": n} for n in (4, 8, 16)},
@@ -51,21 +51,21 @@ def generate(options: dict[str, object]) -> list[pd.decoding.DecodeResult]:
     return [pd.decoding.generate(model(), prompt, max_new_tokens=LIMIT, **options) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_decoding(benchmark, name: str, one_thread: None) -> None:
     benchmark.group = "decoding, tiny-code, batch 1"
-    greedy, results = generate(CONTENDERS["autoregressive"]), generate(CONTENDERS[name])
+    greedy, results = generate(CANDIDATES["autoregressive"]), generate(CANDIDATES[name])
     assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(greedy, results, strict=True))
     tokens = sum(result.stats.tokens for result in results)
     compare(
         benchmark,
-        lambda: generate(CONTENDERS[name]),
-        baseline=lambda: generate(CONTENDERS["autoregressive"]),
+        lambda: generate(CANDIDATES[name]),
+        baseline=lambda: generate(CANDIDATES["autoregressive"]),
         baseline_name="autoregressive",
         rounds=5,
         warmup=1,
         op="decoding",
-        contender=name,
+        candidate=name,
         tokens=tokens,
         tokens_per_forward=round(tokens / sum(result.stats.forwards for result in results), 3),
     )

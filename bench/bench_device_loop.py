@@ -4,7 +4,7 @@ Small models show what the host costs, one of 8 billion random weights what is l
 compared first. Where the logits of random weights in half precision lie within rounding, a host's narrower steps may decide
 otherwise: there the two that run the captured step are compared.
 
-On a machine without a GPU, or without cuda-python, the first contender alone runs, on the small models.
+On a machine without a GPU, or without cuda-python, the first candidate alone runs, on the small models.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES = [
     ("8B", "jacobi", {"block_size": 16}),
     ("8B", "linear_self_speculation", {"block_size": 32}),
 ]
-CONTENDERS = ["host in every step", "replayed by a host", "no host"]
+CANDIDATES = ["host in every step", "replayed by a host", "no host"]
 
 
 @cache
@@ -66,7 +66,7 @@ def prompt_of(name: str) -> Any:
 
 @pytest.fixture(params=CASES, ids=lambda case: f"{case[0]}-{case[1]}", scope="module")
 def setup(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any], DeviceLoop | None]:
-    """One loop for all contenders of a case: its graph takes seconds to make."""
+    """One loop for all candidates of a case: its graph takes seconds to make."""
     name, method, options = request.param
     if not available():
         if name == "8B":
@@ -81,8 +81,8 @@ def setup(request: pytest.FixtureRequest) -> tuple[str, str, dict[str, Any], Dev
 
 
 @pytest.mark.benchmark(timer=gpu_clock if available() else time.perf_counter)
-@pytest.mark.parametrize("contender", CONTENDERS)
-def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoop | None], contender: str) -> None:
+@pytest.mark.parametrize("candidate", CANDIDATES)
+def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoop | None], candidate: str) -> None:
     name, method, options, loop = setup
     device = "cpu" if loop is None else "cuda"
     benchmark.group = f"device loop, {name}, {method}, {device}"
@@ -95,16 +95,16 @@ def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoo
     if loop is not None:
         calls["replayed by a host"] = lambda: loop.generate(prompt, on_tokens=lambda *news: None)
         calls["no host"] = lambda: loop.generate(prompt)
-    if contender not in calls:
+    if candidate not in calls:
         pytest.skip("needs a GPU and cuda-python")
     results = {each: calls[each]() for each in calls}
-    comparable = CONTENDERS[1:] if name == "8B" else CONTENDERS
+    comparable = CANDIDATES[1:] if name == "8B" else CANDIDATES
     tokens = [result.tokens.tolist() for each, result in results.items() if each in comparable]
     assert all(ids == tokens[0] for ids in tokens)
-    forwards = results[contender].stats.forwards
+    forwards = results[candidate].stats.forwards
     compare(
         benchmark,
-        calls[contender],
+        calls[candidate],
         baseline=calls["host in every step"],
         baseline_name="host in every step",
         device=device,
@@ -112,7 +112,7 @@ def test_device_loop(benchmark, setup: tuple[str, str, dict[str, Any], DeviceLoo
         warmup=1,
         graph=False,
         op="device loop",
-        contender=contender,
+        candidate=candidate,
         model=name,
         method=method,
         forwards=forwards,

@@ -20,7 +20,7 @@ from tests.harness.error_budget import assert_within_budget
 HEADS, HEAD_DIM, WIDTH, PROMPT, CAPACITY = 32, 128, 4096, 900, 2048
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {"cpu": (64, 256, 1024), "cuda": (64, 256, 1024), "dry": (64,)}
-CONTENDERS = ("pdkernels", "torch eager", "torch.compile")
+CANDIDATES = ("pdkernels", "torch eager", "torch.compile")
 
 
 class Job(NamedTuple):
@@ -53,7 +53,7 @@ def select_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
     similarity = F.cosine_similarity(v[0].double(), before[0].double(), dim=-1)
 
     def ours() -> tuple[Tensor, Tensor]:
-        index = pd.value_drift_select_(heads, cache, starts, count=count)
+        index = pd.select_stale_rows_(heads, cache, starts, count=count)
         return index, pd.gather_rows(x, index)
 
     def check(name: str, result: tuple[Tensor, Tensor]) -> None:
@@ -90,7 +90,7 @@ def add_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tens
     )
 
 
-def rotate(
+def apply_rope_append(
     qkv: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor, starts: Tensor, slots: Tensor
 ) -> None:
     positions = starts[:, None] + slots
@@ -102,7 +102,7 @@ def rotate(
     v_cache.index_put_((sequence, positions), qkv[:, :, 2 * HEADS :])
 
 
-def rotate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
+def apply_rope_append_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
     picked = rows // 4
     qkv = draw(1, picked, 3 * HEADS, HEAD_DIM)
     k, v = (torch.zeros(1, CAPACITY, HEADS, HEAD_DIM, dtype=dtype, device=device) for _ in range(2))
@@ -116,32 +116,34 @@ def rotate_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., T
             [t.to(torch.promote_types(wanted, torch.float32)) for t in tensors[:2]],
         )
         caches = [t.to(wanted, copy=True) for t in (k, v)]
-        pd.reference.sandwich.rotate_append_(fresh, None, *tables, *caches, starts, style="half", slots=slots)
+        pd.reference.transformer_ops.apply_rope_append_(
+            fresh, None, *tables, *caches, starts, style="half", slots=slots
+        )
         return fresh
 
     exact, same = expected(torch.float64), expected(dtype)
 
     def check(name: str, result: object) -> None:
-        assert_within_budget(qkv, exact, same, name=f"{name}: rotate_append_")
+        assert_within_budget(qkv, exact, same, name=f"{name}: apply_rope_append_")
         stored = k[:, PROMPT + slots[0]], v[:, PROMPT + slots[0]]
         assert torch.equal(stored[0], qkv[:, :, HEADS : 2 * HEADS]) and torch.equal(stored[1], qkv[:, :, 2 * HEADS :])
 
-    ours = lambda: pd.rotate_append_(qkv, None, *tensors, starts, style="half", slots=slots)  # noqa: E731
+    ours = lambda: pd.apply_rope_append_(qkv, None, *tensors, starts, style="half", slots=slots)  # noqa: E731
     moved = 7 * picked * HEADS * HEAD_DIM * dtype.itemsize  # q, k, v read; q, k written; k, v stored
     return Job(ours, (qkv, *tensors, starts, slots), check, lambda: qkv.copy_(before), moved)
 
 
 JOBS = {
-    "value_drift_select_": (select_job, select),
+    "select_stale_rows_": (select_job, select),
     "add_cached_rows_": (add_job, add),
-    "rotate_append_": (rotate_job, rotate),
+    "apply_rope_append_": (apply_rope_append_job, apply_rope_append),
 }
 
 
 @by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", JOBS)
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_feature_cache(benchmark, name: str, op: str, dtype: str, rows: int, device: str) -> None:
     benchmark.group = f"{op}, {dtype}, {rows} rows, {device}"
     generator = torch.Generator().manual_seed(rows)
@@ -168,7 +170,7 @@ def test_feature_cache(benchmark, name: str, op: str, dtype: str, rows: int, dev
             bytes_moved=job.bytes // 2,
             op="feature_cache",
             kernel=op,
-            contender=name,
+            candidate=name,
             dtype=dtype,
             rows=rows,
         )

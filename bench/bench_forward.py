@@ -13,7 +13,7 @@ import torch
 
 from bench.devices import by_device, sizes
 from bench.timing import compare
-from pdkernels.models import Transformer, TransformerConfig, between, load
+from pdkernels.models import Transformer, TransformerConfig, fused, load
 
 ROWS = {"cpu": (1, 4, 16, 72), "cuda": (1, 8, 72), "dry": (2,)}
 PREFIX = {"cpu": 40, "cuda": 1024, "dry": 5}
@@ -47,7 +47,7 @@ def test_forward(benchmark, name: str, rows: int, device: str) -> None:
             return transformer.hidden(drawn[:, prefix:], cache=cache)
 
     def torch_ops() -> torch.Tensor:
-        with patch.object(between, "fused", lambda x: False):
+        with patch.object(fused, "enabled", lambda x: False):
             return ours()
 
     torch.testing.assert_close(
@@ -64,7 +64,7 @@ def test_forward(benchmark, name: str, rows: int, device: str) -> None:
             rounds=200,
             warmup=10,
             op="forward",
-            contender=name,
+            candidate=name,
             rows=rows,
         )
     finally:

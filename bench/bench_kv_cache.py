@@ -30,7 +30,7 @@ MOST_COPIED = 8
 
 @lru_cache(maxsize=2)
 def make_caches(batch: int, device: str, capacity: int) -> tuple[Tensor, Tensor]:
-    """K and V of all layers, shared by the contenders: 604 MB at batch 1."""
+    """K and V of all layers, shared by the candidates: 604 MB at batch 1."""
     shape = (LAYERS, batch, capacity, HEADS, DIM)
     rows = torch.randn(shape[1:], generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
     k, v = (
@@ -62,7 +62,7 @@ class Setup:
         self.lengths.fill_(self.length)
 
     def memcpy(self) -> None:
-        """The yardstick: one call of memcpy on one thread (on a GPU: one device-to-device copy)."""
+        """The baseline: one call of memcpy on one thread (on a GPU: one device-to-device copy)."""
         if self.block.is_cuda:
             self.block[1].copy_(self.block[0])
         else:
@@ -116,7 +116,7 @@ def block_copy(s: Setup) -> list[Tensor]:
     return []
 
 
-CONTENDERS: dict[str, Callable[[Setup], object]] = {
+CANDIDATES: dict[str, Callable[[Setup], object]] = {
     "pdkernels": ours,
     "pdkernels, layers apart": ours_layers_apart,
     "stacked index_select + copy": stacked_index_select,
@@ -128,31 +128,31 @@ CONTENDERS: dict[str, Callable[[Setup], object]] = {
 }
 
 
-def check(contender: Callable[[Setup], object], accepted: int, drafted: int, device: str) -> None:
-    """The contender's rows are the reference's, on a short cache of the same kind."""
+def check(candidate: Callable[[Setup], object], accepted: int, drafted: int, device: str) -> None:
+    """The candidate's rows are the reference's, on a short cache of the same kind."""
     expected, actual = (Setup(1, accepted, drafted, device, capacity=1100, length=60) for _ in range(2))
     actual.k, actual.v = expected.k.clone(), expected.v.clone()
     actual.layers = [*actual.k.unbind(0), *actual.v.unbind(0)]
     reference(expected.k, expected.v, expected.lengths, expected.counts, expected.sources)
-    result = contender(actual) or actual.layers
+    result = candidate(actual) or actual.layers
     end = expected.length + accepted
     assert all(torch.equal(a[:, :end], b[:, :end]) for a, b in zip(result, expected.layers, strict=True))
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 @pytest.mark.parametrize("accepted, drafted", CASES, ids=[f"{a}of{d}" for a, d in CASES])
 @by_device("batch", BATCHES)
 def test_kv_commit(benchmark, name: str, accepted: int, drafted: int, batch: int, device: str) -> None:
     benchmark.group = f"kv_commit_ {accepted} of {drafted}, batch {batch}, {device}"
-    contender, copies = CONTENDERS[name], name.startswith("new cache")
+    candidate, copies = CANDIDATES[name], name.startswith("new cache")
     if copies and batch > MOST_COPIED:
         pytest.skip("no room for another cache")
-    if batch == 1 and contender is not block_copy:
-        check(contender, accepted, drafted, device)
+    if batch == 1 and candidate is not block_copy:
+        check(candidate, accepted, drafted, device)
     setup = Setup(batch, accepted, drafted, device)
     compare(
         benchmark,
-        lambda: contender(setup),
+        lambda: candidate(setup),
         baseline=setup.memcpy,
         baseline_name="memcpy of the same bytes",
         reset=setup.reset,
@@ -161,7 +161,7 @@ def test_kv_commit(benchmark, name: str, accepted: int, drafted: int, batch: int
         graph=not copies,
         bytes_moved=setup.bytes_moved,
         op="kv_commit_",
-        contender=name,
+        candidate=name,
         accepted=accepted,
         drafted=drafted,
         batch=batch,

@@ -2,7 +2,7 @@
 
 A head of 1024 by 32768, 1, 32 and 256 rows, greedy: argmax, its probability, the five most probable tokens, margin, entropy and
 log-sum-exp. On a GPU the sizes are LLaDA's, 4096 by 126464. `torch.compile` sees product and statistics together; it runs beside
-every round as the baseline. Each contender is compared with float64, or with ours, before it is timed.
+every round as the baseline. Each candidate is compared with float64, or with ours, before it is timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.ops import linear_token_cases as cases
 SIZES = {"cpu": (1024, 32768), "cuda": (4096, 126464), "dry": (64, 1000)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {"cpu": (1, 32, 256), "cuda": (1, 32, 256, 1024), "dry": (32,)}
-CONTENDERS = (
+CANDIDATES = (
     "pdkernels",
     "F.linear + pd.token_statistics",
     "F.linear + torch eager",
@@ -33,12 +33,12 @@ CONTENDERS = (
 def plain(hidden: Tensor, weight: Tensor) -> pd.TokenStatistics:
     """What a sampler writes in PyTorch."""
     logits = linear(hidden, weight).float()
-    log_law = logits.log_softmax(-1)
-    law = log_law.exp()
-    top = law.topk(5, -1)
+    log_distribution = logits.log_softmax(-1)
+    distribution = log_distribution.exp()
+    top = distribution.topk(5, -1)
     ids = logits.argmax(-1)
-    entropy = -(law * log_law).sum(-1)
-    probs = law.gather(-1, ids[:, None])[:, 0]
+    entropy = -(distribution * log_distribution).sum(-1)
+    probs = distribution.gather(-1, ids[:, None])[:, 0]
     margin = top.values[:, 0] - top.values[:, 1]
     return pd.TokenStatistics(ids, probs, top.indices, top.values, margin, entropy, logits.logsumexp(-1))
 
@@ -56,7 +56,7 @@ def inputs(rows: int, dtype: str, device: str) -> tuple[Tensor, Tensor]:
 
 @by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_linear_token_statistics(benchmark, name: str, dtype: str, rows: int, device: str) -> None:
     benchmark.group = f"linear_token_statistics, {dtype}, {rows} rows, {device}"
     hidden, weight = inputs(rows, dtype, device)
@@ -87,7 +87,7 @@ def test_linear_token_statistics(benchmark, name: str, dtype: str, rows: int, de
             bytes_moved=(hidden.numel() + weight.numel()) * weight.itemsize // 2,
             flops=2 * rows * weight.numel(),
             op="linear_token_statistics",
-            contender=name,
+            candidate=name,
             dtype=dtype,
             rows=rows,
         )

@@ -64,7 +64,7 @@ def flex(prompt_len: int, length: int, compiled: bool, device: str) -> Call:
     return lambda: create_block_mask(mask_mod, None, None, length, length, device=device, _compile=compiled)
 
 
-def contender(name: str, length: int, device: str) -> Call:
+def candidate(name: str, length: int, device: str) -> Call:
     prompt_len, num_blocks = CASES[length]
     return {
         "pdkernels, mask and plan, streams": lambda: scratch(prompt_len, num_blocks, "streams", device),
@@ -104,7 +104,7 @@ def test_planner(benchmark, name: str, length: int, device: str) -> None:
         pytest.skip("compiled, or long")
     benchmark.group = f"planner, {length} tokens, {device}"
     torch._dynamo.reset()
-    call = contender(name, length, device)
+    call = candidate(name, length, device)
     start = time.perf_counter()
     with refusals(name, device):
         result = call()
@@ -120,7 +120,7 @@ def test_planner(benchmark, name: str, length: int, device: str) -> None:
         device=device,
         graph=False,
         op="planner",
-        contender=name,
+        candidate=name,
         length=length,
         first_call_ms=round(first_call * 1e3, 2),
     )

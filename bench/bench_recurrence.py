@@ -1,9 +1,9 @@
 """The recurrent-depth sampler's step besides the model, on Huginn's rows of 5280: noise and embeddings in, norm and exit test out.
 
-Contenders: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
+Candidates: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
 one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch draws no numbers by counter.
 So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-those that *draw* as many of the same law by themselves, by torch.rand and erfinv, whose results are of course not ours.
+those that *draw* as many of the same distribution by themselves, by torch.rand and erfinv, whose results are of course not ours.
 
 All rows are where they were (nothing froze): peers would need a gather to find them on the device.
 """
@@ -61,7 +61,7 @@ def inject_torch(s: Setup) -> Tensor:
 
 
 def draw(like: Tensor) -> Tensor:
-    """The normal law cut at +-3 by inversion, as many numbers as there are in a tensor."""
+    """The normal distribution cut at +-3 by inversion, as many numbers as there are in a tensor."""
     uniform = torch.rand(like.shape, device=like.device)
     return (0.4**0.5 * 2**0.5) * torch.erfinv(0.9973002 * (2 * uniform - 1))
 
@@ -139,7 +139,7 @@ def check(s: Setup, name: str, result: object) -> None:
         )
 
 
-def check_law(s: Setup, result: Tensor) -> None:
+def check_distribution(s: Setup, result: Tensor) -> None:
     beta = s.noise * (1 - COUNT / 32)
     drawn = (result[..., :SIZE].float() - (1 - beta) * s.state.float()) / beta
     assert drawn.abs().max() <= 3 * 0.4**0.5 * 1.2 and abs(drawn.var() / 0.3893 - 1) < 0.1
@@ -164,7 +164,7 @@ def measure(
         bytes_moved=bytes_of(setup, op),
         op="recurrence",
         case=op,
-        contender=name,
+        candidate=name,
         dtype=dtype,
         width=width,
     )
@@ -172,16 +172,16 @@ def measure(
 
 @by_device("width", WIDTHS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op, name", [(op, name) for op, contenders in OPS.items() for name in contenders])
+@pytest.mark.parametrize("op, name", [(op, name) for op, candidates in OPS.items() for name in candidates])
 def test_recurrence(benchmark, op: str, name: str, dtype: str, width: int, device: str) -> None:
     benchmark.group = f"recurrence {op} {dtype}, width {width}, {device}"
     setup = Setup(width, DTYPES[dtype], NOISE[op], device)
-    contender = OPS[op][name]
+    candidate = OPS[op][name]
     if name.endswith("drawing"):
-        check_law(setup, contender(setup))
+        check_distribution(setup, candidate(setup))
     else:
-        check(setup, op, contender(setup))
-    measure(benchmark, partial(contender, setup), setup, op, name, dtype, width, device)
+        check(setup, op, candidate(setup))
+    measure(benchmark, partial(candidate, setup), setup, op, name, dtype, width, device)
 
 
 @by_device("width", WIDTHS)
@@ -279,7 +279,7 @@ def test_recurrence_advance(benchmark, name: str, batch: int, width: int, device
         device=device,
         rounds=500,
         op="recurrence_advance_",
-        contender=name,
+        candidate=name,
         batch=batch,
         width=width,
     )

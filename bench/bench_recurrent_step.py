@@ -24,7 +24,7 @@ from pdkernels.decoding import _recurrent_wave
 from pdkernels.decoding._recurrent import Sampling, prefill
 from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
 from pdkernels.decoding._session import Session
-from pdkernels.models import between
+from pdkernels.models import fused
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 
 PREFIX = 512
@@ -56,7 +56,7 @@ def model(device: str) -> RecurrentDepth:
 def plain() -> Iterator[None]:
     """Everything between the products in torch ops."""
     with (
-        patch.object(between, "fused", lambda x: False),
+        patch.object(fused, "enabled", lambda x: False),
         patch.object(_recurrent_wave, "backend_of", lambda dtype: "reference"),
     ):
         yield
@@ -141,7 +141,7 @@ def test_recurrent_step(benchmark, name: str, rows: int, device: str) -> None:
         warmup=2,
         graph=False,
         op="recurrent_step",
-        contender=name,
+        candidate=name,
         rows=rows,
         dtype="fp32" if device == "cpu" else "bf16",
         **share,

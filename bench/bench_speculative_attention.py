@@ -1,7 +1,7 @@
 """Attention of a quadratic draft over a cached prefix against what else computes it, and what happens as the prefix grows.
 
 Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and 8 KV heads of 128, prefixes of 2048 and 8192 in
-a cache with room for the draft. Contenders get the draft's K and V already behind the prefix and their masks prebuilt, and are
+a cache with room for the draft. Candidates get the draft's K and V already behind the prefix and their masks prebuilt, and are
 compared with float64 before they are timed. A baseline runs beside every round: scaled dot-product attention under a dense mask,
 the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU bf16 alone, widths of 4 to 32 and longer prefixes.
 
@@ -99,7 +99,7 @@ def unpacked(out: Tensor) -> Tensor:
     return out.unflatten(2, (GROUP, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-# ---- contenders
+# ---- candidates
 
 
 def ours(step: Step) -> Attention:
@@ -166,7 +166,7 @@ def flashinfer(step: Step) -> Attention:
 
 
 FITTED = "FlexAttention, compiled, blocks that fit (81, 128)"
-CONTENDERS: dict[str, Callable[[Step], Attention]] = {
+CANDIDATES: dict[str, Callable[[Step], Attention]] = {
     "pdkernels": ours,
     "SDPA, dense mask, heads packed": sdpa_packed,
     "SDPA, dense mask, enable_gqa": sdpa_gqa,
@@ -178,7 +178,7 @@ ON_CUDA: dict[str, Callable[[Step], Attention]] = {"FlashInfer, custom mask": fl
 
 
 def left_out(name: str, device: str) -> str | None:
-    """Why a contender does not run."""
+    """Why a candidate does not run."""
     if name in ON_CUDA and (device == "cpu" or DRY_RUN):
         return "a kernel of CUDA"
     if name == FITTED and device == "cuda":
@@ -204,7 +204,7 @@ def oracle(width: int, prefix: int, dtype: torch.dtype, device: str) -> tuple[Te
     return run(torch.float64), run(dtype)
 
 
-@pytest.mark.parametrize("name", [*CONTENDERS, *ON_CUDA])
+@pytest.mark.parametrize("name", [*CANDIDATES, *ON_CUDA])
 @by_device("width, prefix, dtype", CASES)
 def test_speculative_attention(benchmark, width: int, prefix: int, dtype: str, name: str, device: str) -> None:
     if reason := left_out(name, device):
@@ -216,8 +216,8 @@ def test_speculative_attention(benchmark, width: int, prefix: int, dtype: str, n
     # The others may round the results of both parts once more.
     exact, eagerly = oracle(width, prefix, DTYPES[dtype], device)
     with refusals(name, device):
-        contender = (CONTENDERS | ON_CUDA)[name](step)
-        found = contender()
+        candidate = (CANDIDATES | ON_CUDA)[name](step)
+        found = candidate()
     if name == "pdkernels":
         assert_within_budget(found, exact, eagerly, name=name)
     else:
@@ -229,14 +229,14 @@ def test_speculative_attention(benchmark, width: int, prefix: int, dtype: str, n
     rows = 2 * (step.new * Q_HEADS + (prefix + step.new) * KV_HEADS)  # q, out, K and V
     compare(
         benchmark,
-        contender,
+        candidate,
         baseline=baseline,
         baseline_name="SDPA, dense mask, heads packed",
         device=device,
         rounds=max(5, min(60, int(SECONDS[device] / (time.perf_counter() - started)))),
         warmup=2,
         op="speculative_attention",
-        contender=name,
+        candidate=name,
         prefix=prefix,
         width=width,
         dtype=dtype,
@@ -294,7 +294,7 @@ def test_growing_prefix(benchmark, name: str, device: str) -> None:
         warmup=0,
         graph=False,
         op="speculative_attention growing",
-        contender=name,
+        candidate=name,
         dtype="bf16",
     )
 
@@ -329,7 +329,7 @@ def test_appending(benchmark, rows: int, name: str, device: str) -> None:
         baseline_name="kv_append_, then speculative_attention",
         device=device,
         op="speculative_attention_append_",
-        contender=name,
+        candidate=name,
         rows=rows,
         dtype="bf16",
     )

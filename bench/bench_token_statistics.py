@@ -19,14 +19,14 @@ ROWS = {"cpu": (1, 32, 256), "cuda": (1, 32, 64, 256, 1024), "dry": (3,)}
 
 def eager(logits: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
     """Token, probability, entropy and margin."""
-    law = logits.to(dtype).softmax(-1)
-    probs, ids = law.max(-1)
-    top = law.topk(2).values
-    return ids, probs, -(law * (law + 1e-10).log()).sum(-1), top[:, 0] - top[:, 1]
+    distribution = logits.to(dtype).softmax(-1)
+    probs, ids = distribution.max(-1)
+    top = distribution.topk(2).values
+    return ids, probs, -(distribution * (distribution + 1e-10).log()).sum(-1), top[:, 0] - top[:, 1]
 
 
 def without_margin(logits: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """As fast as PyTorch's ops get: no logarithm but one a row, nothing of the law is stored."""
+    """As fast as PyTorch's ops get: no logarithm but one a row, nothing of the distribution is stored."""
     x = logits.to(dtype)
     largest, ids = x.max(-1)
     below = x - largest[:, None]
@@ -53,7 +53,7 @@ def ours(logits: Tensor, temperature: float = 0.0) -> tuple[Tensor, ...]:
     return found.ids, found.probs, found.entropy, found.margin
 
 
-CONTENDERS = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch eager", "float64", "float64, no margin")
+CANDIDATES = ("pdkernels", "torch.compile, no margin", "torch.compile", "torch eager", "float64", "float64, no margin")
 SAMPLERS = ("pdkernels", "float64 Gumbel")
 
 
@@ -65,7 +65,7 @@ def logits_of(rows: int, dtype: str, device: str) -> Tensor:
 
 @by_device("rows", ROWS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: str) -> None:
     benchmark.group = f"token_statistics, {dtype}, {rows} rows, {device}"
     logits = logits_of(rows, dtype, device)
@@ -94,7 +94,7 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
             warmup=3,
             bytes_moved=rows * VOCABULARY * DTYPES[dtype].itemsize,
             op="token_statistics",
-            contender=name,
+            candidate=name,
             dtype=dtype,
             rows=rows,
         )
@@ -123,7 +123,7 @@ def test_sampling(benchmark, name: str, dtype: str, rows: int, device: str) -> N
             warmup=2,
             bytes_moved=rows * VOCABULARY * DTYPES[dtype].itemsize,
             op="token_statistics sampling",
-            contender=name,
+            candidate=name,
             dtype=dtype,
             rows=rows,
         )

@@ -68,7 +68,7 @@ def whole_tensors(tokens: Tensor, ids: Tensor, confidence: Tensor, quota: Tensor
     return (tokens == MASK).sum(-1)
 
 
-def contender(name: str, s: Setup, rule: str) -> Callable[[], object]:
+def candidate(name: str, s: Setup, rule: str) -> Callable[[], object]:
     tensors = (s.tokens, s.ids, s.confidence, s.quota, rule)
     if name == "torch.compile":
         torch._dynamo.reset()
@@ -83,7 +83,7 @@ def contender(name: str, s: Setup, rule: str) -> Callable[[], object]:
 def test_unmask(benchmark, name: str, rule: str, batch: int, width: int, device: str) -> None:
     benchmark.group = f"unmask_ by {rule}, batch {batch}, {width} candidates, {device}"
     setup = Setup(batch, width, device)
-    call = contender(name, setup, rule)
+    call = candidate(name, setup, rule)
     call()
     wanted = setup.start.cpu()
     options = {"quota": setup.quota.cpu()} if rule == "quota" else {"threshold": THRESHOLD}
@@ -92,14 +92,14 @@ def test_unmask(benchmark, name: str, rule: str, batch: int, width: int, device:
     compare(
         benchmark,
         call,
-        baseline=contender("torch ops", setup, rule),
+        baseline=candidate("torch ops", setup, rule),
         baseline_name="torch ops",
         reset=setup.reset,
         device=device,
         rounds=20 if name == "published loop" and rule == "threshold" else 200,
         graph=name != "published loop",
         op="unmask_",
-        contender=name,
+        candidate=name,
         rule=rule,
         batch=batch,
         width=width,

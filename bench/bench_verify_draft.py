@@ -49,19 +49,19 @@ def torch_ops(s: Setup) -> tuple[Tensor, ...]:
     return accepted, next_token, ended, new_draft
 
 
-CONTENDERS: dict[str, Callable[[Setup], tuple[Tensor, ...]]] = {"pdkernels": ours, "torch ops": torch_ops}
+CANDIDATES: dict[str, Callable[[Setup], tuple[Tensor, ...]]] = {"pdkernels": ours, "torch ops": torch_ops}
 
 
 @by_device("batch, width", {"cpu": SIZES, "cuda": SIZES, "dry": SIZES[:1]})
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", CANDIDATES)
 def test_verify_draft(benchmark, name: str, batch: int, width: int, device: str) -> None:
     benchmark.group = f"verify_draft batch {batch}, width {width}, {device}"
     setup = Setup(batch, width, device)
-    contender = CONTENDERS[name]
+    candidate = CANDIDATES[name]
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            contender(setup),
+            candidate(setup),
             pd.verify_draft(
                 setup.draft,
                 setup.predictions,
@@ -74,13 +74,13 @@ def test_verify_draft(benchmark, name: str, batch: int, width: int, device: str)
     )
     compare(
         benchmark,
-        lambda: contender(setup),
+        lambda: candidate(setup),
         baseline=lambda: torch_ops(setup),
         baseline_name="torch ops",
         device=device,
         rounds=500,
         op="verify_draft",
-        contender=name,
+        candidate=name,
         batch=batch,
         width=width,
     )

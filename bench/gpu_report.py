@@ -1,6 +1,6 @@
 """Tables and a picture of what was measured on GPUs: every folder of `bench/results` whose JSON tells of floors.
 
-One table for each op: contenders down, cases across, and how near ours comes to the floor, which is the bytes that have to move
+One table for each op: candidates down, cases across, and how near ours comes to the floor, which is the bytes that have to move
 at the speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
 """
 
@@ -70,7 +70,7 @@ def by_op(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def ours(rows: list[Row]) -> Row | None:
-    return next((row for row in rows if row["contender"].startswith("pdkernels")), None)
+    return next((row for row in rows if row["candidate"].startswith("pdkernels")), None)
 
 
 def times_ours(row: Row, own: Row) -> float:
@@ -79,10 +79,10 @@ def times_ours(row: Row, own: Row) -> float:
 
 
 def best_peer(rows: list[Row]) -> float | None:
-    """How long the fastest other contender takes, in times of ours."""
+    """How long the fastest other candidate takes, in times of ours."""
     own = ours(rows)
     return min(
-        (times_ours(row, own) for row in rows if own and not row["contender"].startswith("pdkernels")), default=None
+        (times_ours(row, own) for row in rows if own and not row["candidate"].startswith("pdkernels")), default=None
     )
 
 
@@ -101,14 +101,14 @@ def table(header: list[str], lines: list[list[str]]) -> str:
 def op_table(rows: list[Row]) -> str:
     cases = by_case(rows)
     lines = []
-    for contender in dict.fromkeys(row["contender"] for row in rows):
+    for candidate in dict.fromkeys(row["candidate"] for row in rows):
         cells = []
         for found in cases.values():
-            row, own = next((row for row in found if row["contender"] == contender), None), ours(found)
+            row, own = next((row for row in found if row["candidate"] == candidate), None), ours(found)
             beside = f" ({times_ours(row, own):.2f}x)" if row and own else ""
             launched = "*" if row and row["timed_by"] == "calls" else ""
             cells.append(f"{row['median_us']:,.1f} ± {row['iqr_us'] / 2:,.1f}{launched}{beside}" if row else "-")
-        lines.append([f"**{contender}**" if contender.startswith("pdkernels") else contender, *cells])
+        lines.append([f"**{candidate}**" if candidate.startswith("pdkernels") else candidate, *cells])
     parts = [nearness(found) for found in cases.values()]
     if any(parts):
         lines.append(["floor's time by ours", *(f"{part:.0%}" if part else "-" for part in parts)])

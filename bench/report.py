@@ -54,10 +54,10 @@ def beside(row: Row, own: Row) -> str:
     return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 
-def by_contender(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
-    """Contenders in the order they ran, with their row in each case."""
-    names = list(dict.fromkeys(row["contender"] for row in rows))
-    pick = lambda name, case: next((r for r in rows if r["contender"] == name and case.items() <= r.items()), None)  # noqa: E731
+def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
+    """Candidates in the order they ran, with their row in each case."""
+    names = list(dict.fromkeys(row["candidate"] for row in rows))
+    pick = lambda name, case: next((r for r in rows if r["candidate"] == name and case.items() <= r.items()), None)  # noqa: E731
     return [(name, [pick(name, case) for _, case in cases]) for name in names]
 
 
@@ -66,7 +66,7 @@ def kv_commit(rows: list[Row], batch: int = 1) -> str:
     cases = [(f"{a} of {d}", {"accepted": a, "drafted": d}) for a, d in [(5, 81), (16, 256), (32, 1024)]]
     header = ["µs, median (times the memcpy beside it)", *(title for title, _ in cases)]
     lines = []
-    for name, found in by_contender(rows, cases):
+    for name, found in by_candidate(rows, cases):
         cells = [
             f"{microseconds(row['median_us'])} ({ratio(row['ratio_to_baseline'])})" if row else "-" for row in found
         ]
@@ -83,7 +83,7 @@ def verify_draft(rows: list[Row]) -> str:
     cases = [(f"batch {b}, width {w}", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 64), (32, 64)]]
     lines = [
         [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
-        for name, found in by_contender(rows, cases)
+        for name, found in by_candidate(rows, cases)
     ]
     return table(["µs, median", *(title for title, _ in cases)], lines)
 
@@ -94,7 +94,7 @@ def decoding(rows: list[Row]) -> str:
         speed = row["tokens"] / row["median_us"] * 1e6
         lines.append(
             [
-                row["contender"],
+                row["candidate"],
                 f"{row['tokens_per_forward']:.2f}",
                 f"{speed:,.0f}",
                 f"{1 / row['ratio_to_baseline']:.2f}x",
@@ -122,7 +122,7 @@ def evaluation(rows: list[Row], task: str) -> str:
     for row in rows:
         cells = ["-" if row[name] is None else form.format(row[name]) for name, form in forms.items()]
         right = [] if row["right"] is None else [f"{row['right'] / row['problems']:.0%}"]
-        lines.append([f"{row['model']}: {row['contender']}", *right, *cells, row["verdict"]])
+        lines.append([f"{row['model']}: {row['candidate']}", *right, *cells, row["verdict"]])
     header = [
         f"{rows[0]['problems']} prompts, batch size {rows[0]['batch_size']}",
         *(["exact match"] if rows[0]["right"] is not None else []),
@@ -167,11 +167,11 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
         memory = ["-" if row["extra_memory"] is None else f"{row['extra_memory'] / 1e6:.2f}"] if watched else []
         lines.append(
             [
-                row["contender"],
+                row["candidate"],
                 *cells,
                 f"{row['speedup']:.2f}x",
                 *memory,
-                row["verdict"] if watched or not row["yardstick"] else "-",
+                row["verdict"] if watched or not row["baseline"] else "-",
             ]
         )
     header = [
@@ -195,7 +195,7 @@ def planner(rows: list[Row]) -> str:
     rows = [row for row in rows if row["op"] == "planner"]
     cases = [(f"{length:,} tokens", {"length": length}) for length in (1152, 4608, 16384)]
     lines = []
-    for name, found in by_contender(rows, cases):
+    for name, found in by_candidate(rows, cases):
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
         first = max(row["first_call_ms"] for row in found if row)
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, microseconds(first)])
@@ -203,19 +203,19 @@ def planner(rows: list[Row]) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
-# Contenders that are one thing in several settings: the table shows the best setting of each case.
+# Candidates that are one thing in several settings: the table shows the best setting of each case.
 SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
 
 
 def best_settings(rows: list[Row]) -> list[Row]:
-    """One row for each of `SETTINGS` and each other contender of a case, named by the thing, with the ``setting`` that won."""
+    """One row for each of `SETTINGS` and each other candidate of a case, named by the thing, with the ``setting`` that won."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
-        name, setting = row["contender"], ""
+        name, setting = row["candidate"], ""
         for thing in SETTINGS:
             if name.startswith(thing):
                 name, setting = thing.removesuffix(" blocks of").rstrip(","), name.removeprefix(thing).strip(", ")
-        row = {**row, "contender": name, "setting": setting}
+        row = {**row, "candidate": name, "setting": setting}
         key = (row["case"], name)
         if key not in best or row["ratio_to_baseline"] < best[key]["ratio_to_baseline"]:
             best[key] = row
@@ -229,7 +229,7 @@ def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
     if not rows:
         return "not measured"
     cases = [(name, {"case": name}) for name in dict.fromkeys(row["case"] for row in rows)]
-    found = dict(by_contender(rows, cases))
+    found = dict(by_candidate(rows, cases))
     ours = found["pdkernels"]
     lines = []
     for name, times in found.items():
@@ -254,13 +254,13 @@ def speculative_attention(rows: list[Row]) -> str:
     if not rows:
         return "not measured"
     cases = [(f"{d}, prefix {p:,}", {"dtype": d, "prefix": p}) for d in ("fp32", "bf16") for p in (2048, 8192)]
-    found = dict(by_contender(rows, cases))
+    found = dict(by_candidate(rows, cases))
     lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
     lines.append(
         ["useful TFLOP/s of pdkernels", *(f"{row['useful_tflops']:.3g}" if row else "-" for row in found["pdkernels"])]
     )
     times = table(["ms, median (times pdkernels)", *(title for title, _ in cases)], lines)
-    steps = [[row["contender"], f"{row['median_us'] / 1e3:,.1f}", f"{row['max_us'] / 1e3:,.0f}"] for row in growing]
+    steps = [[row["candidate"], f"{row['median_us'] / 1e3:,.1f}", f"{row['max_us'] / 1e3:,.0f}"] for row in growing]
     return f"{times}\n\n{table(['bf16, the prefix growing from 512', 'ms a step, all it needs', 'the longest of five'], steps)}\n\n{machine(rows)}"
 
 
@@ -271,8 +271,8 @@ def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
         return "not measured"
     counts = sorted({row[count] for row in rows})
     cases = [(f"{dtype}, {n}", {"dtype": dtype, count: n}) for dtype in ("bf16", "fp32") for n in counts]
-    lines, ours = [], by_contender(rows, cases)[0][1]
-    for name, found in by_contender(rows, cases):
+    lines, ours = [], by_candidate(rows, cases)[0][1]
+    for name, found in by_candidate(rows, cases):
         cells = [
             f"{microseconds(row['median_us'])} ({beside(row, own)})" if row and own else "-"
             for row, own in zip(found, ours)
@@ -292,7 +292,7 @@ def recurrent_step(rows: list[Row]) -> str:
     cases = [(f"{n} rows", {"rows": n}) for n in sorted({row["rows"] for row in rows})]
     lines = [
         [name, *(f"{row['median_us'] / 1e3:.1f} ({row['between_products']:.1%})" if row else "-" for row in found)]
-        for name, found in by_contender(rows, cases)
+        for name, found in by_candidate(rows, cases)
     ]
     return (
         f"{table(['ms a step (share between the products)', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
@@ -306,7 +306,7 @@ def recurrence_advance(rows: list[Row]) -> str:
     cases = [(f"batch {b}, {w} rows", {"batch": b, "width": w}) for b, w in [(1, 16), (1, 128), (8, 128)]]
     lines = [
         [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
-        for name, found in by_contender(rows, cases)
+        for name, found in by_candidate(rows, cases)
     ]
     return f"{table(['µs, median', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
@@ -320,7 +320,7 @@ def unmask(rows: list[Row], rule: str) -> str:
     ]
     lines = [
         [name, *(microseconds(row["median_us"]) if row else "-" for row in found)]
-        for name, found in by_contender(rows, cases)
+        for name, found in by_candidate(rows, cases)
     ]
     return f"{table(['µs, median; batch x candidates', *(title for title, _ in cases)], lines)}\n\n{machine(rows)}"
 
@@ -334,13 +334,13 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
         (", ".join(form.format(n) for form, n in zip(sizes.values(), case)), dict(zip(sizes, case)))
         for case in sorted({tuple(row[size] for size in sizes) for row in rows})
     ]
-    found = dict(by_contender(rows, cases))
+    found = dict(by_candidate(rows, cases))
     lines = beside_ours(found, microseconds)
     return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
 def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
-    """A line for each contender: times as `shown` writes microseconds, and how many times as long as ours they are."""
+    """A line for each candidate: times as `shown` writes microseconds, and how many times as long as ours they are."""
     return [
         [
             f"**{name}**" if name == "pdkernels" else name,
@@ -379,22 +379,22 @@ TABLES = {
         "speculative_attention_append_",
         {"rows": "{} rows stored"},
     ),
-    "record_step_": lambda rows: by_sizes(
-        rows, "µs, median (times pdkernels)", "record_step_", {"batch": "batch {}", "columns": "{} columns"}
+    "log_step_": lambda rows: by_sizes(
+        rows, "µs, median (times pdkernels)", "log_step_", {"batch": "batch {}", "columns": "{} columns"}
     ),
     "recurrence_inject": lambda rows: by_rows(rows, "width", op="recurrence", case="inject"),
     "recurrence_inject with noise": lambda rows: by_rows(rows, "width", op="recurrence", case="inject with noise"),
     "recurrence_exit": lambda rows: by_rows(rows, "width", op="recurrence", case="exit"),
     "recurrent step": recurrent_step,
-    "add_rms_norm": lambda rows: by_rows(rows, op="sandwich", kernel="add_rms_norm"),
-    "silu_gate": lambda rows: by_rows(rows, op="sandwich", kernel="silu_gate"),
-    "rotate_append_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_append_"),
-    "rotate_": lambda rows: by_rows(rows, op="sandwich", kernel="rotate_"),
+    "add_rms_norm": lambda rows: by_rows(rows, op="transformer_ops", kernel="add_rms_norm"),
+    "silu_and_mul": lambda rows: by_rows(rows, op="transformer_ops", kernel="silu_and_mul"),
+    "apply_rope_append_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_append_"),
+    "apply_rope_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_"),
     "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
-    "logit_drift": lambda rows: by_rows(rows, op="logit_drift"),
+    "logit_divergence": lambda rows: by_rows(rows, op="logit_divergence"),
     **{
         f"feature_cache {op}": lambda rows, op=op: by_rows(rows, op="feature_cache", kernel=op)
-        for op in ("value_drift_select_", "add_cached_rows_", "rotate_append_")
+        for op in ("select_stale_rows_", "add_cached_rows_", "apply_rope_append_")
     },
     "token_statistics": lambda rows: by_rows(rows, op="token_statistics"),
     "token_statistics sampling": lambda rows: by_rows(rows, op="token_statistics sampling"),
@@ -411,7 +411,7 @@ TABLES = {
 
 
 def plot_kv_commit(rows: list[Row], path: Path) -> None:
-    """Commit times of all contenders, logarithmic, the copy of the same bytes as a line."""
+    """Commit times of all candidates, logarithmic, the copy of the same bytes as a line."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -422,8 +422,8 @@ def plot_kv_commit(rows: list[Row], path: Path) -> None:
     figure, axes = plt.subplots(1, len(groups), figsize=(11, 3.2), sharey=True, layout="constrained")
     for axis, accepted in zip(axes, groups):
         part = [row for row in rows if row["accepted"] == accepted]
-        colours = ["#1f77b4" if row["contender"].startswith("pdkernels") else "#bbbbbb" for row in part]
-        axis.barh([row["contender"] for row in part], [row["median_us"] for row in part], color=colours)
+        colours = ["#1f77b4" if row["candidate"].startswith("pdkernels") else "#bbbbbb" for row in part]
+        axis.barh([row["candidate"] for row in part], [row["median_us"] for row in part], color=colours)
         axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="memcpy of the same bytes")
         axis.set(
             xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted"
@@ -438,7 +438,7 @@ def plot_kv_commit(rows: list[Row], path: Path) -> None:
 
 
 def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
-    """Times of all contenders in bf16 with heads of 128, forward above and with backward below."""
+    """Times of all candidates in bf16 with heads of 128, forward above and with backward below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -461,9 +461,9 @@ def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
             axis.set_visible(False)
         for axis, case in zip(axes, cases):
             part = [row for row in rows if row["case"] == case][::-1]
-            colours = ["#1f77b4" if row["contender"] == "pdkernels" else "#bbbbbb" for row in part]
+            colours = ["#1f77b4" if row["candidate"] == "pdkernels" else "#bbbbbb" for row in part]
             bars = axis.barh(
-                [row["contender"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours
+                [row["candidate"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours
             )
             axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
             axis.set_xlabel("ms (median)", fontsize=8)

@@ -1,6 +1,6 @@
-"""One way to time a contender: checked first, interleaved with a baseline, on the clock of the device.
+"""One way to time a candidate: checked first, interleaved with a baseline, on the clock of the device.
 
-Before every timed round the baseline runs once and is timed too, so that a contender is always compared with a baseline of
+Before every timed round the baseline runs once and is timed too, so that a candidate is always compared with a baseline of
 the same moment: machines are shared and their speed drifts. The ratio of the two medians stands in ``extra_info``.
 
 On a GPU both are replays of a captured graph where they can be captured, in a cold cache: see `bench/gpu_clock.py`.
@@ -20,7 +20,7 @@ import torch
 import pdkernels as pd
 from bench.devices import DRY_RUN
 from bench.gpu_clock import gpu_clock, replay
-from pdkernels.evaluation.contest import processor
+from pdkernels.evaluation.comparison import processor
 
 Call = Callable[[], object]
 

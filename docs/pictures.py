@@ -242,7 +242,7 @@ def speculative_attention() -> None:
     axis.set(xlim=(-0.4, prefix + new + 1.6), ylim=(new + 0.4, -1.8), aspect="equal")
     axis.set_xticks(
         [prefix / 2, prefix + 1 + new / 2],
-        ["cached tokens, cache_lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"],
+        ["cached tokens, lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"],
     )
     axis.set_yticks([2, 4 + (new - 4) / 2], ["drafted", "masks"])
     axis.tick_params(length=0)
@@ -275,12 +275,12 @@ def sandwich() -> None:
     figure, axis = canvas(12.5, 2.7, (-0.3, 17.3), (-1.3, 2.3))
     boxes = [
         ("qkv\nproduct", FREE, 1.5),
-        ("rotate_append_\n+ bias, RoPE, K V \u2192 cache", COMMITTED, 3.0),
+        ("apply_rope_append_\n+ bias, RoPE, K V \u2192 cache", COMMITTED, 3.0),
         ("attention", FREE, 1.5),
         ("output\nproduct", FREE, 1.5),
         ("add_rms_norm\nnorm_2, norm_3", ACCEPTED, 2.1),
         ("gate, up\nproduct", FREE, 1.5),
-        ("silu_gate", MODEL, 1.4),
+        ("silu_and_mul", MODEL, 1.4),
         ("down\nproduct", FREE, 1.5),
         ("add_rms_norm\nnorm_4, next norm_1", ACCEPTED, 2.4),
     ]
@@ -315,24 +315,24 @@ def sandwich() -> None:
         ha="center",
         fontsize=9,
     )
-    save(figure, "sandwich.png")
+    save(figure, "transformer_ops.png")
 
 
-def logit_drift() -> None:
-    """Left two laws of the next token, right what min-p leaves of them."""
+def logit_divergence() -> None:
+    """Left two distributions of the next token, right what min-p leaves of them."""
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.0), sharey=True, layout="constrained")
-    laws = {
+    distributions = {
         "then": [0.46, 0.30, 0.12, 0.04, 0.03, 0.02, 0.015, 0.015],
         "now": [0.62, 0.22, 0.07, 0.03, 0.025, 0.015, 0.01, 0.01],
     }
     for axis, levelled in zip(axes, (False, True)):
-        for shift, (name, law) in zip((-0.2, 0.2), laws.items()):
-            low = [p < 0.1 * max(law) for p in law]
-            bars = [1 / len(law) if levelled and under else p for p, under in zip(law, low)]
+        for shift, (name, distribution) in zip((-0.2, 0.2), distributions.items()):
+            low = [p < 0.1 * max(distribution) for p in distribution]
+            bars = [1 / len(distribution) if levelled and under else p for p, under in zip(distribution, low)]
             total = sum(bars)
             colours = [REJECTED if levelled and under else (COMMITTED if name == "then" else ACCEPTED) for under in low]
             axis.bar(
-                [i + shift for i in range(len(law))],
+                [i + shift for i in range(len(distribution))],
                 [p / total for p in bars],
                 0.38,
                 color=colours,
@@ -344,10 +344,12 @@ def logit_drift() -> None:
         axis.set(
             xticks=range(8),
             xticklabels=list("abcdefgh"),
-            title="below 0.1 of the largest: 1 / V, then normed" if levelled else "the laws: kl, entropy, argmax",
+            title="below 0.1 of the largest: 1 / V, then normed"
+            if levelled
+            else "the distributions: kl, entropy, argmax",
         )
     axes[0].legend(["then", "now"], frameon=False)
-    save(figure, "logit_drift.png")
+    save(figure, "logit_divergence.png")
 
 
 def unmask() -> None:
@@ -410,7 +412,7 @@ def feature_cache() -> None:
     axis.text(
         8.3,
         1.4,
-        "value_drift_select_: the lowest cosines,\nindex = [1, 4]; fresh values replace\nthe cached ones",
+        "select_stale_rows_: the lowest cosines,\nindex = [1, 4]; fresh values replace\nthe cached ones",
         fontsize=9,
         va="center",
         color="#444444",
@@ -419,7 +421,7 @@ def feature_cache() -> None:
     axis.text(
         8.3,
         -2.2,
-        "rotate_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache",
+        "apply_rope_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache",
         fontsize=9,
         va="center",
         color="#444444",
@@ -581,7 +583,7 @@ if __name__ == "__main__":
     kv_commit()
     verify_draft()
     sandwich()
-    logit_drift()
+    logit_divergence()
     feature_cache()
     token_statistics()
     linear_token_statistics()

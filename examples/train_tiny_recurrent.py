@@ -65,17 +65,17 @@ def loss_of(
 ) -> Tensor:
     """Mean loss in nats of the next bytes that are `counted`, after `steps` recurrences with a graph of the last `kept`."""
     tokens, targets = windows[:, :-1], windows[:, 1:]
-    place = model.place(tokens.shape[1])
-    embedding = model.prelude(tokens, place)
+    context = model.context(tokens.shape[1])
+    embedding = model.prelude(tokens, context)
     term = model.embedding_term(embedding)
     state = torch.empty_like(embedding, requires_grad=False)
     torch.nn.init.trunc_normal_(state, std=STATE_STD, a=-3 * STATE_STD, b=3 * STATE_STD, generator=generator)
     with torch.no_grad():
         for _ in range(steps - kept):
-            state = model.core(state, term, place)
+            state = model.core(state, term, context)
     for _ in range(min(steps, kept)):
-        state = model.core(state, term, place)
-    logits = model.coda(state, place)
+        state = model.core(state, term, context)
+    logits = model.coda(state, context)
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * counted.flatten()).sum() / counted.sum()
 

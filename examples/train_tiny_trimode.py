@@ -211,7 +211,7 @@ def report(model: Transformer, problems: int, width: int = 8) -> str:
     held_out = list(islice(arithmetic(0, held_out=True), problems))
     right, _ = score(model, "autoregressive", held_out)
     _, linear = score(model, "linear_self_speculation", held_out, block_size=width)
-    _, quadratic = score(model, "quadratic_self_speculation", held_out, draft_len=width)
+    _, quadratic = score(model, "quadratic_self_speculation", held_out, block_size=width)
     return (
         f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
         f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}"

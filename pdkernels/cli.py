@@ -108,10 +108,10 @@ def generate(
     options = {name: value for name, value in given.items() if value is not None}
     with _errors_told():
         language_model = models.load(model)
-        usual = "jacobi" if decoding.suits("jacobi", language_model) else "llada"
+        usual = "jacobi" if decoding.supports("jacobi", language_model) else "llada"
         methods = _methods(method or [usual], options, language_model)
         if check:
-            greedy_exists = decoding.suits("autoregressive", language_model)
+            greedy_exists = decoding.supports("autoregressive", language_model)
             demand(
                 greedy_exists,
                 "generate",
@@ -163,7 +163,7 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
         names = [
             name
             for name in decoding.available()
-            if decoding.suits(name, model) and (fills_masks or "mask_token" not in decoding.method_options(name))
+            if decoding.supports(name, model) and (fills_masks or "mask_token" not in decoding.method_options(name))
         ]
     accepted = {name: decoding.method_options(name) for name in names}
     for option in options:
@@ -233,7 +233,7 @@ def evaluate(
     width: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."
+            min=1, help="Tokens of a block or draft. May be given several times; by default what supports the method."
         ),
     ] = None,
     task: Annotated[
@@ -279,7 +279,7 @@ def evaluate(
             for name in dict.fromkeys(task or known.tasks)
         ]
         loaded, absent = _load_all(model or list(known.models))
-        competing, unable = evaluation.contenders(loaded, method or (), width or ())
+        competing, unable = evaluation.candidates(loaded, method or (), width or ())
         skipped = absent + unable
         for line in skipped:
             console.print(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)

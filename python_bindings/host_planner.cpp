@@ -72,11 +72,11 @@ void bind_planner(py::module_& m) {
         return py::buffer_info(plan.words.data(), static_cast<py::ssize_t>(plan.words.size()));
       })
       .def_property_readonly(
-          "places",
+          "extents",
           [](const TilePlan& plan) {
-            std::vector<std::pair<int64_t, int64_t>> places;
-            for (const auto& place : plan.places) places.emplace_back(place.begin, place.size);
-            return places;
+            std::vector<std::pair<int64_t, int64_t>> extents;
+            for (const auto& extent : plan.extents) extents.emplace_back(extent.begin, extent.size);
+            return extents;
           },
           "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, "
           "bitmaps.")

@@ -11,10 +11,10 @@
 #include "simd/kernels.h"
 #include "unpack_attention.h"
 #include "unpack_feature_cache.h"
-#include "unpack_logit_drift.h"
-#include "unpack_record_step.h"
+#include "unpack_log_step.h"
+#include "unpack_logit_divergence.h"
 #include "unpack_recurrence.h"
-#include "unpack_sandwich.h"
+#include "unpack_transformer_ops.h"
 #include "unpack_unmask.h"
 
 #include "unpack_token_statistics.h"
@@ -65,9 +65,9 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   return out.tuple();
 }
 
-void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
+void log_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
   STD_TORCH_CHECK(!handle.has_value(), "pdkernels: a condition's handle is for CUDA");
-  pdkernels::cpu::record_step(record_args(log, count, more, entry));
+  pdkernels::cpu::log_step(log_step_args(log, count, more, entry));
 }
 
 Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences,
@@ -124,18 +124,18 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
   unpack_attention(q, k, v, out, lse,
                    {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
                    block_q, block_k, scale, args);
-  const Place place(q);
+  const SameDevice device(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
   // Two numbers a row that the first pass leaves for the second.
   Tensor delta = torch::stable::new_empty(lse, {2, args.batch * args.q_heads * args.q_len}, ScalarType::Float);
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
-    return heads_view(place, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
+    return heads_view(device, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
   };
   args.grad_out = view(grad_out, args.q_len, args.q_heads);
   args.dq = view(dq, args.q_len, args.q_heads);
   args.dk = view(dk, args.kv_len, args.kv_heads);
   args.dv = view(dv, args.kv_len, args.kv_heads);
-  args.grad_lse = grad_lse.has_value() ? row_numbers(place, *grad_lse, args) : nullptr;
+  args.grad_lse = grad_lse.has_value() ? row_numbers(device, *grad_lse, args) : nullptr;
   args.delta = static_cast<float*>(delta.data_ptr());
   pdkernels::cpu::block_sparse_attention_backward(args);
   return {dq, dk, dv};
@@ -144,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
 // `unpack_rows(args)` says which of the new tokens are stored.
 template <class UnpackRows>
 std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
-                                            const Tensor& k_cache, const Tensor& v_cache, const Tensor& cache_lengths,
+                                            const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                                             const std::array<Tensor, 3>& lists, const Tensor& bitmaps, int64_t block_q,
                                             int64_t block_k, double scale, const OptionalTensor& block_table,
                                             const UnpackRows& unpack_rows) {
@@ -153,13 +153,13 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::SpeculativeArgs args;
   unpack_heads(q, k_new, v_new, out, lse, block_q, block_k, scale, args);
-  unpack_tail(Place(q), lists, bitmaps, args);
-  unpack_prefix(Place(q), k_cache, v_cache, cache_lengths, block_table, args);
+  unpack_tail(SameDevice(q), lists, bitmaps, args);
+  unpack_prefix(SameDevice(q), k_cache, v_cache, lengths, block_table, args);
   unpack_rows(args);
-  // What the shares of the prefix leave for each other: sized by the capacity, so the same at every step.
+  // What the splits of the prefix leave for each other: sized by the capacity, so the same at every step.
   Tensor parts = torch::stable::new_empty(
-      q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
-  Tensor parts_lse = torch::stable::new_empty(q, {args.shares > 1 ? args.shares : 0, q.size(0), q.size(2), q.size(1)},
+      q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
+  Tensor parts_lse = torch::stable::new_empty(q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(2), q.size(1)},
                                               ScalarType::Float);
   args.parts = static_cast<float*>(parts.data_ptr());
   args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
@@ -168,23 +168,22 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
 }
 
 std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                 Tensor cache_lengths, Tensor kv_offsets, Tensor kv_tiles,
-                                                 Tensor kv_bitmaps, Tensor bitmaps, int64_t block_q, int64_t block_k,
-                                                 double scale, OptionalTensor block_table) {
-  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
+                                                 Tensor lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 OptionalTensor block_table) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
                           block_q, block_k, scale, block_table, [](pdkernels::SpeculativeArgs&) {});
 }
 
 std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache,
-                                                        Tensor v_cache, Tensor cache_lengths, Tensor kv_offsets,
+                                                        Tensor v_cache, Tensor lengths, Tensor kv_offsets,
                                                         Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps,
                                                         int64_t block_q, int64_t block_k, double scale,
                                                         OptionalTensor block_table, OptionalTensor counts,
                                                         OptionalTensor source_index) {
-  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, cache_lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
-                          block_q, block_k, scale, block_table, [&](pdkernels::SpeculativeArgs& args) {
-                            unpack_append(Place(q), counts, source_index, args);
-                          });
+  return attend_to_prefix(
+      q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k, scale,
+      block_table, [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });
 }
 
 std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, OptionalTensor weight,
@@ -192,21 +191,21 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, Optio
   return run_add_rms_norm(x, residual, weight, next_weight, eps, pdkernels::cpu::add_rms_norm);
 }
 
-Tensor silu_gate(Tensor x) { return run_silu_gate(x, pdkernels::cpu::silu_gate); }
+Tensor silu_and_mul(Tensor x) { return run_silu_and_mul(x, pdkernels::cpu::silu_and_mul); }
 
-void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
-                   Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
-                   OptionalTensor slots) {
-  run_rotate_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
-                    pdkernels::cpu::rotate_append);
+void apply_rope_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
+                       Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
+                       OptionalTensor slots) {
+  run_apply_rope_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
+                        pdkernels::cpu::apply_rope_append);
 }
 
-void rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
-  run_rotate(x, cos, sin, positions, interleaved, pdkernels::cpu::rotate);
+void apply_rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
+  run_apply_rope(x, cos, sin, positions, interleaved, pdkernels::cpu::apply_rope);
 }
 
-Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
-  return run_logit_drift(logits, previous, min_p, true, pdkernels::cpu::logit_drift);
+Divergence logit_divergence(Tensor logits, OptionalTensor previous, double min_p) {
+  return run_logit_divergence(logits, previous, min_p, true, pdkernels::cpu::logit_divergence);
 }
 
 Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t mask_token, OptionalTensor positions,
@@ -217,10 +216,10 @@ Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t ma
                     factor, strict, seed, step, steps, pdkernels::cpu::unmask);
 }
 
-Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
-                          OptionalTensor counts, std::string update, OptionalTensor block_table) {
-  return run_value_drift_select(v, v_cache, starts, count, wanted, counts, update, block_table,
-                                pdkernels::cpu::value_drift_select);
+Tensor select_stale_rows(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
+                         OptionalTensor counts, std::string update, OptionalTensor block_table) {
+  return run_select_stale_rows(v, v_cache, starts, count, wanted, counts, update, block_table,
+                               pdkernels::cpu::select_stale_rows);
 }
 
 Tensor gather_rows(Tensor x, Tensor index) { return run_gather_rows(x, index, pdkernels::cpu::gather_rows); }
@@ -231,9 +230,9 @@ Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTen
 
 Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps,
                             OptionalTensor positions, OptionalTensor row_index, std::vector<int64_t> suppress,
-                            int64_t top_k, double top_p, double min_p, std::string law) {
+                            int64_t top_k, double top_p, double min_p, std::string distribution) {
   return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p,
-                              min_p, law, pdkernels::cpu::token_statistics);
+                              min_p, distribution, pdkernels::cpu::token_statistics);
 }
 
 }  // namespace
@@ -243,7 +242,7 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
-  m.impl("record_step_", TORCH_BOX(&record_step));
+  m.impl("log_step_", TORCH_BOX(&log_step));
   m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
   m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
   m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));
@@ -252,12 +251,12 @@ STABLE_TORCH_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, CPU, m) {
   m.impl("speculative_attention", TORCH_BOX(&speculative_attention));
   m.impl("speculative_attention_append_", TORCH_BOX(&speculative_attention_append));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-  m.impl("silu_gate", TORCH_BOX(&silu_gate));
-  m.impl("rotate_append_", TORCH_BOX(&rotate_append));
-  m.impl("rotate_", TORCH_BOX(&rotate));
-  m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("apply_rope_append_", TORCH_BOX(&apply_rope_append));
+  m.impl("apply_rope_", TORCH_BOX(&apply_rope));
+  m.impl("logit_divergence", TORCH_BOX(&logit_divergence));
   m.impl("unmask_", TORCH_BOX(&unmask));
-  m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
+  m.impl("select_stale_rows_", TORCH_BOX(&select_stale_rows));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
   m.impl("token_statistics", TORCH_BOX(&token_statistics));

@@ -8,10 +8,10 @@
 #include "kernels.h"
 #include "unpack.h"
 #include "unpack_feature_cache.h"
-#include "unpack_logit_drift.h"
-#include "unpack_record_step.h"
+#include "unpack_log_step.h"
+#include "unpack_logit_divergence.h"
 #include "unpack_recurrence.h"
-#include "unpack_sandwich.h"
+#include "unpack_transformer_ops.h"
 #include "unpack_unmask.h"
 
 #include "unpack_token_statistics.h"
@@ -85,11 +85,11 @@ Verdict verify_draft(Tensor draft, Tensor predictions, OptionalTensor draft_leng
   return out.tuple();
 }
 
-void record_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
+void log_step(Tensor log, Tensor count, Tensor more, Tensor entry, std::optional<int64_t> handle) {
   const Launch launch(entry);
   const uint64_t bits = static_cast<uint64_t>(handle.value_or(0));
-  check(pdkernels::cuda::record_step(record_args(log, count, more, entry), handle.has_value() ? &bits : nullptr,
-                                     launch.stream));
+  check(pdkernels::cuda::log_step(log_step_args(log, count, more, entry), handle.has_value() ? &bits : nullptr,
+                                  launch.stream));
 }
 
 Tensor recurrence_inject(OptionalTensor state, Tensor embedding, OptionalTensor previous_embedding, Tensor recurrences,
@@ -138,31 +138,33 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, OptionalTensor residual, Optio
   });
 }
 
-Tensor silu_gate(Tensor x) {
+Tensor silu_and_mul(Tensor x) {
   const Launch launch(x);
-  return run_silu_gate(
-      x, [&](const pdkernels::SiluGateArgs& args) { check(pdkernels::cuda::silu_gate(args, launch.stream)); });
+  return run_silu_and_mul(
+      x, [&](const pdkernels::SiluAndMulArgs& args) { check(pdkernels::cuda::silu_and_mul(args, launch.stream)); });
 }
 
-void rotate_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
-                   Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
-                   OptionalTensor slots) {
+void apply_rope_append(Tensor qkv, OptionalTensor bias, Tensor cos, Tensor sin, Tensor k_cache, Tensor v_cache,
+                       Tensor lengths, OptionalTensor counts, OptionalTensor block_table, bool interleaved,
+                       OptionalTensor slots) {
   const Launch launch(qkv);
-  run_rotate_append(
-      qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
-      [&](const pdkernels::RotateAppendArgs& args) { check(pdkernels::cuda::rotate_append(args, launch.stream)); });
+  run_apply_rope_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots,
+                        [&](const pdkernels::ApplyRopeAppendArgs& args) {
+                          check(pdkernels::cuda::apply_rope_append(args, launch.stream));
+                        });
 }
 
-void rotate(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
+void apply_rope(Tensor x, Tensor cos, Tensor sin, Tensor positions, bool interleaved) {
   const Launch launch(x);
-  run_rotate(x, cos, sin, positions, interleaved,
-             [&](const pdkernels::RotateArgs& args) { check(pdkernels::cuda::rotate(args, launch.stream)); });
+  run_apply_rope(x, cos, sin, positions, interleaved, [&](const pdkernels::ApplyRopeArgs& args) {
+    check(pdkernels::cuda::apply_rope(args, launch.stream));
+  });
 }
 
-Drift logit_drift(Tensor logits, OptionalTensor previous, double min_p) {
+Divergence logit_divergence(Tensor logits, OptionalTensor previous, double min_p) {
   const Launch launch(logits);
-  return run_logit_drift(logits, previous, min_p, false, [&](const pdkernels::LogitDriftArgs& args) {
-    check(pdkernels::cuda::logit_drift(args, launch.stream));
+  return run_logit_divergence(logits, previous, min_p, false, [&](const pdkernels::LogitDivergenceArgs& args) {
+    check(pdkernels::cuda::logit_divergence(args, launch.stream));
   });
 }
 
@@ -176,12 +178,12 @@ Unmasked unmask(Tensor tokens, Tensor ids, OptionalTensor confidence, int64_t ma
                     [&](const pdkernels::UnmaskArgs& args) { check(pdkernels::cuda::unmask(args, launch.stream)); });
 }
 
-Tensor value_drift_select(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
-                          OptionalTensor counts, std::string update, OptionalTensor block_table) {
+Tensor select_stale_rows(Tensor v, Tensor v_cache, Tensor starts, int64_t count, OptionalTensor wanted,
+                         OptionalTensor counts, std::string update, OptionalTensor block_table) {
   const Launch launch(v);
-  return run_value_drift_select(
+  return run_select_stale_rows(
       v, v_cache, starts, count, wanted, counts, update, block_table,
-      [&](const pdkernels::ValueDriftArgs& args) { check(pdkernels::cuda::value_drift_select(args, launch.stream)); });
+      [&](const pdkernels::StaleRowsArgs& args) { check(pdkernels::cuda::select_stale_rows(args, launch.stream)); });
 }
 
 Tensor gather_rows(Tensor x, Tensor index) {
@@ -200,10 +202,10 @@ Tensor add_cached_rows(Tensor x, Tensor cached, OptionalTensor rows, OptionalTen
 
 Statistics token_statistics(Tensor logits, double temperature, int64_t seed, int64_t step, OptionalTensor steps,
                             OptionalTensor positions, OptionalTensor row_index, std::vector<int64_t> suppress,
-                            int64_t top_k, double top_p, double min_p, std::string law) {
+                            int64_t top_k, double top_p, double min_p, std::string distribution) {
   const Launch launch(logits);
   return run_token_statistics(logits, temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p,
-                              min_p, law, [&](const pdkernels::TokenStatisticsArgs& args) {
+                              min_p, distribution, [&](const pdkernels::TokenStatisticsArgs& args) {
                                 check(pdkernels::cuda::token_statistics(args, launch.stream));
                               });
 }
@@ -218,17 +220,17 @@ PDK_LIBRARY_IMPL(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, m) {
   m.impl("kv_commit_", TORCH_BOX(&kv_commit));
   m.impl("kv_trim_", TORCH_BOX(&kv_trim));
   m.impl("verify_draft", TORCH_BOX(&verify_draft));
-  m.impl("record_step_", TORCH_BOX(&record_step));
+  m.impl("log_step_", TORCH_BOX(&log_step));
   m.impl("recurrence_inject", TORCH_BOX(&recurrence_inject));
   m.impl("recurrence_exit", TORCH_BOX(&recurrence_exit));
   m.impl("recurrence_advance_", TORCH_BOX(&recurrence_advance));
   m.impl("add_rms_norm", TORCH_BOX(&add_rms_norm));
-  m.impl("silu_gate", TORCH_BOX(&silu_gate));
-  m.impl("rotate_append_", TORCH_BOX(&rotate_append));
-  m.impl("rotate_", TORCH_BOX(&rotate));
-  m.impl("logit_drift", TORCH_BOX(&logit_drift));
+  m.impl("silu_and_mul", TORCH_BOX(&silu_and_mul));
+  m.impl("apply_rope_append_", TORCH_BOX(&apply_rope_append));
+  m.impl("apply_rope_", TORCH_BOX(&apply_rope));
+  m.impl("logit_divergence", TORCH_BOX(&logit_divergence));
   m.impl("unmask_", TORCH_BOX(&unmask));
-  m.impl("value_drift_select_", TORCH_BOX(&value_drift_select));
+  m.impl("select_stale_rows_", TORCH_BOX(&select_stale_rows));
   m.impl("gather_rows", TORCH_BOX(&gather_rows));
   m.impl("add_cached_rows_", TORCH_BOX(&add_cached_rows));
   m.impl("token_statistics", TORCH_BOX(&token_statistics));

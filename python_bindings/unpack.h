@@ -28,9 +28,9 @@ using OptionalTensor = std::optional<Tensor>;
 inline char* bytes(const Tensor& t) { return static_cast<char*>(t.data_ptr()); }
 
 // Where the first tensor of a call lives; every other one must live there too.
-class Place {
+class SameDevice {
  public:
-  explicit Place(const Tensor& t) : index_(t.get_device_index()), cuda_(t.is_cuda()) {}
+  explicit SameDevice(const Tensor& t) : index_(t.get_device_index()), cuda_(t.is_cuda()) {}
   void require(const Tensor& t) const {
     STD_TORCH_CHECK(t.is_cuda() == cuda_ && t.get_device_index() == index_,
                     "pdkernels: all tensors must be on one device");
@@ -48,14 +48,14 @@ inline bool is_wide(const Tensor& t) {
   return dtype == ScalarType::Long;
 }
 
-inline IndexView index_view(const Place& place, const Tensor& t, int64_t dim, int64_t size0) {
-  place.require(t);
+inline IndexView index_view(const SameDevice& device, const Tensor& t, int64_t dim, int64_t size0) {
+  device.require(t);
   STD_TORCH_CHECK(t.dim() == dim && (dim == 0 || t.size(0) == size0), "pdkernels: an index tensor has the wrong shape");
   return {t.data_ptr(), dim > 0 ? t.stride(0) : 0, dim > 1 ? t.stride(1) : 0, is_wide(t)};
 }
 
-inline IndexView index_view(const Place& place, const OptionalTensor& t, int64_t dim, int64_t size0) {
-  return t.has_value() ? index_view(place, *t, dim, size0) : IndexView{};
+inline IndexView index_view(const SameDevice& device, const OptionalTensor& t, int64_t dim, int64_t size0) {
+  return t.has_value() ? index_view(device, *t, dim, size0) : IndexView{};
 }
 
 struct Dim {
@@ -69,8 +69,8 @@ inline void require_own_places(std::initializer_list<Dim> dims) {
   STD_TORCH_CHECK(!shared || empty, "pdkernels: a tensor that is written must not be expanded");
 }
 
-inline IndexView written_view(const Place& place, const Tensor& t, int64_t dim, int64_t size0) {
-  const IndexView view = index_view(place, t, dim, size0);
+inline IndexView written_view(const SameDevice& device, const Tensor& t, int64_t dim, int64_t size0) {
+  const IndexView view = index_view(device, t, dim, size0);
   require_own_places({{size0, view.stride0}, {dim > 1 ? t.size(1) : 1, view.stride1}});
   return view;
 }
@@ -89,12 +89,12 @@ struct Side {
   }
 };
 
-inline Side unpack_side(const Place& place, const std::vector<Tensor>& tensors) {
+inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& tensors) {
   STD_TORCH_CHECK(!tensors.empty(), "pdkernels: a cache must have at least one layer");
   Side side;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
-    place.require(t);
+    device.require(t);
     const int64_t d = t.dim();
     STD_TORCH_CHECK(d == 4 || d == 5, "pdkernels: cache tensors must have 4 or 5 dimensions");
     const int64_t size = static_cast<int64_t>(t.element_size());
@@ -130,7 +130,7 @@ inline void merge_heads(RowLayout& row) {
 
 // A cache and, for appends, the new rows. Heads become one run where they are adjacent on both sides of the copy.
 struct Cache {
-  Place place;
+  SameDevice device;
   Side sides[2];
   std::optional<Side> sources[2];
   PageMap pages;
@@ -138,8 +138,8 @@ struct Cache {
 
   Cache(const std::vector<Tensor>& k, const std::vector<Tensor>& v, const OptionalTensor& block_table,
         const Tensor& lengths)
-      : place(lengths),
-        sides{unpack_side(place, k), unpack_side(place, v)},
+      : device(lengths),
+        sides{unpack_side(device, k), unpack_side(device, v)},
         batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
     STD_TORCH_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
                         sides[0].slots == sides[1].slots,
@@ -148,7 +148,7 @@ struct Cache {
     STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch,
                     "pdkernels: lengths must have one entry a sequence");
     STD_TORCH_CHECK(!block_table.has_value() || sides[0].slots > 0, "pdkernels: pages must have at least one slot");
-    pages.block_table = index_view(place, block_table, 2, batch);
+    pages.block_table = index_view(device, block_table, 2, batch);
     pages.num_pages = sides[0].pages;
     pages.page_size = sides[0].slots;
     pages.pages_per_sequence = block_table.has_value() ? block_table->size(1) : 1;
@@ -157,7 +157,7 @@ struct Cache {
   void add_rows(const std::vector<Tensor>& k, const std::vector<Tensor>& v) {
     const std::vector<Tensor>* given[2] = {&k, &v};
     for (int s = 0; s < 2; ++s) {
-      sources[s] = unpack_side(place, *given[s]);
+      sources[s] = unpack_side(device, *given[s]);
       STD_TORCH_CHECK(
           sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
               sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
@@ -205,8 +205,8 @@ void append(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cac
   Cache cache(k_cache, v_cache, block_table, lengths);
   cache.add_rows(k_new, v_new);
   AppendArgs args;
-  args.lengths = index_view(cache.place, lengths, 1, cache.batch);
-  args.counts = index_view(cache.place, counts, 1, cache.batch);
+  args.lengths = index_view(cache.device, lengths, 1, cache.batch);
+  args.counts = index_view(cache.device, counts, 1, cache.batch);
   args.max_rows = cache.sources[0]->slots;
   cache.for_launches([&](const CacheView& view, int64_t first) {
     args.cache = view;
@@ -225,9 +225,9 @@ void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cac
             const Run& run) {
   Cache cache(k_cache, v_cache, block_table, lengths);
   CommitArgs args;
-  args.lengths = written_view(cache.place, lengths, 1, cache.batch);
-  args.counts = index_view(cache.place, counts, 1, cache.batch);
-  args.source_index = index_view(cache.place, source_index, 2, cache.batch);
+  args.lengths = written_view(cache.device, lengths, 1, cache.batch);
+  args.counts = index_view(cache.device, counts, 1, cache.batch);
+  args.source_index = index_view(cache.device, source_index, 2, cache.batch);
   args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
   const int64_t launches =
       (static_cast<int64_t>(cache.sides[0].layers.size()) + kMaxBuffers / 2 - 1) / (kMaxBuffers / 2);
@@ -258,9 +258,9 @@ struct VerdictTensors {
 
 template <class Run>
 void trim(const Tensor& lengths, const Tensor& new_lengths, const Run& run) {
-  const Place place(lengths);
+  const SameDevice device(lengths);
   const int64_t batch = lengths.dim() == 1 ? lengths.size(0) : -1;
-  run(written_view(place, lengths, 1, batch), index_view(place, new_lengths, 1, batch), batch);
+  run(written_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch);
 }
 
 inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, const OptionalTensor& draft_lengths,
@@ -272,9 +272,9 @@ inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, co
   for (int64_t d = 0; d < draft.dim(); ++d) {
     STD_TORCH_CHECK(draft.size(d) == predictions.size(d), "pdkernels: predictions must have the shape of draft");
   }
-  const Place place(draft);
+  const SameDevice device(draft);
   const auto tokens = [&](const Tensor& t) {
-    place.require(t);
+    device.require(t);
     const int64_t last = t.dim() - 1;
     return TokenView{t.data_ptr(), {t.stride(0), rows ? t.stride(1) : 0, t.stride(last)}, is_wide(t)};
   };
@@ -285,10 +285,10 @@ inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, co
   args.candidates = rows ? draft.size(1) : 1;
   STD_TORCH_CHECK(args.candidates > 0, "pdkernels: draft must have at least one candidate");
   args.width = draft.size(draft.dim() - 1);
-  args.draft_lengths = index_view(place, draft_lengths, 1, args.batch);
+  args.draft_lengths = index_view(device, draft_lengths, 1, args.batch);
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
-  args.end_tokens = index_view(place, end_tokens, 1, args.num_end_tokens);
-  args.refill = index_view(place, refill, 2, args.batch);
+  args.end_tokens = index_view(device, end_tokens, 1, args.num_end_tokens);
+  args.refill = index_view(device, refill, 2, args.batch);
   STD_TORCH_CHECK(!refill.has_value() || refill->size(1) == args.width,
                   "pdkernels: refill must have the shape of draft");
   args.accepted = static_cast<int64_t*>(out.accepted.data_ptr());

@@ -2,25 +2,25 @@
 #pragma once
 
 #include "pdkernels/feature_cache.h"
-#include "unpack_sandwich.h"
+#include "unpack_transformer_ops.h"
 
 #include <string>
 
 namespace pdkernels::bindings {
 
 template <class Run>
-Tensor run_value_drift_select(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
-                              const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
-                              const OptionalTensor& block_table, const Run& run) {
-  const Place place(v);
+Tensor run_select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
+                             const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
+                             const OptionalTensor& block_table, const Run& run) {
+  const SameDevice device(v);
   STD_TORCH_CHECK(v.dim() == 4 && v_cache.dim() == 4, "pdkernels: v and its cache must have 4 dimensions");
-  require_like(place, v_cache, v);
+  require_like(device, v_cache, v);
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
   STD_TORCH_CHECK(count >= 0, "pdkernels: count must be at least 0");
   STD_TORCH_CHECK(update == "all" || update == "selected" || update == "none",
                   "pdkernels: update must be all, selected or none");
-  ValueDriftArgs args;
+  StaleRowsArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
   args.cache = bytes(v_cache), args.cache_row = cache.sides[0].row;
@@ -28,9 +28,9 @@ Tensor run_value_drift_select(const Tensor& v, const Tensor& v_cache, const Tens
     merge_heads(args.v_row), merge_heads(args.cache_row);
   args.pages = cache.pages;
   args.batch = cache.batch, args.rows = v.size(1), args.most = count;
-  args.starts = index_view(place, starts, 1, args.batch);
-  args.counts = index_view(place, counts, 1, args.batch);
-  args.wanted = index_view(place, wanted, 1, args.batch);
+  args.starts = index_view(device, starts, 1, args.batch);
+  args.counts = index_view(device, counts, 1, args.batch);
+  args.wanted = index_view(device, wanted, 1, args.batch);
   args.update = update == "all" ? Update::kAll : update == "selected" ? Update::kSelected : Update::kNone;
   Tensor index = torch::stable::new_empty(v, {args.batch, count}, ScalarType::Long);
   Tensor keys = torch::stable::new_empty(v, {args.batch, args.rows}, ScalarType::Int);
@@ -56,12 +56,12 @@ inline BatchRows batch_rows(const Tensor& t, int64_t unit = 1) {
 
 template <class Run>
 Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
-  const Place place(x);
+  const SameDevice device(x);
   STD_TORCH_CHECK(x.dim() >= 2, "pdkernels: x must have at least 2 dimensions");
   const Tensor held = with_whole_rows(x);
   const int64_t size = static_cast<int64_t>(x.element_size());
   GatherRowsArgs args;
-  args.index = index_view(place, index, 2, x.size(0));
+  args.index = index_view(device, index, 2, x.size(0));
   args.batch = x.size(0), args.rows = x.size(1), args.picked = index.size(1), args.row_bytes = size;
   std::vector<int64_t> shape{args.batch, args.picked};
   for (int64_t d = 2; d < x.dim(); ++d) args.row_bytes *= x.size(d), shape.push_back(x.size(d));
@@ -75,9 +75,9 @@ Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
 template <class Run>
 Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
                            const OptionalTensor& index, const Run& run) {
-  const Place place(x);
+  const SameDevice device(x);
   STD_TORCH_CHECK(x.dim() == 3, "pdkernels: x must have 3 dimensions");
-  require_like(place, cached, x);
+  require_like(device, cached, x);
   require_shape(cached, x);
   STD_TORCH_CHECK(cached.size(2) <= 1 || cached.stride(2) == 1,
                   "pdkernels: cached must have a contiguous last dimension");
@@ -85,12 +85,12 @@ Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const Optional
   AddCachedArgs args;
   args.element = row_element(x);
   args.batch = x.size(0), args.rows = x.size(1), args.width = x.size(2);
-  args.index = index_view(place, index, 2, args.batch);
+  args.index = index_view(device, index, 2, args.batch);
   args.replaced = index.has_value() ? index->size(1) : 0;
   const Tensor held = with_whole_rows(x);
   OptionalTensor fresh;
   if (rows.has_value()) {
-    require_like(place, *rows, x);
+    require_like(device, *rows, x);
     STD_TORCH_CHECK(rows->dim() == 3 && rows->size(0) == args.batch && rows->size(1) == args.replaced &&
                         rows->size(2) == args.width,
                     "pdkernels: rows must have a row for each index");

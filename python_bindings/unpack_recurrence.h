@@ -8,8 +8,8 @@
 
 namespace pdkernels::bindings {
 
-inline BatchedRows rows_view(const Place& place, const Tensor& t, ScalarType dtype, int64_t batch, int64_t size) {
-  place.require(t);
+inline BatchedRows rows_view(const SameDevice& device, const Tensor& t, ScalarType dtype, int64_t batch, int64_t size) {
+  device.require(t);
   STD_TORCH_CHECK(t.scalar_type() == dtype, "pdkernels: rows must have one dtype");
   STD_TORCH_CHECK(t.dim() == 3 && t.size(0) == batch && t.size(2) == size,
                   "pdkernels: a tensor of rows has the wrong shape");
@@ -17,19 +17,19 @@ inline BatchedRows rows_view(const Place& place, const Tensor& t, ScalarType dty
   return {t.data_ptr(), t.stride(0), t.stride(1), t.size(1)};
 }
 
-inline BatchedRows rows_view(const Place& place, const OptionalTensor& t, ScalarType dtype, int64_t batch,
+inline BatchedRows rows_view(const SameDevice& device, const OptionalTensor& t, ScalarType dtype, int64_t batch,
                              int64_t size) {
   if (!t.has_value()) return {};
-  BatchedRows view = rows_view(place, *t, dtype, batch, size);
+  BatchedRows view = rows_view(device, *t, dtype, batch, size);
   // Given, even if it has no bytes to point to.
   static char nothing;
   if (view.data == nullptr) view.data = &nothing;
   return view;
 }
 
-inline IndexView counts_view(const Place& place, const Tensor& t, int64_t batch, int64_t rows) {
+inline IndexView counts_view(const SameDevice& device, const Tensor& t, int64_t batch, int64_t rows) {
   STD_TORCH_CHECK(t.dim() == 2 && t.size(1) >= rows, "pdkernels: recurrences must have a column a row");
-  return index_view(place, t, 2, batch);
+  return index_view(device, t, 2, batch);
 }
 
 inline NoiseSchedule schedule_of(const std::string& name) {
@@ -51,24 +51,24 @@ inline InjectArgs inject_args(const OptionalTensor& state, const Tensor& embeddi
                               const Tensor& advance, const Tensor& steps, int64_t seed, double noise,
                               const std::string& schedule, int64_t horizon, const std::string& mixer, double momentum,
                               double init_std, const std::string& new_state, bool damp_new, const Tensor& out) {
-  const Place place(embedding);
+  const SameDevice device(embedding);
   InjectArgs args;
   args.element = element_of(embedding);
   args.batch = embedding.size(0);
   args.rows = embedding.size(1);
   args.size = embedding.size(2);
   const ScalarType dtype = embedding.scalar_type();
-  args.embedding = rows_view(place, embedding, dtype, args.batch, args.size);
-  args.state = rows_view(place, state, dtype, args.batch, args.size);
-  args.previous = rows_view(place, previous, dtype, args.batch, args.size);
+  args.embedding = rows_view(device, embedding, dtype, args.batch, args.size);
+  args.state = rows_view(device, state, dtype, args.batch, args.size);
+  args.previous = rows_view(device, previous, dtype, args.batch, args.size);
   STD_TORCH_CHECK(!args.state.given() || !args.previous.given() || args.state.rows == args.previous.rows,
                   "pdkernels: previous_embedding must have the rows of state");
-  args.out = rows_view(place, out, dtype, args.batch, 2 * args.size);
-  args.recurrences = counts_view(place, recurrences, args.batch, args.rows);
-  args.cursor = index_view(place, cursor, 1, args.batch);
-  args.width = index_view(place, width, 1, args.batch);
-  args.advance = index_view(place, advance, 1, args.batch);
-  args.steps = index_view(place, steps, 1, args.batch);
+  args.out = rows_view(device, out, dtype, args.batch, 2 * args.size);
+  args.recurrences = counts_view(device, recurrences, args.batch, args.rows);
+  args.cursor = index_view(device, cursor, 1, args.batch);
+  args.width = index_view(device, width, 1, args.batch);
+  args.advance = index_view(device, advance, 1, args.batch);
+  args.steps = index_view(device, steps, 1, args.batch);
   args.key[0] = static_cast<uint32_t>(seed);
   args.key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
   const auto finite = [](double x) { return x >= 0 && x <= 3.4e38; };
@@ -107,30 +107,30 @@ inline ExitArgs exit_args(const Tensor& x, const Tensor& residual, const Tensor&
                           const Tensor& recurrences, const Tensor& width, const Tensor& advance, double threshold,
                           const OptionalTensor& older, const OptionalTensor& older_advance, int64_t min_recurrences,
                           double eps, const ExitTensors& out) {
-  const Place place(x);
+  const SameDevice device(x);
   ExitArgs args;
   args.element = element_of(x);
   args.batch = x.size(0);
   args.rows = x.size(1);
   args.size = x.size(2);
   const ScalarType dtype = x.scalar_type();
-  args.x = rows_view(place, x, dtype, args.batch, args.size);
-  args.residual = rows_view(place, residual, dtype, args.batch, args.size);
+  args.x = rows_view(device, x, dtype, args.batch, args.size);
+  args.residual = rows_view(device, residual, dtype, args.batch, args.size);
   STD_TORCH_CHECK(args.residual.rows == args.rows, "pdkernels: residual must have the shape of x");
-  args.previous = rows_view(place, previous, dtype, args.batch, args.size);
-  args.older = rows_view(place, older, dtype, args.batch, args.size);
+  args.previous = rows_view(device, previous, dtype, args.batch, args.size);
+  args.older = rows_view(device, older, dtype, args.batch, args.size);
   STD_TORCH_CHECK(older.has_value() == older_advance.has_value() && (previous.has_value() || !older.has_value()),
                   "pdkernels: older must come with older_advance and previous");
-  args.state = rows_view(place, out.state, dtype, args.batch, args.size);
-  place.require(weight);
+  args.state = rows_view(device, out.state, dtype, args.batch, args.size);
+  device.require(weight);
   STD_TORCH_CHECK(
       weight.scalar_type() == dtype && weight.dim() == 1 && weight.size(0) == args.size && weight.is_contiguous(),
       "pdkernels: weight must be a contiguous vector of the size and dtype of x");
   args.weight = weight.data_ptr();
-  args.recurrences = counts_view(place, recurrences, args.batch, args.rows);
-  args.width = index_view(place, width, 1, args.batch);
-  args.advance = index_view(place, advance, 1, args.batch);
-  args.older_advance = index_view(place, older_advance, 1, args.batch);
+  args.recurrences = counts_view(device, recurrences, args.batch, args.rows);
+  args.width = index_view(device, width, 1, args.batch);
+  args.advance = index_view(device, advance, 1, args.batch);
+  args.older_advance = index_view(device, older_advance, 1, args.batch);
   STD_TORCH_CHECK(min_recurrences >= 1 && eps >= 0 && threshold == threshold, "pdkernels: an option is out of range");
   args.min_recurrences = min_recurrences;
   args.threshold = threshold;
@@ -149,28 +149,28 @@ inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions,
                                 bool keep_last) {
   STD_TORCH_CHECK(tokens.dim() == 2 && tokens.size(1) >= 1 && predictions.dim() == 2,
                   "pdkernels: tokens must have 2 dimensions");
-  const Place place(tokens);
+  const SameDevice device(tokens);
   AdvanceArgs args;
   args.batch = tokens.size(0);
   args.room = tokens.size(1) - 1;
   args.rows = predictions.size(1);
   STD_TORCH_CHECK(args.rows <= args.room, "pdkernels: predictions must have at most a column a row");
   const auto table = [&](const Tensor& t, int64_t columns) {
-    const IndexView view = written_view(place, t, 2, args.batch);
+    const IndexView view = written_view(device, t, 2, args.batch);
     STD_TORCH_CHECK(t.size(1) == columns, "pdkernels: recurrences and stable must have one column less than tokens");
     return view;
   };
   args.tokens = table(tokens, args.room + 1);
-  args.predictions = index_view(place, predictions, 2, args.batch);
+  args.predictions = index_view(device, predictions, 2, args.batch);
   args.recurrences = table(recurrences, args.room);
   args.stable = table(stable, args.room);
-  args.width = written_view(place, width, 1, args.batch);
-  args.cursor = written_view(place, cursor, 1, args.batch);
-  args.advance = written_view(place, advance, 1, args.batch);
-  args.steps = written_view(place, steps, 1, args.batch);
-  args.remaining = written_view(place, remaining, 1, args.batch);
+  args.width = written_view(device, width, 1, args.batch);
+  args.cursor = written_view(device, cursor, 1, args.batch);
+  args.advance = written_view(device, advance, 1, args.batch);
+  args.steps = written_view(device, steps, 1, args.batch);
+  args.remaining = written_view(device, remaining, 1, args.batch);
   if (settled.has_value()) {
-    place.require(*settled);
+    device.require(*settled);
     STD_TORCH_CHECK(settled->scalar_type() == ScalarType::Bool && settled->dim() == 2 &&
                         settled->size(0) == args.batch && settled->size(1) == args.rows,
                     "pdkernels: settled must be a bool tensor of the shape of predictions");
@@ -189,11 +189,11 @@ inline AdvanceArgs advance_args(const Tensor& tokens, const Tensor& predictions,
   args.last = is_second(rule, "prefix", "last");
   args.guard = guard;
   args.keep_last = keep_last;
-  args.filler = index_view(place, filler, 2, args.batch);
+  args.filler = index_view(device, filler, 2, args.batch);
   STD_TORCH_CHECK(!filler.has_value() || filler->size(1) == headway - 1,
                   "pdkernels: filler must have headway - 1 columns");
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
-  args.end_tokens = index_view(place, end_tokens, 1, args.num_end_tokens);
+  args.end_tokens = index_view(device, end_tokens, 1, args.num_end_tokens);
   return args;
 }
 

@@ -4,7 +4,7 @@
 
 #include "pdkernels/token_statistics.h"
 #include "unpack_recurrence.h"
-#include "unpack_sandwich.h"
+#include "unpack_transformer_ops.h"
 
 #include <string>
 
@@ -22,8 +22,8 @@ template <class Run>
 Statistics run_token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step,
                                 const OptionalTensor& steps, const OptionalTensor& positions,
                                 const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
-                                double top_p, double min_p, const std::string& law, const Run& run) {
-  const Place place(logits);
+                                double top_p, double min_p, const std::string& distribution, const Run& run) {
+  const SameDevice device(logits);
   const Rows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
   STD_TORCH_CHECK(rows.width > 0 && rows.width < kWords, "pdkernels: logits must have at least one token");
@@ -42,7 +42,7 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
   // An entry a row, in the order of the results.
   const auto numbers = [&](const OptionalTensor& given, OptionalTensor& held) {
     if (!given.has_value()) return IndexView{};
-    place.require(*given);
+    device.require(*given);
     STD_TORCH_CHECK(sizes_of(*given) == shape, "pdkernels: an index tensor has the wrong shape");
     held = packed(*given);
     static char nothing;  // given, even if it has no bytes to point to
@@ -58,7 +58,7 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
   constexpr double kCoolest = 1e-30;  // scores of floats are the same at any temperature below
   args.temperature = temperature > 0 && temperature < kCoolest ? kCoolest : temperature;
   args.top_p = top_p, args.min_p = min_p;
-  args.sampling = is_second(law, "model", "sampling");
+  args.sampling = is_second(distribution, "model", "sampling");
   args.top_k = static_cast<int>(top_k);
   for (const int64_t token : suppress) {
     STD_TORCH_CHECK(token >= 0 && token < rows.width, "pdkernels: a suppressed token is out of range");

@@ -16,21 +16,21 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
                     const OptionalTensor& quotas, std::optional<double> threshold, int64_t need,
                     const OptionalTensor& needs, std::optional<double> factor, bool strict, int64_t seed, int64_t step,
                     const OptionalTensor& steps, const Run& run) {
-  const Place place(tokens);
+  const SameDevice device(tokens);
   STD_TORCH_CHECK(tokens.dim() == 2 && ids.dim() == 2, "pdkernels: tokens and ids must have 2 dimensions");
   UnmaskArgs args;
   args.batch = tokens.size(0), args.length = tokens.size(1), args.candidates = ids.size(1);
-  args.tokens = written_view(place, tokens, 2, args.batch);
-  args.ids = index_view(place, ids, 2, args.batch);
+  args.tokens = written_view(device, tokens, 2, args.batch);
+  args.ids = index_view(device, ids, 2, args.batch);
   STD_TORCH_CHECK(args.ids.wide == args.tokens.wide, "pdkernels: ids must have the dtype of tokens");
-  args.positions = index_view(place, positions, 2, args.batch);
+  args.positions = index_view(device, positions, 2, args.batch);
   // Given, even if it has no bytes to point to.
   static float nothing = 0;
   if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
   STD_TORCH_CHECK((positions.has_value() ? positions->size(1) : args.length) == args.candidates,
                   "pdkernels: every candidate must have a position");
   if (confidence.has_value()) {
-    place.require(*confidence);
+    device.require(*confidence);
     STD_TORCH_CHECK(confidence->scalar_type() == ScalarType::Float && confidence->dim() == 2 &&
                         confidence->size(0) == args.batch && confidence->size(1) == args.candidates,
                     "pdkernels: confidence must be a float32 tensor of the shape of ids");
@@ -41,7 +41,7 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
   std::vector<int64_t> shape{args.batch};
   if (windows.has_value()) {
     const Tensor& t = *windows;
-    place.require(t);
+    device.require(t);
     const int64_t last = t.dim() - 1;
     STD_TORCH_CHECK((last == 1 || last == 2) && t.size(0) == args.batch && t.size(last) == 2,
                     "pdkernels: windows must be pairs");
@@ -55,11 +55,11 @@ Unmasked run_unmask(const Tensor& tokens, const Tensor& ids, const OptionalTenso
     STD_TORCH_CHECK(t.has_value() || number >= 0, "pdkernels: quota and need must not be negative");
     STD_TORCH_CHECK(!t.has_value() || dim == 1 || (t->dim() == 2 && t->size(1) == args.segments),
                     "pdkernels: quota and need must fit windows");
-    return PerSegment{index_view(place, t, dim, args.batch), number};
+    return PerSegment{index_view(device, t, dim, args.batch), number};
   };
   args.quota = per_segment(quotas, quota);
   args.need = per_segment(needs, need);
-  args.steps = index_view(place, steps, 1, args.batch);
+  args.steps = index_view(device, steps, 1, args.batch);
   STD_TORCH_CHECK(steps.has_value() || (step >= 0 && step <= 0xFFFFFFFF), "pdkernels: step must be in [0, 2**32)");
   STD_TORCH_CHECK(
       mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict),

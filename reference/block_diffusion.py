@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .autoregressive import Model
 from .masks import Mask, block_causal
-from .sampling import OWN, DraftModel, causal_logits, draw, law, unadapted, without
+from .sampling import OWN, DraftModel, causal_logits, distribution, draw, unadapted, without
 
 
 class DenoiseStep(NamedTuple):
@@ -36,7 +36,7 @@ class Guesses(NamedTuple):
 
     tokens: list[int]
     confidence: list[float]  # softmax of the plain logits at that token: neither temperature nor noise enters
-    laws: Tensor  # (B, V) fp64, what the tokens were drawn from
+    distributions: Tensor  # (B, V) fp64, what the tokens were drawn from
 
 
 def denoise(
@@ -57,8 +57,8 @@ def denoise(
     logits = model(torch.tensor([[*history, *block]]), positions[None], visible, adapted)[0, start:]
     logits = without(logits, mask_token)
     tokens = draw(logits, range(start, start + len(block)), temperature, seed, forward)
-    confidence = law(logits, 1.0)[range(len(block)), tokens].tolist()
-    return Guesses(tokens, confidence, law(logits, temperature))
+    confidence = distribution(logits, 1.0)[range(len(block)), tokens].tolist()
+    return Guesses(tokens, confidence, distribution(logits, temperature))
 
 
 def confident(confidence: Sequence[float], slots: Iterable[int], threshold: float) -> list[int]:

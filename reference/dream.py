@@ -58,7 +58,7 @@ def dream(
 ) -> MaskedResult:
     """`steps` forwards over the whole canvas: forward i commits what :func:`time_quota` says, the last one all that is left.
 
-    The scores are of the law that the guess is drawn from: tempered and filtered. A forward may commit nothing; with as many
+    The scores are of the distribution that the guess is drawn from: tempered and filtered. A forward may commit nothing; with as many
     steps as tokens the first one does, and the last one commits two.
 
     Where the published code differs: it takes the masks of a whole batch together, in one count and in one ranking. Its entropy
@@ -68,11 +68,11 @@ def dream(
         model, prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
         steps: forwards; None: as many as tokens.
         algorithm: "maskgit_plus": the probability of the guess; "topk_margin": how far the most probable token is ahead of the
-            second; "entropy": the negative entropy of the law; "origin": every mask goes by chance, with the probability
+            second; "entropy": the negative entropy of the distribution; "origin": every mask goes by chance, with the probability
             1 - s / t between the times t and s, if its uniform number (unmask.py) is at least s / t. The trace has
             that number for its confidence.
         eps: the last time.
-        temperature, top_p, top_k: of the law; the filters are some at temperature 0, too. `top_p` measures the law of all tokens.
+        temperature, top_p, top_k: of the distribution; the filters are some at temperature 0, too. `top_p` measures the distribution of all tokens.
         order_temperature: 0 takes the best scores. Above, places are drawn without putting back from
             softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace has
             for confidences, u being the place's uniform number. It must be 0 for "origin".
@@ -102,7 +102,7 @@ def dream(
             window,
             temperature=temperature,
             seed=seed,
-            law="sampling",
+            distribution="sampling",
             top_p=top_p,
             top_k=top_k,
             score=SCORES[algorithm],

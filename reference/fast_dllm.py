@@ -26,13 +26,13 @@ from .masked_sampling import (
 )
 
 
-def rewritten(model: MaskedTransformerReference, canvas: Canvas, start: int, stop: int, past: KeyValues) -> Tensor:
+def recomputed(model: MaskedTransformerReference, canvas: Canvas, start: int, stop: int, past: KeyValues) -> Tensor:
     """Logits, row p about place p, from a forward of the rows ``start .. stop - 1`` over `past`.
 
     A model that predicts the next token says nothing about place `start`, and something about place `stop`. Rows of places that
     nothing is said about are NaN.
     """
-    logits = model.rewrite(canvas.tokens[start:stop], start, past)
+    logits = model.recompute(canvas.tokens[start:stop], start, past)
     silent = start + (model.predicts == "next")
     return torch.cat([torch.full((silent, logits.shape[1]), torch.nan, dtype=logits.dtype), logits])
 
@@ -105,9 +105,9 @@ def fast_dllm(
                 logits = bidirectional(model)(canvas.tokens)
             elif entry:
                 past = model.new_past()
-                logits = rewritten(model, canvas, 0, canvas.end, past)
+                logits = recomputed(model, canvas, 0, canvas.end, past)
             else:
-                logits = rewritten(model, canvas, start, stop if cache == "dual" else canvas.end, past)
+                logits = recomputed(model, canvas, start, stop if cache == "dual" else canvas.end, past)
             candidates = (start, start + 1) if single and entry else window
             guesses = guess(canvas, logits, candidates, temperature=temperature, seed=seed)
             if single and entry:

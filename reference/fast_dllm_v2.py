@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .fast_dllm import rewritten
+from .fast_dllm import recomputed
 from .masked_model import MaskedTransformerReference
 from .masked_sampling import Canvas, Guesses, MaskedResult, Window, guess, surest
 
@@ -43,10 +43,10 @@ def fast_dllm_v2(
     - When the block is full, a forward of all its rows makes its K and V exact and gives the first token of the next block.
       The last block needs none.
 
-    The confidence is the guess's probability in the law that it is drawn from, tempered and filtered; at temperature 0
+    The confidence is the guess's probability in the distribution that it is drawn from, tempered and filtered; at temperature 0
     there is no filter. Where the published code differs: the token that the prompt or a full block gives is the argmax at
     any temperature, here it is drawn as all others are. Its last block is whole whatever the limit, here the canvas ends at
-    the limit. In a batch it draws from the laws of the first sequence.
+    the limit. In a batch it draws from the distributions of the first sequence.
 
     Args:
         model: with parts (masked_model.py), of a kind that predicts the next token.
@@ -74,7 +74,9 @@ def fast_dllm_v2(
         guesses = Guesses({}, {})
         if canvas.masks(window):
             kept = top_p if temperature > 0 else 1.0
-            guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, law="sampling", top_p=kept)
+            guesses = guess(
+                canvas, logits, window, temperature=temperature, seed=seed, distribution="sampling", top_p=kept
+            )
         canvas.commit(guesses, surest(guesses.confidence, threshold=threshold, strict=True), window)
 
     start = canvas.start // block_size * block_size
@@ -83,7 +85,7 @@ def fast_dllm_v2(
         for first in range(
             0, start, block_size
         ):  # which see no block behind them, in the published forward by its mask
-            logits = rewritten(model, canvas, first, first + block_size, past)
+            logits = recomputed(model, canvas, first, first + block_size, past)
         commit(logits, (canvas.start, canvas.start + (start == canvas.start)))
     while not canvas.done:
         stop = min(start + block_size, canvas.end)
@@ -95,10 +97,10 @@ def fast_dllm_v2(
             alone = block_cache and kept and place > small
             canvas.forwards += 1
             rows = (small, small_stop) if alone else (start, stop)
-            commit(rewritten(model, canvas, *rows, past), (small, small_stop))
+            commit(recomputed(model, canvas, *rows, past), (small, small_stop))
             kept = True
         if not canvas.done:
             canvas.forwards += 1
-            commit(rewritten(model, canvas, start, stop, past), (stop, stop + 1))
+            commit(recomputed(model, canvas, start, stop, past), (stop, stop + 1))
             start = stop
     return canvas.result()

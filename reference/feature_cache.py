@@ -15,7 +15,7 @@ from .kv_cache import _fail, _Places
 UPDATES = ("all", "selected", "none")
 
 
-def value_drift_select_(
+def select_stale_rows_(
     v: Tensor,
     v_cache: Tensor,
     starts: Tensor,
@@ -25,13 +25,13 @@ def value_drift_select_(
     update: str = "all",
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """The rows of `v` least like what the cache holds in their place, by cosine; shapes as in ``pdkernels.value_drift_select_``.
+    """The rows of `v` least like what the cache holds in their place, by cosine; shapes as in ``pdkernels.select_stale_rows_``.
 
     >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
-    >>> value_drift_select_(torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]]), cached, torch.tensor([0]), 2)
+    >>> select_stale_rows_(torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]]), cached, torch.tensor([0]), 2)
     tensor([[1, 2]])
     """
-    op = "value_drift_select_"
+    op = "select_stale_rows_"
     batch, rows = v.shape[:2]
     places = _Places(op, v_cache, block_table)
     targets, limits = [], []

@@ -22,7 +22,7 @@ def _fail(op: str, argument: str, expectation: str, actual: int, sequence: int) 
     raise ValueError(f"pdkernels.{op}: {argument} must {expectation}, got {actual} for sequence {sequence}.")
 
 
-class _Places:
+class _Slots:
     """Where the logical positions of each sequence stand."""
 
     def __init__(self, op: str, cache: Tensor, block_table: Tensor | None) -> None:
@@ -59,7 +59,7 @@ def kv_append_(
 ) -> None:
     """Row i of sequence b goes to position ``lengths[b] + i``, for ``i < counts[b]``."""
     caches, news = _layers(k_cache) + _layers(v_cache), _layers(k_new) + _layers(v_new)
-    places = _Places("kv_append_", caches[0], block_table)
+    places = _Slots("kv_append_", caches[0], block_table)
     rows = news[0].shape[1]
     targets = {}
     for b, length in enumerate(lengths.tolist()):
@@ -85,7 +85,7 @@ def kv_commit_(
     All rows are read before the first is written.
     """
     caches = _layers(k_cache) + _layers(v_cache)
-    places = _Places("kv_commit_", caches[0], block_table)
+    places = _Slots("kv_commit_", caches[0], block_table)
     moves = []
     for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
         places.check(b, length, count, places.capacity if source_index is None else source_index.shape[1])

@@ -20,7 +20,7 @@ from .autoregressive import Model
 from .block_diffusion import confident, denoise
 from .jacobi import accepted_length
 from .masks import block_causal
-from .sampling import OWN, DraftModel, causal_logits, draw, law, unadapted, uniforms
+from .sampling import OWN, DraftModel, causal_logits, distribution, draw, unadapted, uniforms
 
 
 class LinearStep(NamedTuple):
@@ -68,7 +68,7 @@ def linear_self_speculation(
         verification: "compare" draws the verifier's own token for every slot and accepts a draft token that equals it: the
             tokens are those of :func:`~pdkernels.reference.sampling.sampled_autoregressive`, seed for seed. "rejection"
             accepts draft token x with probability ``min(1, p(x) / q(x))`` and replaces a rejected one by a draw from
-            ``max(p - q, 0)``: the same law, more accepted. It needs a draft whose tokens were drawn independently of each
+            ``max(p - q, 0)``: the same distribution, more accepted. It needs a draft whose tokens were drawn independently of each
             other, that is, threshold 0. At temperature 0 both are the same.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
@@ -127,7 +127,7 @@ def linear_self_speculation(
         if verification == "rejection":
             tested = min(len(draft), block_size - 1)  # the last row of a whole block has no guess to test
             if tested:
-                p, q = law(logits[:tested], temperature), guesses.laws[1 : tested + 1]
+                p, q = distribution(logits[:tested], temperature), guesses.distributions[1 : tested + 1]
                 predictions[:tested] = verdicts(p, q, block[1 : tested + 1], positions[:tested], seed, forwards)
 
         accepted = accepted_length(draft, predictions, end_tokens)
@@ -143,7 +143,7 @@ def verdicts(
 ) -> list[int]:
     """The tokens that stand at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
-    The law of such a token is p if that of the guess is q (Leviathan et al., "Fast inference from transformers via speculative
+    The distribution of such a token is p if that of the guess is q (Leviathan et al., "Fast inference from transformers via speculative
     decoding", 2023). A rejected guess is never drawn again (there p < q), so equality with the guess means acceptance.
 
     Args:

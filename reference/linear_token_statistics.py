@@ -25,7 +25,7 @@ def linear_token_statistics(
     top_k: int = 5,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    law: str = "model",
+    distribution: str = "model",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of the logits ``hidden @ weight^T``, rounded to their dtype.
 
@@ -34,5 +34,5 @@ def linear_token_statistics(
     >>> ids.item()
     2
     """
-    options = (temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law)
+    options = (temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution)
     return token_statistics(linear(hidden, weight), *options)

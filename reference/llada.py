@@ -119,7 +119,7 @@ def llada(
         temperature: of the guesses.
         guidance: w of classifier-free guidance. A forward has two rows then, and is counted once.
         no_end: no end token is ever a guess.
-        late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a law without end
+        late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a distribution without end
             tokens. Not with remasking="random".
         end_tokens: stop behind one of these when no mask is left before it.
         seed: of the draws.

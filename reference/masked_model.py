@@ -105,12 +105,12 @@ class MaskedTransformerReference:
             x = x + self.feed_forward(layer, x)
         return self.logits(x)[None]
 
-    def rewrite(self, tokens: Sequence[int], start: int, past: KeyValues) -> Tensor:
+    def recompute(self, tokens: Sequence[int], start: int, past: KeyValues) -> Tensor:
         """Logits ``(T, V)`` of `tokens` from position `start` on. In every layer their k and v take the place of rows
         ``start .. start + T - 1`` of `past`, or are appended to it, and then they see all of it, whoever wrote it.
 
         >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
-        >>> first, again = model.rewrite([4, 2, 7], 0, past := model.new_past()), model.rewrite([2, 7], 1, past)
+        >>> first, again = model.recompute([4, 2, 7], 0, past := model.new_past()), model.recompute([2, 7], 1, past)
         >>> torch.allclose(first[1:], again), past[0][0].shape
         (True, torch.Size([3, 2, 4]))
         """
@@ -150,8 +150,8 @@ class MaskedTransformerReference:
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.head_dim)
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf)
-        law = scores.to(self.wide).softmax(-1).to(v.dtype)
-        return self._linear(torch.einsum("hqk,khd->qhd", law, v).flatten(1), "out", layer)
+        distribution = scores.to(self.wide).softmax(-1).to(v.dtype)
+        return self._linear(torch.einsum("hqk,khd->qhd", distribution, v).flatten(1), "out", layer)
 
     def feed_forward(self, layer: int, x: Tensor) -> Tensor:
         """What the feed-forward adds to the residual stream `x` ``(T, E)``."""

@@ -6,7 +6,7 @@ a position in the sequence's own text. All samplers agree on this:
 
 - Masks behind the prompt alone are filled; a mask token inside the prompt is part of the prompt. LLaDA's code fills those as
   well, though it does not count them.
-- The mask token is never a guess: its logit counts as -inf, in the law that the confidence comes from too. In the published
+- The mask token is never a guess: its logit counts as -inf, in the distribution that the confidence comes from too. In the published
   codes it may win, and such a commit leaves the place as it was.
 - Of equal confidences the lowest place comes first, of equal logits the lowest id; NaN confidences come last.
 - A sequence ends when an end token stands behind the prompt with no mask between, or when no mask is left.
@@ -132,19 +132,19 @@ def bidirectional(model: Model) -> Forward:
     return forward
 
 
-def probability(law: Tensor, tokens: Sequence[int]) -> Tensor:
-    return law[range(len(tokens)), tokens]
+def probability(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
+    return distribution[range(len(tokens)), tokens]
 
 
-def margin(law: Tensor, tokens: Sequence[int]) -> Tensor:
+def margin(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
     """How far the most probable token is ahead of the second one; ahead of nothing where there is one token only."""
-    top = law.topk(min(2, law.shape[-1]), -1).values
+    top = distribution.topk(min(2, distribution.shape[-1]), -1).values
     return top[:, 0] - (top[:, 1] if top.shape[-1] > 1 else 0.0)
 
 
-def negative_entropy(law: Tensor, tokens: Sequence[int]) -> Tensor:
+def negative_entropy(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
     """Sum of p ln p, where 0 ln 0 is 0 (published: p ln(p + 1e-10), less than 2e-5 away)."""
-    return torch.special.xlogy(law, law).sum(-1)
+    return torch.special.xlogy(distribution, distribution).sum(-1)
 
 
 def guess(
@@ -155,7 +155,7 @@ def guess(
     temperature: float = 0.0,
     seed: int = 0,
     banned: Sequence[int] = (),
-    law: str = "model",
+    distribution: str = "model",
     top_p: float = 1.0,
     min_p: float = 0.0,
     top_k: int | None = None,
@@ -166,11 +166,11 @@ def guess(
     Args:
         logits: ``(T, V)``, row p about place p; T may end anywhere behind the window.
         banned: ids beside the mask token that count as impossible.
-        law: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
+        distribution: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
         top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
             token at which the mass before it is `top_p` exactly.
         top_k: and of what these leave only tokens that are among the `top_k` most probable; equals of the last one stay.
-        score: of a law ``(R, V)`` and the tokens; the token's probability by default.
+        score: of a distribution ``(R, V)`` and the tokens; the token's probability by default.
     """
     places = canvas.masks(window)
     if not places:
@@ -184,7 +184,7 @@ def guess(
     if top_k is not None:
         drawn = drawn.masked_fill(rows < rows.topk(min(top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
     tokens = draw(drawn, places, temperature, seed, canvas.forwards)
-    scores = drawn / (temperature or 1.0) if law == "sampling" else rows
+    scores = drawn / (temperature or 1.0) if distribution == "sampling" else rows
     confidence = score(torch.softmax(scores, -1), tokens).tolist()
     return Guesses(dict(zip(places, tokens)), dict(zip(places, confidence)))
 

@@ -152,7 +152,7 @@ def planned(stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = Fa
 
 
 def quadratic(
-    draft_len: int,
+    block_size: int,
     masks_per_group: int | None = None,
     in_group: str = "bidirectional",
     layout: str = "spec_first",
@@ -160,12 +160,14 @@ def quadratic(
 ) -> Mask:
     """Self-speculation, closed form over (group g, rank r): ``(r_k == 0 and g_k <= g_q) or (g_k == g_q and r_q != 0)``, in the
     second part ``r_k <= r_q`` too for causal groups. Position ``g + r``."""
-    count = draft_len if masks_per_group is None else masks_per_group
+    count = block_size if masks_per_group is None else masks_per_group
     size = lambda g: count if anchor_group or g > 0 else 0  # noqa: E731
     if layout == "interleaved":
-        tokens = [(g, r) for g in range(draft_len) for r in range(1 + size(g))]
+        tokens = [(g, r) for g in range(block_size) for r in range(1 + size(g))]
     else:
-        tokens = [(g, 0) for g in range(draft_len)] + [(g, r) for g in range(draft_len) for r in range(1, 1 + size(g))]
+        tokens = [(g, 0) for g in range(block_size)] + [
+            (g, r) for g in range(block_size) for r in range(1, 1 + size(g))
+        ]
 
     def sees(q: tuple[int, int], k: tuple[int, int]) -> bool:
         (g_q, r_q), (g_k, r_k) = q, k

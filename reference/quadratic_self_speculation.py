@@ -20,7 +20,7 @@ from torch import Tensor
 from .autoregressive import Model
 from .jacobi import accepted_length
 from .masks import quadratic
-from .sampling import OWN, DraftModel, draw, law, unadapted, without
+from .sampling import OWN, DraftModel, distribution, draw, unadapted, without
 
 
 class QuadraticStep(NamedTuple):
@@ -75,7 +75,7 @@ def verifier(own: Tensor, diffusion: Tensor, weight: float, form: str) -> Tensor
         return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
-    return (weight * law(own, 1.0) + (1 - weight) * law(diffusion, 1.0)).log()
+    return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
 
 
 def quadratic_self_speculation(
@@ -84,7 +84,7 @@ def quadratic_self_speculation(
     max_new_tokens: int,
     *,
     mask_token: int,
-    draft_len: int = 16,
+    block_size: int = 16,
     masks_per_group: int | None = None,
     label_shift: int = 0,
     in_group: str = "bidirectional",
@@ -106,7 +106,7 @@ def quadratic_self_speculation(
         prompt: token ids, at least one. Its forward is a step whose draft is the last prompt token alone.
         max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
         mask_token: id of the masks; never a guess, where the released code lets it be one.
-        draft_len: S, the anchor included. 1 is autoregressive decoding.
+        block_size: S, the anchor included. 1 is autoregressive decoding.
         masks_per_group: M, at least ``S - label_shift``; by default that.
         label_shift: 0 where a mask's row is about its own position (Nemotron-Labs-Diffusion), 1 where it is about the next
             one. With 0 the first mask's guess is used by the ensemble alone.
@@ -123,13 +123,13 @@ def quadratic_self_speculation(
         draft_model: `model` with its drafting adapters, told which rows they act on: mask rows alone. None: `model`.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8]
-    >>> quadratic_self_speculation(chain, [0, 1], 6, mask_token=8, draft_len=4)[:2]
+    >>> quadratic_self_speculation(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
     ([2, 3, 4, 5, 6, 7], 3)
     """
     op = "pdkernels.quadratic_self_speculation"
-    masks = draft_len - label_shift if masks_per_group is None else masks_per_group
-    if masks < draft_len - label_shift:
-        raise ValueError(f"{op}: masks_per_group must be at least {draft_len - label_shift}, got {masks}.")
+    masks = block_size - label_shift if masks_per_group is None else masks_per_group
+    if masks < block_size - label_shift:
+        raise ValueError(f"{op}: masks_per_group must be at least {block_size - label_shift}, got {masks}.")
     if label_shift == 1 and ensemble_weight != 1.0:
         raise ValueError(
             f"{op}: ensemble_weight must be 1 with label_shift=1, got {ensemble_weight}. "
@@ -155,8 +155,8 @@ def quadratic_self_speculation(
         accepted = accepted_length(draft, predictions, end_tokens)
 
         next_start = len(prefix) + accepted
-        group = diffusion[accepted - 1][1 - label_shift : draft_len - label_shift] if masks else logits[:0]
-        guesses = draw(group, range(next_start + 1, next_start + draft_len), temperature, seed, forward)
+        group = diffusion[accepted - 1][1 - label_shift : block_size - label_shift] if masks else logits[:0]
+        guesses = draw(group, range(next_start + 1, next_start + block_size), temperature, seed, forward)
         return accepted, predictions, [predictions[accepted - 1], *guesses]
 
     prompt = list(prompt)

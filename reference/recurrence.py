@@ -35,7 +35,7 @@ def _powers(coefficients: tuple[float, ...], y: Tensor) -> Tensor:
 
 
 def quantile(words: Tensor) -> Tensor:
-    """A random word as a number with the normal law cut at +-3, float32.
+    """A random word as a number with the normal distribution cut at +-3, float32.
 
     The upper 24 bits of the word are ``t = 2 u - 1`` in steps of 2**-23, halfway between the steps: odd in the word, never 0, and
     exact in float32. Every operation is rounded by itself, so that all devices get the same bits. The error is below 1e-6.
@@ -57,7 +57,7 @@ def initial_state(steps: Tensor, positions: Tensor, size: int, seed: int = 0, in
 
     Args:
         steps, positions: integer tensors that broadcast.
-        init_std: of the normal law before it is cut at three times that. The published model has sqrt(2 / 5).
+        init_std: of the normal distribution before it is cut at three times that. The published model has sqrt(2 / 5).
 
     Example:
         >>> initial_state(torch.tensor(0), torch.tensor([7, 8]), 3).shape

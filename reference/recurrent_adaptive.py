@@ -44,33 +44,33 @@ class AdaptiveResult(NamedTuple):
     trace: list[AdaptiveStep]
 
 
-def minp_law(logits: Tensor, min_p: float = 0.1) -> Tensor:
+def minp_distribution(logits: Tensor, min_p: float = 0.1) -> Tensor:
     """fp64 ``(V,)``: the softmax with everything below `min_p` times the largest set to 1 / V, renormalised.
 
-    >>> minp_law(torch.tensor([0.5, 0.49, 0.01]).log()).mul(1.3233333).round(decimals=3).tolist()
+    >>> minp_distribution(torch.tensor([0.5, 0.49, 0.01]).log()).mul(1.3233333).round(decimals=3).tolist()
     [0.5, 0.49, 0.333]
     """
-    law = torch.softmax(logits.double(), -1)
-    law = torch.where(law < min_p * law.max(), 1 / len(law), law)
-    return law / law.sum()
+    distribution = torch.softmax(logits.double(), -1)
+    distribution = torch.where(distribution < min_p * distribution.max(), 1 / len(distribution), distribution)
+    return distribution / distribution.sum()
 
 
 def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
     """What a criterion compares between two checks, of a state ``(E,)`` and its logits ``(V,)``."""
     if criterion in LATENT:
         return state
-    law = torch.softmax(logits.double(), -1)
+    distribution = torch.softmax(logits.double(), -1)
     if criterion == "entropy-diff":
-        return -(law * torch.log(law + 1e-10)).sum()
+        return -(distribution * torch.log(distribution + 1e-10)).sum()
     if criterion == "kl":
         return torch.log_softmax(logits.double(), -1)
     if criterion == "minp-kl":
-        return minp_law(logits).log()
+        return minp_distribution(logits).log()
     return logits.argmax()
 
 
 def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
-    """What the first check is compared with: the initial state, entropy 100, the uniform law, no token."""
+    """What the first check is compared with: the initial state, entropy 100, the uniform distribution, no token."""
     if criterion in LATENT:
         return state
     if criterion == "entropy-diff":
@@ -94,7 +94,7 @@ def change(criterion: str, now: Tensor, before: Tensor) -> float:
         return (now - before).abs().item()
     if criterion == "argmax-stability":
         return float(now != before)
-    return (before.exp() * (before - now)).sum().item()  # KL of the law before from the one now
+    return (before.exp() * (before - now)).sum().item()  # KL of the distribution before from the one now
 
 
 def recurrent_adaptive(
@@ -118,7 +118,7 @@ def recurrent_adaptive(
 ) -> AdaptiveResult:
     """One token per forward, of as many recurrences as the token needs.
 
-    After every `check_every` recurrences the criterion compares the state, or the law of the next token, with that of the check
+    After every `check_every` recurrences the criterion compares the state, or the distribution of the next token, with that of the check
     before; the token is done if the value is below the threshold. The prediction is that of the last state. The prompt is never
     adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
 
@@ -127,13 +127,13 @@ def recurrent_adaptive(
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt.
         criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
-            "entropy-diff": of the law, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
-            "minp-kl": the same of laws as in :func:`minp_law`. "argmax-stability": checks in a row that have not changed the
+            "entropy-diff": of the distribution, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
+            "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that have not changed the
             argmax; done if they are at least `threshold`.
         threshold: None: that of `THRESHOLDS`.
         max_recurrences: of a token; None: `recurrences`. If `check_every` does not divide it, the rest is run without a check.
         min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first check counts too; it
-            is compared with the initial state, entropy 100 or the uniform law, as in the released code.
+            is compared with the initial state, entropy 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
 
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights

@@ -140,8 +140,8 @@ class RecurrentDepthReference:
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.head_dim)
         # Row i of T sees everything but the last T - 1 - i columns.
         visible = torch.ones(len(q), len(k), dtype=torch.bool).tril(len(k) - len(q))
-        law = scores.masked_fill(~visible, -torch.inf).to(self.wide).softmax(-1).to(v.dtype)
-        return torch.einsum("hqk,khd->qhd", law, v).flatten(1) @ self[name + "proj.weight"].T
+        distribution = scores.masked_fill(~visible, -torch.inf).to(self.wide).softmax(-1).to(v.dtype)
+        return torch.einsum("hqk,khd->qhd", distribution, v).flatten(1) @ self[name + "proj.weight"].T
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Component 2 i and its neighbour turn by ``position * theta ** (-2 i / D)``."""

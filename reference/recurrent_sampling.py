@@ -73,31 +73,31 @@ def position_states(size: int, *, seed: int = 0, scale: float = 1.0, dtype: torc
 def filtered(
     logits: Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
 ) -> Tensor:
-    """fp64 logits ``(R, V)`` with -inf where a token is out of the question; the law is that of the rest, renormalised.
+    """fp64 logits ``(R, V)`` with -inf where a token is out of the question; the distribution is that of the rest, renormalised.
 
     As published: of ``softmax(logits / temperature)``, top-k drops what is below the `top_k`-th largest. Of the rest, sorted from the
     top with ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but keeps the first one
     (stricter than the usual rule, which keeps the token that crosses the line). Then min-p drops what is below `min_p` times the
     largest. Nothing is dropped at temperature 0, by None, by ``top_p = 1`` or by ``min_p = 0``.
 
-    >>> law = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
+    >>> distribution = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
     ([[True, False, False]], [[True, True, False]])
     """
     scores = logits.double()
     if temperature == 0:
         return scores
-    law = torch.softmax(scores / temperature, -1)
+    distribution = torch.softmax(scores / temperature, -1)
     if top_k is not None:
-        law = law.masked_fill(scores < scores.topk(min(top_k, scores.shape[-1])).values[..., -1:], 0)
+        distribution = distribution.masked_fill(scores < scores.topk(min(top_k, scores.shape[-1])).values[..., -1:], 0)
     if top_p is not None and top_p < 1:
-        ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+        ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
         dropped = ordered.cumsum(-1) > top_p
         dropped[:, 0] = False
-        law = law.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
+        distribution = distribution.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
     if min_p is not None:
-        law = law.masked_fill(law < min_p * law.amax(-1, keepdim=True), 0)
-    return scores.masked_fill(law == 0, -torch.inf)
+        distribution = distribution.masked_fill(distribution < min_p * distribution.amax(-1, keepdim=True), 0)
+    return scores.masked_fill(distribution == 0, -torch.inf)
 
 
 def choose(

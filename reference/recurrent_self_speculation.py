@@ -36,7 +36,7 @@ def recurrent_self_speculation(
     *,
     init: Init,
     recurrences: int = 32,
-    draft_len: int = 8,
+    block_size: int = 8,
     draft_recurrences: int = 4,
     temperature: float = 0.0,
     top_p: float | None = None,
@@ -47,9 +47,9 @@ def recurrent_self_speculation(
 ) -> RecurrentDraftResult:
     """Draft token by token, judge all in one causal forward, keep what the verifier would have said.
 
-    A cycle starts with the last token, whose K and V are not frozen yet. It drafts `draft_len` tokens, or one less than there are
+    A cycle starts with the last token, whose K and V are not frozen yet. It drafts `block_size` tokens, or one less than there are
     tokens to come, autoregressively, also behind a drafted end token. The verify forward takes the last token and the whole
-    draft, and yields 1 to ``draft_len + 1`` tokens. Draft and verifier draw a position's token with the same random numbers
+    draft, and yields 1 to ``block_size + 1`` tokens. Draft and verifier draw a position's token with the same random numbers
     ("sample and compare"), so that the verifier's token stands at every temperature and a good draft is accepted.
 
     Whether that is the very text of :func:`~pdkernels.reference.recurrent_static.recurrent_static` is up to the model: in the
@@ -60,14 +60,14 @@ def recurrent_self_speculation(
         model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
         recurrences: of the prompt and of the verify forwards.
-        draft_len: most tokens of a draft; 0 is static decoding.
+        block_size: most tokens of a draft; 0 is static decoding.
         draft_recurrences: of the draft forwards, at least 1.
 
     >>> import torch
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
     >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))
     >>> zeros = lambda step, positions: torch.zeros(len(positions), 8, dtype=torch.float64)
-    >>> result = recurrent_self_speculation(model, [1, 2, 3], 8, init=zeros, draft_len=3)
+    >>> result = recurrent_self_speculation(model, [1, 2, 3], 8, init=zeros, block_size=3)
     >>> [step.accepted for step in result.trace], result.forwards
     ([4, 3], 8)
     """
@@ -82,7 +82,7 @@ def recurrent_self_speculation(
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         cursor = past.length
         draft = tokens[-1:]
-        while len(draft) < min(1 + draft_len, max_new_tokens - len(tokens)):
+        while len(draft) < min(1 + block_size, max_new_tokens - len(tokens)):
             logits = forward(model, draft[-1:], past, draft_recurrences, init)
             past.freeze(1)
             draft += choose(logits, [past.length], temperature, top_p, min_p, seed, top_k)

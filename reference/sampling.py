@@ -4,7 +4,7 @@ The token of position p is ``argmax over v of logits[v] - T * ln(-ln u[v])``: an
 and the argmax itself at ``T = 0``. The uniform number is ``u[v] = (word(seed, step, p, v) + 0.5) / 2**32`` (philox.py):
 its row is the position, its column the vocabulary id, and its step says what is drawn:
 
-- step 0: the token that the model's own law puts at p, whichever forward computes it;
+- step 0: the token that the model's own distribution puts at p, whichever forward computes it;
 - step f, at least 1: a guess for p, or the test of one, made by forward number f of this sequence (its prompt's is 1).
 
 So a decoder that always emits its verifier's draw (sample and compare) writes, seed for seed, the very tokens of
@@ -56,7 +56,7 @@ def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int
     return scores.argmax(-1).tolist()
 
 
-def law(logits: Tensor, temperature: float) -> Tensor:
+def distribution(logits: Tensor, temperature: float) -> Tensor:
     """fp64 ``(R, V)``: the probabilities that :func:`draw` draws from; all on the first maximum at temperature 0."""
     scores = logits.double()
     if temperature > 0:

@@ -15,7 +15,7 @@ def speculative_attention(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     tail_mask: Tensor,
     *,
     block_table: Tensor | None = None,
@@ -27,7 +27,7 @@ def speculative_attention(
         q: ``(batch, new, q_heads, head_dim)``.
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
-        cache_lengths: ``(batch,)`` int32 or int64. What stands in the cache behind a length is not read.
+        lengths: ``(batch,)`` int32 or int64. What stands in the cache behind a length is not read.
         tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token sees a new token.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
@@ -47,7 +47,7 @@ def speculative_attention(
     batch, new, heads, _ = q.shape
     masks = tail_mask.expand(batch, new, new)
     results = []
-    for b, length in enumerate(cache_lengths.tolist()):
+    for b, length in enumerate(lengths.tolist()):
         if block_table is None:
             prefix = [cache[b, :length] for cache in (k_cache, v_cache)]
         else:
@@ -69,7 +69,7 @@ def speculative_attention_append_(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     tail_mask: Tensor,
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
@@ -77,7 +77,7 @@ def speculative_attention_append_(
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and new token ``source_index[b, i]`` goes to position ``cache_lengths[b] + i`` of the cache, for ``i < counts[b]``.
+    """The same, and new token ``source_index[b, i]`` goes to position ``lengths[b] + i`` of the cache, for ``i < counts[b]``.
 
     Args:
         counts: ``(batch,)``; None: all of `source_index`.
@@ -92,12 +92,12 @@ def speculative_attention_append_(
         tensor([0., 6., 7., 0.])
     """
     options = {"block_table": block_table, "scale": scale}
-    results = speculative_attention(q, k_new, v_new, k_cache, v_cache, cache_lengths, tail_mask, **options)
+    results = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, tail_mask, **options)
     if source_index is not None and q.shape[1] > 0:
         columns = torch.arange(source_index.shape[1], device=q.device)
         counted = columns < (len(columns) if counts is None else counts[:, None])
         chosen = torch.where(counted, source_index, 0).to(torch.int64)
         sequences = torch.arange(len(q), device=q.device)[:, None]
         k_new, v_new = (x[sequences, chosen] for x in (k_new, v_new))
-    kv_append_(k_cache, v_cache, k_new, v_new, cache_lengths, counts, block_table)
+    kv_append_(k_cache, v_cache, k_new, v_new, lengths, counts, block_table)
     return results

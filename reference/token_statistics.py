@@ -1,7 +1,7 @@
 """What samplers ask of a row of logits, as plain PyTorch: a token, its probability, the runners-up, margin, entropy, log-sum-exp.
 
 Sources: LLaDA's sampler (Nie et al., "Large Language Diffusion Models", section 2.4) takes its confidence from the model's own
-law; Dream's (Ye et al., "Dream 7B") from the tempered and filtered law that it draws from. The token is drawn as in sampling.py.
+distribution; Dream's (Ye et al., "Dream 7B") from the tempered and filtered distribution that it draws from. The token is drawn as in sampling.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def token_statistics(
     top_k: int = 5,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    law: str = "model",
+    distribution: str = "model",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as `pdkernels.token_statistics` gives them.
 
@@ -41,7 +41,7 @@ def token_statistics(
     scores[number >= 0] = rows[number[number >= 0]]
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     scores[:, list(suppress)] = -torch.inf
-    lawless = (scores.isnan() | (scores == torch.inf)).any(-1)
+    undefined = (scores.isnan() | (scores == torch.inf)).any(-1)
     missing = (scores == -torch.inf).all(-1)
 
     heat = temperature if temperature > 0 else 1.0
@@ -53,19 +53,19 @@ def token_statistics(
         columns = torch.arange(rows.shape[-1], device=rows.device)
         noise = torch.log(-torch.log(uniforms(seed, steps, places, columns)))
         drawn = possible.double() - temperature * noise
-    ids = torch.where(lawless, scores.argmax(-1), drawn.argmax(-1))
+    ids = torch.where(undefined, scores.argmax(-1), drawn.argmax(-1))
 
-    ranked = torch.where(lawless[:, None] | (law == "model"), scores, possible)
+    ranked = torch.where(undefined[:, None] | (distribution == "model"), scores, possible)
     largest = ranked.amax(-1, keepdim=True)
     below = ranked - largest
-    if law == "sampling":
+    if distribution == "sampling":
         below, largest = below / heat, largest / heat
     total = below.exp().sum(-1, keepdim=True).log()
-    log_law = below - total
-    probs = log_law.exp()
+    log_distribution = below - total
+    probs = log_distribution.exp()
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     top = probs.gather(-1, order)
-    entropy = -torch.where(probs == 0, 0.0, probs * log_law).sum(-1)
+    entropy = -torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)
     results = (
         probs.gather(-1, ids[:, None])[:, 0],
         top[:, :top_k],
@@ -73,7 +73,7 @@ def token_statistics(
         entropy,
         (largest + total)[:, 0],
     )
-    probs, top_probs, margin, entropy, logsumexp = (_marked(t, lawless, missing) for t in results)
+    probs, top_probs, margin, entropy, logsumexp = (_marked(t, undefined, missing) for t in results)
     return (
         torch.where(missing, -1, ids).reshape(shape),
         probs.reshape(shape),
@@ -110,7 +110,7 @@ def kept(scores: Tensor, temperature: float, top_p: float, min_p: float) -> Tens
     return keep | (below == 0)
 
 
-def _marked(values: Tensor, lawless: Tensor, missing: Tensor) -> Tensor:
-    """NaN for rows without a law, 0 for rows that are not there."""
+def _marked(values: Tensor, undefined: Tensor, missing: Tensor) -> Tensor:
+    """NaN for rows without a distribution, 0 for rows that are not there."""
     extra = (1,) * (values.dim() - 1)
-    return torch.where(missing.view(-1, *extra), 0.0, torch.where(lawless.view(-1, *extra), torch.nan, values))
+    return torch.where(missing.view(-1, *extra), 0.0, torch.where(undefined.view(-1, *extra), torch.nan, values))

@@ -41,7 +41,7 @@ CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 BENCHMARKS = {
     4: ("block_sparse_attention", "speculative_attention"),
     5: ("token_statistics", "kv_cache", "linear_token_statistics", "unmask", "verify_draft", "planner"),
-    6: ("recurrence", "sandwich", "forward", "recurrent_step", "logit_drift", "feature_cache", "record_step"),
+    6: ("recurrence", "transformer_ops", "forward", "recurrent_step", "logit_divergence", "feature_cache", "log_step"),
 }
 FACTS = """
 import importlib.metadata as metadata, json, platform, torch, pdkernels as pd

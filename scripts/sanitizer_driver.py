@@ -30,8 +30,8 @@ from pdkernels.ops._library import SCHEMAS
 from pdkernels.reference import (  # noqa: F401  (submodules of `reference`)
     block_sparse_attention,
     kv_cache,
-    logit_drift,
-    record_step,
+    log_step,
+    logit_divergence,
     recurrence,
     sandwich,
     speculative_attention,
@@ -133,11 +133,11 @@ def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
     here = [torch.full((steps, batch, columns), -7), count, torch.tensor([True]), entry]
     there = [t.clone().to(device) for t in here]
     try:
-        pd.record_step_(*there)
+        pd.log_step_(*there)
     except ValueError:
         assert bad, "good values were refused"
     if not bad:
-        reference.record_step.record_step_(*here)
+        reference.log_step.log_step_(*here)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here)), "not what the reference does"
     assert not bad or (there[0] == -7).all(), "a bad count was not left alone"
 
@@ -362,20 +362,22 @@ def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> No
             ),
         )
         wanted = (
-            reference.sandwich.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights)) if not bad else ()
+            reference.transformer_ops.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights))
+            if not bad
+            else ()
         )
-    elif op == "silu_gate":
+    elif op == "silu_and_mul":
         x = x[:, : width - bad]
-        found = attempt(bad, lambda: [pd.silu_gate(x.to(device))])
-        wanted = [reference.sandwich.silu_gate(x.double())] if not bad else ()
+        found = attempt(bad, lambda: [pd.silu_and_mul(x.to(device))])
+        wanted = [reference.transformer_ops.silu_and_mul(x.double())] if not bad else ()
     else:
-        found = attempt(bad, lambda: pd.logit_drift(x.to(device), other.to(device)))
-        wanted = reference.logit_drift.logit_drift(x.double(), other.double()) if not bad else ()
+        found = attempt(bad, lambda: pd.logit_divergence(x.to(device), other.to(device)))
+        wanted = reference.logit_divergence.logit_divergence(x.double(), other.double()) if not bad else ()
     if not bad:
         assert_near(found, wanted)
 
 
-def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
+def run_apply_rope(rng: random.Random, device: torch.device, bad: bool) -> None:
     dtype, batch, rows, capacity, head_dim = (
         rng.choice(DTYPES),
         rng.randint(1, 3),
@@ -394,10 +396,12 @@ def run_rotate(rng: random.Random, device: torch.device, bad: bool) -> None:
     )
     on_device = [t.to(device, copy=True) for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
     options = {} if slots is None else {"slots": slots.to(device)}
-    attempt(bad, lambda: pd.rotate_append_(on_device[0], None, *on_device[1:], **options))
+    attempt(bad, lambda: pd.apply_rope_append_(on_device[0], None, *on_device[1:], **options))
     if not bad:
         wide = [t.double() if t.is_floating_point() else t for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
-        pd.rotate_append_(wide[0], None, *wide[1:], backend="reference", **({} if slots is None else {"slots": slots}))
+        pd.apply_rope_append_(
+            wide[0], None, *wide[1:], backend="reference", **({} if slots is None else {"slots": slots})
+        )
         assert_near([on_device[0], *on_device[3:5]], [wide[0], *wide[3:5]])
 
 
@@ -412,10 +416,10 @@ def run_rotate_rows(rng: random.Random, device: torch.device, bad: bool) -> None
     x, angles = torch.randn(batch, rows, rng.randint(1, 40), head_dim).to(dtype), torch.rand(positions, head_dim)
     at = torch.randint(0, positions, rng.choice([(rows,), (batch, rows)])) + (positions if bad else 0)
     style, turned = rng.choice(["half", "interleaved"]), x.to(device, copy=True)
-    attempt(bad, lambda: pd.rotate_(turned, *(t.to(device) for t in (angles.cos(), angles.sin(), at)), style=style))
+    attempt(bad, lambda: pd.apply_rope_(turned, *(t.to(device) for t in (angles.cos(), angles.sin(), at)), style=style))
     wide = x.double()
     if not bad:
-        pd.rotate_(wide, angles.cos().double(), angles.sin().double(), at, style=style, backend="reference")
+        pd.apply_rope_(wide, angles.cos().double(), angles.sin().double(), at, style=style, backend="reference")
     assert_near([turned], [wide])  # bad values leave all rows alone
 
 
@@ -428,7 +432,7 @@ def run_statistics(rng: random.Random, device: torch.device, bad: bool, head: bo
         "top_p": rng.choice([1.0, 0.8]),
         "suppress": [1],
         "top_k": 2,
-        "law": "sampling",
+        "distribution": "sampling",
     }
     call, tensors = (pd.linear_token_statistics, (x, weight)) if head else (pd.token_statistics, (x,))
     found = attempt(bad, lambda: call(*(t.to(device) for t in tensors), row_index=index.to(device), **options))
@@ -450,12 +454,12 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
     else:
         starts = torch.randint(0, 4, (batch,)) + (99 if bad else 0)
         call, tensors = (
-            partial(pd.value_drift_select_, count=chosen),
+            partial(pd.select_stale_rows_, count=chosen),
             (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts),
         )
     wanted = call(*(t.clone() for t in tensors), backend="reference") if not bad else None
     found = attempt(bad, lambda: call(*(t.clone().to(device) for t in tensors)))
-    if not bad and op != "value_drift_select_":
+    if not bad and op != "select_stale_rows_":
         assert_near([found], [wanted])
 
 
@@ -469,19 +473,19 @@ RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
     "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
     "linear_token_statistics": partial(run_statistics, head=True),
-    "logit_drift": partial(run_rows, op="logit_drift"),
-    "record_step_": run_record,
+    "logit_divergence": partial(run_rows, op="logit_divergence"),
+    "log_step_": run_record,
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,
-    "rotate_": run_rotate_rows,
-    "rotate_append_": run_rotate,
-    "silu_gate": partial(run_rows, op="silu_gate"),
+    "apply_rope_": run_rotate_rows,
+    "apply_rope_append_": run_apply_rope,
+    "silu_and_mul": partial(run_rows, op="silu_and_mul"),
     "speculative_attention": partial(run_speculative, append=False),
     "speculative_attention_append_": partial(run_speculative, append=True),
     "token_statistics": partial(run_statistics, head=False),
     "unmask_": run_unmask,
-    "value_drift_select_": partial(run_feature_rows, op="value_drift_select_"),
+    "select_stale_rows_": partial(run_feature_rows, op="select_stale_rows_"),
     "verify_draft": run_verify,
 }
 

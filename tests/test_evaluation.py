@@ -16,12 +16,12 @@ from bench import report
 from pdkernels import decoding
 from pdkernels.decoding import autoregressive
 from pdkernels.decoding._session import Session
-from pdkernels.evaluation import Contender, Row, Task, as_json, contenders, contest, evaluate, make_task, plot, tasks
-from pdkernels.evaluation.contender import WIDTH_OPTIONS
+from pdkernels.evaluation import Candidate, Row, Task, as_json, candidates, comparison, evaluate, make_task, plot, tasks
+from pdkernels.evaluation.candidate import WIDTH_OPTIONS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import arithmetic, standard_library
 
-GREEDY = Contender("small", "autoregressive")
+GREEDY = Candidate("small", "autoregressive")
 
 
 def small_model(mask_token: int | None = 257, pairs: bool = False) -> Transformer:
@@ -52,7 +52,7 @@ def small_task(problems: int = 3, limit: int = 12) -> Task:
     return source()._replace(prompts=source().prompts[:problems], limit=limit)
 
 
-def rows_of(methods: list[Contender], task: Task, model: Transformer | None = None, **options: Any) -> list[Row]:
+def rows_of(methods: list[Candidate], task: Task, model: Transformer | None = None, **options: Any) -> list[Row]:
     return evaluate({"small": model or small_model()}, [GREEDY, *methods], task, **options)
 
 
@@ -104,11 +104,11 @@ def test_tasks_that_do_not_exist(arguments: tuple[str, int], message: str) -> No
 
 def test_the_rows_of_the_trained_models() -> None:
     models = {"tiny-code": small_model(None), "tiny-jacobi": small_model(None), "tiny-trimode": small_model()}
-    found, skipped = contenders(models)
+    found, skipped = candidates(models)
     assert skipped == []
     speculation = [("linear_self_speculation", width) for width in (4, 8, 16)]
     speculation += [("quadratic_self_speculation", width) for width in (4, 8, 16)]
-    assert [tuple(contender)[:3] for contender in found] == [
+    assert [tuple(candidate)[:3] for candidate in found] == [
         ("tiny-code", "autoregressive", None),
         ("tiny-code", "jacobi", None),
         ("tiny-jacobi", "autoregressive", None),
@@ -121,17 +121,17 @@ def test_the_rows_of_the_trained_models() -> None:
 
 
 def test_other_models_run_what_they_can() -> None:
-    found, skipped = contenders({"plain": small_model(None), "tri-mode": small_model()}, widths=[5])
+    found, skipped = candidates({"plain": small_model(None), "tri-mode": small_model()}, widths=[5])
     assert skipped == []
     assert [c.label for c in found if c.model == "plain"] == ["autoregressive", "jacobi, 5", "jacobi_multiblock, 5"]
-    able = [name for name in decoding.available() if decoding.suits(name, small_model())]
+    able = [name for name in decoding.available() if decoding.supports(name, small_model())]
     assert "fast_dllm_v2" in able and "llada" not in able
     assert [c.method for c in found if c.model == "tri-mode"] == able
 
 
 def test_chosen_methods_and_widths() -> None:
     models = {"plain": small_model(None), "tri-mode": small_model()}
-    found, skipped = contenders(models, ["linear_self_speculation", "jacobi", "jacobi"], [8, 2, 8])
+    found, skipped = candidates(models, ["linear_self_speculation", "jacobi", "jacobi"], [8, 2, 8])
     assert [c.label for c in found if c.model == "plain"] == ["autoregressive", "jacobi, 8", "jacobi, 2"]
     assert [c.label for c in found if c.model == "tri-mode"] == [
         "autoregressive",
@@ -144,14 +144,14 @@ def test_chosen_methods_and_widths() -> None:
         "plain with linear_self_speculation: the model has no mask token; a tri-mode model such as tiny-trimode has one"
     ]
     with pytest.raises(ValueError, match="method must name a decoding method, got 'jacoby'"):
-        contenders(models, ["jacoby"])
+        candidates(models, ["jacoby"])
     with pytest.raises(ValueError, match=r"pdkernels.evaluation: width must be at least 1, got 0\."):
-        contenders(models, widths=[0])
+        candidates(models, widths=[0])
 
 
 def test_widths_reach_the_methods() -> None:
     for method in WIDTH_OPTIONS:
-        assert set(Contender("small", method, 4).options) < set(decoding.method_options(method))
+        assert set(Candidate("small", method, 4).options) < set(decoding.method_options(method))
 
 
 # ---- right answers
@@ -216,7 +216,7 @@ def altered(change: Any) -> Any:
 
 def test_lossless_methods_are_identical_to_greedy() -> None:
     methods = ["jacobi", "jacobi_multiblock", "linear_self_speculation", "quadratic_self_speculation"]
-    first, *rows = rows_of([Contender("small", method, 4) for method in methods], small_task())
+    first, *rows = rows_of([Candidate("small", method, 4) for method in methods], small_task())
     assert first.verdict == "is greedy" and [row.method for row in rows] == methods
     for row in rows:
         assert row.lossless and not row.broken and row.identical == row.problems == 3 and row.verdict == "yes"
@@ -237,7 +237,7 @@ def test_a_wrong_decoder_is_found_and_has_no_figures(kind: str, monkeypatch: pyt
                 tokens.append(0)
 
     monkeypatch.setitem(decoding._METHODS, "wrong", altered(change))
-    _, row = rows_of([Contender("small", "wrong")], task)
+    _, row = rows_of([Candidate("small", "wrong")], task)
     assert row.broken and (row.identical, row.ties) == (2, 0) and row.verdict == "no, 2 of 3"
     costs = (row.tokens_per_forward, row.tokens_per_second, row.speedup, row.speedup_quartiles, row.tokens_per_cycle)
     assert costs == (None,) * 5 and row.accepted_per_cycle is None
@@ -253,14 +253,14 @@ def test_a_toss_up_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens[-1] = (tokens[-1] + 7) % 256
 
     monkeypatch.setitem(decoding._METHODS, "tossing", altered(change))
-    _, row = rows_of([Contender("small", "tossing")], task, small_model(pairs=True))
+    _, row = rows_of([Candidate("small", "tossing")], task, small_model(pairs=True))
     assert not row.broken and (row.identical, row.ties) == (1, 2) and row.verdict == "yes, 2 tied"
     assert row.speedup is not None
-    assert rows_of([Contender("small", "tossing")], task)[1].broken, "without tied logits the same change is a fault"
+    assert rows_of([Candidate("small", "tossing")], task)[1].broken, "without tied logits the same change is a fault"
 
 
 def test_block_diffusion_promises_nothing() -> None:
-    _, row = rows_of([Contender("small", "block_diffusion", 4)], small_task())
+    _, row = rows_of([Candidate("small", "block_diffusion", 4)], small_task())
     assert not row.lossless and not row.broken and row.identical < 3 and row.verdict == f"{row.identical} of 3"
     assert row.speedup is not None and row.tokens_per_cycle is None and row.ties == 0
 
@@ -272,14 +272,14 @@ def test_block_diffusion_promises_nothing() -> None:
 def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
     model, task = small_model(), small_task(limit=15)
     competing = [
-        Contender("small", "linear_self_speculation", 4),
-        Contender("small", "quadratic_self_speculation", 3),
-        Contender("small", "jacobi", 5),
+        Candidate("small", "linear_self_speculation", 4),
+        Candidate("small", "quadratic_self_speculation", 3),
+        Candidate("small", "jacobi", 5),
     ]
     for row in rows_of(competing, task, model, batch_size=batch_size):
         tokens = forwards = cycles = drafted = 0
         for prompt in task.prompts:
-            options = Contender("small", row.method, row.width).options
+            options = Candidate("small", row.method, row.width).options
             stats = decoding.generate(
                 model, prompt, row.method, max_new_tokens=15, end_tokens=(), trace=True, **options
             ).stats
@@ -297,18 +297,18 @@ def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
 
 
 class Timed:
-    """In place of `contest._run`: says how long each generation took, and remembers who was asked for what."""
+    """In place of `comparison._run`: says how long each generation took, and remembers who was asked for what."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[str, int | None], list[float]]) -> None:
         self.calls: list[tuple[str, int | None, tuple[str, ...]]] = []
         self.seconds = {key: iter(values) for key, values in seconds.items()}
-        self.run = contest._run
-        monkeypatch.setattr(contest, "_run", self)
+        self.run = comparison._run
+        monkeypatch.setattr(comparison, "_run", self)
 
-    def __call__(self, models: Any, contender: Contender, task: Task, prompts: list[str]) -> decoding.DecodeResult:
-        self.calls.append((contender.method, contender.width, tuple(prompts)))
-        result = self.run(models, contender, task, prompts)
-        taken = next(self.seconds.get((contender.method, contender.width), iter(())), 1.0)
+    def __call__(self, models: Any, candidate: Candidate, task: Task, prompts: list[str]) -> decoding.DecodeResult:
+        self.calls.append((candidate.method, candidate.width, tuple(prompts)))
+        result = self.run(models, candidate, task, prompts)
+        taken = next(self.seconds.get((candidate.method, candidate.width), iter(())), 1.0)
         return decoding.DecodeResult(result.tokens, result.text, replace(result.stats, seconds=taken))
 
 
@@ -316,17 +316,17 @@ def test_speed_is_the_median_against_greedy_beside_it(monkeypatch: pytest.Monkey
     """The machine slows down for a while: both do, and the ratio stays."""
     unseen = 99.0
     Timed(monkeypatch, {("autoregressive", None): [unseen, 1, 1, 10, 1], ("jacobi", 4): [unseen, 0.5, 0.25, 5, 2]})
-    greedy, row = rows_of([Contender("small", "jacobi", 4)], small_task(4))
+    greedy, row = rows_of([Candidate("small", "jacobi", 4)], small_task(4))
     assert (greedy.speedup, greedy.speedup_quartiles) == (1, (1, 1))
     assert row.speedup == 2 and row.speedup_quartiles == (1.625, 2.5) and row.seconds == [0.5, 0.25, 5, 2]
     assert row.tokens_per_second == pytest.approx(48 / 7.75) and greedy.tokens_per_second == pytest.approx(48 / 13)
 
 
-def test_contenders_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     timed, task = Timed(monkeypatch, {}), small_task(4)
     shares: list[float] = []
     rows_of(
-        [Contender("small", "jacobi", 4), Contender("small", "jacobi", 8)],
+        [Candidate("small", "jacobi", 4), Candidate("small", "jacobi", 8)],
         task,
         batch_size=2,
         progress=lambda what, share: shares.append(share),
@@ -345,7 +345,7 @@ def test_the_fastest_width_is_found_on_prompts_that_are_not_counted(monkeypatch:
     seconds: dict[tuple[str, int | None], list[float]] = {("jacobi", width): [9] + [2] * 4 for width in (4, 8, 32)}
     seconds["jacobi", 16] = [99] + [1] * 4  # slow only at first
     timed, task = Timed(monkeypatch, seconds), small_task()
-    _, row = rows_of([Contender("small", "jacobi")], task)
+    _, row = rows_of([Candidate("small", "jacobi")], task)
     assert row.width == 16 and row.label == "jacobi, 16"
     tried = [prompts for method, width, prompts in timed.calls if method == "jacobi" and width != 16]
     assert {prompt for prompts in tried for prompt in prompts} <= set(task.warm_up)
@@ -356,7 +356,7 @@ def test_what_cannot_be_compared() -> None:
     with pytest.raises(
         ValueError, match=r"pdkernels.evaluation: competing must begin with autoregressive for small, got jacobi, 4\."
     ):
-        evaluate({"small": model}, [Contender("small", "jacobi", 4)], small_task())
+        evaluate({"small": model}, [Candidate("small", "jacobi", 4)], small_task())
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         rows_of([], small_task(), batch_size=0)
     model.tokenizer = None
@@ -369,10 +369,10 @@ def test_what_cannot_be_compared() -> None:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
-    """A sum and a piece of source, with a broken method among the contenders."""
+    """A sum and a piece of source, with a broken method among the candidates."""
     monkeypatch.setattr(tasks, "_SUMS_LIMIT", 12)
     monkeypatch.setitem(decoding._METHODS, "wrong", altered(lambda prompt, tokens: tokens.pop()))
-    competing = [Contender("small", "jacobi", 4), Contender("small", "wrong"), Contender("small", "block_diffusion", 4)]
+    competing = [Candidate("small", "jacobi", 4), Candidate("small", "wrong"), Candidate("small", "block_diffusion", 4)]
     return [*rows_of(competing, make_task("sums", 2)), *rows_of(competing, small_task(2))]
 
 
@@ -404,7 +404,7 @@ def test_json_is_what_the_report_reads(measured: list[Row], tmp_path: Path) -> N
         ):
             assert row[name] == getattr(original, name)
         assert {"device", "threads", "python", "torch", "pdkernels"} <= row.keys()
-        assert row["contender"] == original.label and row["max_us"] >= row["iqr_us"] >= 0
+        assert row["candidate"] == original.label and row["max_us"] >= row["iqr_us"] >= 0
     sums, source = (report.TABLES[f"evaluation {task}"](rows).splitlines() for task in ("sums", "source"))
     assert "exact match" in sums[0] and "exact match" not in source[0]
     assert [line.split(" | ")[0] for line in source[2:6]] == [

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from pdkernels import decoding, evaluation
 from pdkernels.cli import app
 from pdkernels.decoding.result import MaskedStep
-from pdkernels.evaluation.contest import family_of
-from pdkernels.evaluation.masked import METHODS, masked_contenders, plot_canvas, plot_masked
+from pdkernels.evaluation.comparison import family_of
+from pdkernels.evaluation.masked import METHODS, masked_candidates, plot_canvas, plot_masked
 from pdkernels.models import ByteTokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 
@@ -36,26 +36,26 @@ def small_model(**changes: object) -> Transformer:
     )
 
 
-def test_the_yardstick_comes_first_and_every_option_is_known() -> None:
-    found = masked_contenders("some")
-    assert found[0] == evaluation.Contender("some", "llada")
+def test_the_baseline_comes_first_and_every_option_is_known() -> None:
+    found = masked_candidates("some")
+    assert found[0] == evaluation.Candidate("some", "llada")
     assert len(set(found)) == len(found)
-    assert {contender.method for contender in found} == set(METHODS)
-    for contender in found:
-        assert set(contender.options) <= set(decoding.method_options(contender.method)), contender.label
+    assert {candidate.method for candidate in found} == set(METHODS)
+    for candidate in found:
+        assert set(candidate.options) <= set(decoding.method_options(candidate.method)), candidate.label
 
 
 def test_families() -> None:
     assert family_of(small_model()) == "masked"
     assert family_of(small_model(attention="causal", predicts="next")) == "transformer"
-    competing, skipped = evaluation.contenders({"some": small_model()})
-    assert competing == masked_contenders("some") and skipped == []
+    competing, skipped = evaluation.candidates({"some": small_model()})
+    assert competing == masked_candidates("some") and skipped == []
 
 
 def test_methods_for_other_models_are_skipped() -> None:
     models = {"masked": small_model(), "plain": small_model(attention="causal", predicts="next")}
-    competing, skipped = evaluation.contenders(models, ["slowfast", "recurrent_static"])
-    assert [(contender.model, contender.method) for contender in competing] == [
+    competing, skipped = evaluation.candidates(models, ["slowfast", "recurrent_static"])
+    assert [(candidate.model, candidate.method) for candidate in competing] == [
         ("masked", "llada"),
         ("masked", "slowfast"),
         ("plain", "autoregressive"),
@@ -78,12 +78,12 @@ def test_a_task_for_a_canvas() -> None:
         evaluation.make_task("sums", 1, canvas=12)
 
 
-def test_a_contest_of_few() -> None:
+def test_a_comparison_of_few() -> None:
     """Figures that a run by hand gives too."""
     model, task = small_model(), evaluation.make_task("sums", 2, canvas=60)
     competing = [
-        evaluation.Contender("some", "llada"),
-        evaluation.Contender("some", "fast_dllm", settings=(("block_size", 8),)),
+        evaluation.Candidate("some", "llada"),
+        evaluation.Candidate("some", "fast_dllm", settings=(("block_size", 8),)),
     ]
     rows = evaluation.evaluate({"some": model}, competing, task)
     assert [row.verdict for row in rows][0] == "is greedy" and not any(row.broken for row in rows)
@@ -128,9 +128,9 @@ def test_pictures(tmp_path: Path) -> None:
         "speedup": 2.0,
         "tokens_per_forward": 3.0,
         "model": "m",
-        "contender": "slowfast",
+        "candidate": "slowfast",
     }
-    plot_masked([row, {**row, "method": "llada", "contender": "llada"}], tmp_path / "rows.png")
+    plot_masked([row, {**row, "method": "llada", "candidate": "llada"}], tmp_path / "rows.png")
     assert matplotlib.image.imread(tmp_path / "rows.png").std() > 0.05
     with pytest.raises(ValueError, match="rows must hold figures of masked-diffusion methods on sums, got none"):
         plot_masked([{**row, "method": "jacobi"}], tmp_path / "none.png")

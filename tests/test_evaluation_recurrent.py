@@ -11,9 +11,9 @@ import torch
 from pdkernels import decoding
 from pdkernels.decoding.result import RecurrentStep
 from pdkernels.evaluation import (
-    Contender,
+    Candidate,
     as_json,
-    contenders,
+    candidates,
     evaluate,
     extra_memory,
     make_task,
@@ -41,29 +41,29 @@ def small_model() -> RecurrentDepth:
     return RecurrentDepth(config, tokenizer=ByteTokenizer(), end_tokens=(256,)).requires_grad_(False)
 
 
-STATIC = Contender("small", "recurrent_static")
+STATIC = Candidate("small", "recurrent_static")
 
 
-def with_options(method: str, **options: Any) -> Contender:
-    return Contender("small", method, settings=tuple(options.items()))
+def with_options(method: str, **options: Any) -> Candidate:
+    return Candidate("small", method, settings=tuple(options.items()))
 
 
 # ---- who competes
 
 
-def test_the_contenders_of_a_recurrent_model() -> None:
-    found, skipped = contenders({"small": small_model()})
+def test_the_candidates_of_a_recurrent_model() -> None:
+    found, skipped = candidates({"small": small_model()})
     assert skipped == [] and found[0] == STATIC and len(set(found)) == len(found)
-    assert {contender.method for contender in found} == {
+    assert {candidate.method for candidate in found} == {
         "recurrent_static",
         "recurrent_adaptive",
         "recurrent_self_speculation",
         "recurrent_diffusion",
     }
-    for contender in found:
-        assert set(contender.options) <= set(decoding.method_options(contender.method))
-        defaults = {name: decoding.default_option(contender.method, name) for name in contender.options}
-        assert not contender.options or contender.options != defaults, "the default would compete twice"
+    for candidate in found:
+        assert set(candidate.options) <= set(decoding.method_options(candidate.method))
+        defaults = {name: decoding.default_option(candidate.method, name) for name in candidate.options}
+        assert not candidate.options or candidate.options != defaults, "the default would compete twice"
 
 
 def test_methods_go_with_their_models() -> None:
@@ -71,19 +71,19 @@ def test_methods_go_with_their_models() -> None:
         vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16
     )
     plain = Transformer(config, tokenizer=ByteTokenizer(), end_tokens=(256,))
-    found, skipped = contenders({"small": small_model(), "plain": plain}, ["recurrent_diffusion", "jacobi"], [4])
-    assert [contender.label for contender in found if contender.model == "small"] == [
+    found, skipped = candidates({"small": small_model(), "plain": plain}, ["recurrent_diffusion", "jacobi"], [4])
+    assert [candidate.label for candidate in found if candidate.model == "small"] == [
         "recurrent_static",
         "recurrent_diffusion",
         "jacobi, 4",
     ]
-    assert [contender.label for contender in found if contender.model == "plain"] == ["autoregressive", "jacobi, 4"]
+    assert [candidate.label for candidate in found if candidate.model == "plain"] == ["autoregressive", "jacobi, 4"]
     assert skipped == [
         "plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"
     ]
     for_others = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
     assert all(
-        decoding.suits(name, plain) != (name.startswith("recurrent_") or name in for_others)
+        decoding.supports(name, plain) != (name.startswith("recurrent_") or name in for_others)
         for name in decoding.available()
     )
 
@@ -101,7 +101,7 @@ def test_figures_of_a_recurrent_model() -> None:
         with_options("recurrent_diffusion", threshold=3.0),
     ]
     static, speculating, diffusing = evaluate({"small": small_model()}, competing, task, memory=True)
-    assert static.yardstick and static.verdict == "is greedy" and static.speedup == 1
+    assert static.baseline and static.verdict == "is greedy" and static.speedup == 1
     assert not speculating.lossless and speculating.tokens_per_cycle >= 1
     assert not diffusing.lossless and diffusing.verdict == f"{diffusing.identical} of 3" and diffusing.speedup > 0
     assert static.extra_memory > 0 and speculating.extra_memory > 0 and diffusing.extra_memory is None
@@ -175,7 +175,7 @@ def test_the_picture_shows_the_figures(tmp_path: Path, monkeypatch: pytest.Monke
     plot_recurrent(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG\r\n")
     axes = {axis.get_title(): axis for axis in figures[0].axes}
-    points = [tuple(point) for part in axes["All contenders"].collections for point in part.get_offsets().tolist()]
+    points = [tuple(point) for part in axes["All candidates"].collections for point in part.get_offsets().tolist()]
     assert sorted(points) == sorted((row["tokens_per_second"], 5 * row["right"]) for row in rows[:-1])
     assert [bar.get_height() for bar in axes["inner recurrence"].patches] == [180, 150], "2, then the default, 4"
     assert [bar.get_height() for bar in axes["max wavefront"].patches] == [90, 150]

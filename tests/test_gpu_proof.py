@@ -95,7 +95,7 @@ def test_attention_on_a_gpu_is_judged_head_by_head(monkeypatch: pytest.MonkeyPat
     case = attention.Case("noise-aware", (64, 4), 32, torch.bfloat16, True, (6, 2))
     inputs = draw(case, "cpu")
     attention.check("pdkernels", attention.ours(case, inputs), case, "cuda")
-    short = attention.Contender(
+    short = attention.Candidate(
         lambda q, k, v: 0.9 * attention.ours(case, inputs).attention(q, k, v), inputs, lambda x: x
     )
     with pytest.raises(AssertionError, match="error over budget"):

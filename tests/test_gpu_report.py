@@ -25,10 +25,10 @@ FLOORS = {
 }
 
 
-def result(contender: str, group: str, median: float, ratio: float, **facts: object) -> dict:
+def result(candidate: str, group: str, median: float, ratio: float, **facts: object) -> dict:
     extra = {
         "op": "silu",
-        "contender": contender,
+        "candidate": candidate,
         "median_us": median,
         "ratio_to_baseline": ratio,
         "device": "Made Up",

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from bench import report
-from bench.bench_record_step import CONTENDERS
+from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 
 
-def result(op: str, contender: str, median: float, ratio: float, **sizes: object) -> dict:
+def result(op: str, candidate: str, median: float, ratio: float, **sizes: object) -> dict:
     extra = {
         "op": op,
-        "contender": contender,
+        "candidate": candidate,
         "median_us": median,
         "ratio_to_baseline": ratio,
         "device": "Made Up",
@@ -36,8 +36,8 @@ def cells(text: str) -> list[list[str]]:
 @pytest.fixture
 def rows(tmp_path: Path) -> list[report.Row]:
     first, second = APPENDING
-    append, step = "speculative_attention_append_", "record_step_"
-    ours, theirs = CONTENDERS
+    append, step = "speculative_attention_append_", "log_step_"
+    ours, theirs = CANDIDATES
     benchmarks = [
         result(append, first, 100.4, 0.5, rows=8, dtype="bf16"),
         result(append, second, 210.0, 1.0, rows=8, dtype="bf16"),
@@ -63,12 +63,12 @@ def test_rows_stored_by_attention(rows: list[report.Row]) -> None:
 
 
 def test_entries_of_a_step(rows: list[report.Row]) -> None:
-    header, _, *lines = cells(report.TABLES["record_step_"](rows))
+    header, _, *lines = cells(report.TABLES["log_step_"](rows))
     assert header[1:] == ["batch 1, 2 columns", "batch 8, 68 columns"]
     assert lines == [["**pdkernels**", "1.5 (1.00x)", "2.0 (1.00x)"], ["torch ops", "15.0 (10x)", "8.1 (4.00x)"]]
 
 
-@pytest.mark.parametrize("name", ["speculative_attention_append_", "record_step_"])
+@pytest.mark.parametrize("name", ["speculative_attention_append_", "log_step_"])
 def test_a_page_shows_them_where_they_were_measured(name: str, rows: list[report.Row], tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"Above.\n\n<!-- bench:{name} -->\n\n<!-- /bench -->\n")

@@ -14,15 +14,15 @@ std::string entry(int64_t b, int64_t j) { return "index[" + std::to_string(b) + 
 
 }  // namespace
 
-void value_drift_select(const ValueDriftArgs& args) {
-  const char* op = "value_drift_select_";
+void select_stale_rows(const StaleRowsArgs& args) {
+  const char* op = "select_stale_rows_";
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t start = args.starts.load(b), count = args.count(b);
     report(op, check_extent(args.pages, start, count, args.rows), args.pages, b, start, count, args.rows, "starts");
     require_pages(op, args.pages, b, start, count);
     if (args.wish(b) < 0) fail(op, b, "wanted", "be at least 0", args.wish(b), "0 chooses nothing.");
   }
-  PDK_DISPATCH(value_drift_select, args)
+  PDK_DISPATCH(select_stale_rows, args)
 }
 
 void gather_rows(const GatherRowsArgs& args) {

@@ -13,7 +13,7 @@ void speculative_attention(const SpeculativeArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) {
     const int64_t length = args.lengths.load(b), count = args.count(b);
     report(args.op, check_extent(args.pages, length, count, args.append_rows), args.pages, b, length, count,
-           args.append_rows, "cache_lengths");
+           args.append_rows, "lengths");
     require_pages(args.op, args.pages, b, 0, length, "Every page of the prefix must exist.");
     require_pages(args.op, args.pages, b, length, count);
     for (int64_t i = 0; i < count; ++i) {

@@ -41,9 +41,9 @@ class Row {
   }
 
   void write() const {
-    uint64_t drawn = args_.draws() && !lawless_ ? drawn_ : top_[0];
+    uint64_t drawn = args_.draws() && !undefined_ ? drawn_ : top_[0];
     const bool missing = top_[0] == 0;
-    const auto number = [&](double x) { return static_cast<float>(lawless_ ? NAN : x); };
+    const auto number = [&](double x) { return static_cast<float>(undefined_ ? NAN : x); };
     args_.ids[r_] = missing ? -1 : key_id(drawn);
     args_.probs[r_] = missing ? 0.0f : number(probability(drawn));
     args_.margin[r_] =
@@ -59,7 +59,7 @@ class Row {
  private:
   void add(const TokenPart& part) {
     sums_.join(part.sums, inverse_, [](double x) { return std::exp(x); });
-    lawless_ = lawless_ || part.lawless;
+    undefined_ = undefined_ || part.undefined;
     if (part.drawn != 0 && part.score > score_) score_ = part.score, drawn_ = part.drawn;
     for (int i = 0; i < args_.num_ranked() && part.top[i] != 0; ++i) {
       int place = kMaxTopK;
@@ -91,8 +91,8 @@ class Row {
   uint64_t top_[kMaxTopK + 1] = {};
   uint64_t drawn_ = 0;
   double score_ = -INFINITY;
-  LawSums sums_{-INFINITY, 0, 0};
-  bool lawless_ = false;
+  DistributionSums sums_{-INFINITY, 0, 0};
+  bool undefined_ = false;
 };
 
 }  // namespace

@@ -12,7 +12,7 @@ constexpr int kRowBlocksPerSm = 8;  // of its own choice ptxas aims at more and 
 constexpr int kChoiceThreads = 512;
 
 // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
-__device__ bool sequence_fits(const ValueDriftArgs& args, int64_t b) {
+__device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
   if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;
   bool fine = true;
@@ -23,7 +23,7 @@ __device__ bool sequence_fits(const ValueDriftArgs& args, int64_t b) {
 
 // A block a row: the sums of its cosine, and its values into the cache if all are replaced.
 template <class T, int kSize>
-__global__ void __launch_bounds__(kRowThreads) drift_key_kernel(const __grid_constant__ ValueDriftArgs args) {
+__global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
   __shared__ float room[kRowThreads / 32];
   const int64_t b = blockIdx.y, row = blockIdx.x;
@@ -46,11 +46,11 @@ __global__ void __launch_bounds__(kRowThreads) drift_key_kernel(const __grid_con
   of_fresh = block_sum<kRowThreads>(of_fresh, room);
   of_cached = block_sum<kRowThreads>(of_cached, room);
   dot = block_sum<kRowThreads>(dot, room);
-  if (threadIdx.x == 0) args.keys[b * args.rows + row] = drift_key(dot, sqrtf(of_fresh) * sqrtf(of_cached));
+  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, sqrtf(of_fresh) * sqrtf(of_cached));
 }
 
 // A block a sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in their order.
-__global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ ValueDriftArgs args) {
+__global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   constexpr int kWarps = kChoiceThreads / 32;
   __shared__ int lower_of[kWarps], equal_of[kWarps];
   const int64_t b = blockIdx.x;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
 
 // A block a chosen row, where only those replace cached values. What is wrong with a sequence has left it without any.
 template <class Word>
-__global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_constant__ ValueDriftArgs args) {
+__global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   const int64_t b = blockIdx.y, row = args.index[b * args.most + blockIdx.x];
   if (row < 0) return;
   const char* fresh = args.fresh(b, row);
@@ -149,7 +149,7 @@ dim3 grid_of(int64_t rows, int64_t batch) { return dim3(static_cast<unsigned>(ro
 
 }  // namespace
 
-cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream) {
+cudaError_t select_stale_rows(const StaleRowsArgs& args, cudaStream_t stream) {
   if (args.batch == 0) return cudaSuccess;
   const int64_t word = widest_word(reinterpret_cast<int64_t>(args.v) | reinterpret_cast<int64_t>(args.cache) |
                                    bits_of(args.v_row) | bits_of(args.cache_row));
@@ -158,9 +158,9 @@ cudaError_t value_drift_select(const ValueDriftArgs& args, cudaStream_t stream) 
       using T = std::remove_pointer_t<decltype(element)>;
       constexpr int kSize = 16 / sizeof(T);
       if (word == 16) {
-        PDK_LAUNCH((drift_key_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+        PDK_LAUNCH((stale_key_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
       } else {
-        PDK_LAUNCH((drift_key_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
+        PDK_LAUNCH((stale_key_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
       }
     });
   }

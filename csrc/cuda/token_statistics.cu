@@ -37,10 +37,10 @@ __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
 }
 
 // The sums of all lanes, in every lane.
-__device__ LawSums warp_joined(LawSums sums, double inverse) {
+__device__ DistributionSums warp_joined(DistributionSums sums, double inverse) {
   for (int lanes = 16; lanes > 0; lanes /= 2) {
-    const LawSums other{__shfl_xor_sync(kAll, sums.largest, lanes), __shfl_xor_sync(kAll, sums.total, lanes),
-                        __shfl_xor_sync(kAll, sums.weighted, lanes)};
+    const DistributionSums other{__shfl_xor_sync(kAll, sums.largest, lanes), __shfl_xor_sync(kAll, sums.total, lanes),
+                                 __shfl_xor_sync(kAll, sums.weighted, lanes)};
     sums.join(other, inverse, [](double x) { return exp(x); });
   }
   return sums;
@@ -125,21 +125,21 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
   if (source < 0) return;
   const T* row = args.logits.row<const T>(source);
   float largest = -INFINITY;
-  bool lawless = false;
+  bool undefined = false;
   for_share<T, kSize>(args, row, [&](float x) {
     largest = x > largest ? x : largest;
-    lawless = lawless || x != x;
+    undefined = undefined || x != x;
   });
   for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
   if (threadIdx.x % 32 == 0) room.largest[threadIdx.x / 32] = largest;
   if (threadIdx.x == 0) room.before = 0;
-  lawless = __syncthreads_or(lawless);
+  undefined = __syncthreads_or(undefined);
   for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, room.largest[warp]);
-  lawless = lawless || largest == INFINITY;
+  undefined = undefined || largest == INFINITY;
   const double heat = args.heat();
   const double floor = args.min_p > 0 ? largest + heat * log(args.min_p) : -INFINITY;
-  if (lawless || largest == -INFINITY || args.top_p >= 1) {
-    if (threadIdx.x == 0) args.cuts[r] = lawless ? -INFINITY : at_least(floor);
+  if (undefined || largest == -INFINITY || args.top_p >= 1) {
+    if (threadIdx.x == 0) args.cuts[r] = undefined ? -INFINITY : at_least(floor);
     return;
   }
 
@@ -267,7 +267,7 @@ __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin,
 
 struct Room {
   uint64_t top[kWarps][kMaxTopK];
-  LawSums sums[kWarps];
+  DistributionSums sums[kWarps];
   Drawn drawn[kWarps];
 };
 
@@ -318,7 +318,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
     }
     total += few, weighted += few_weighted;
   }
-  const LawSums sums{largest, warp_sum(total), warp_sum(weighted)};
+  const DistributionSums sums{largest, warp_sum(total), warp_sum(weighted)};
   Drawn drawn{0, 0};
   if constexpr (kDraws) drawn = draw<kSize>(args, r, begin, cut, logits);
   // Last, because tokens that were found are taken out.
@@ -339,12 +339,12 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   int place = 0;
   const uint64_t first = warp_first(args.num_ranked(), some ? room.top[lane][0] : 0,
                                     [&](uint64_t) { return ++place < kMaxTopK ? room.top[lane][place] : 0; });
-  const LawSums all = warp_joined(some ? room.sums[lane] : LawSums{-INFINITY, 0, 0}, inverse);
+  const DistributionSums all = warp_joined(some ? room.sums[lane] : DistributionSums{-INFINITY, 0, 0}, inverse);
   const Drawn winner = warp_winner(some ? room.drawn[lane] : Drawn{0, 0});
-  bool lawless = some && room.sums[lane].total != room.sums[lane].total;
-  lawless = __any_sync(kAll, lawless);
+  bool undefined = some && room.sums[lane].total != room.sums[lane].total;
+  undefined = __any_sync(kAll, undefined);
   if (lane < kMaxTopK) part.top[lane] = first;
-  if (lane == 0) part.sums = all, part.drawn = winner.key, part.score = winner.score, part.lawless = lawless;
+  if (lane == 0) part.sums = all, part.drawn = winner.key, part.score = winner.score, part.undefined = undefined;
 }
 
 // --- a row: a warp puts its parts together
@@ -356,9 +356,9 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   const TokenPart* parts = args.parts + r * args.num_parts();
   const double inverse = args.inverse();
   uint64_t top = 0;  // the i-th token of the row in lane i
-  LawSums sums{-INFINITY, 0, 0};
+  DistributionSums sums{-INFINITY, 0, 0};
   Drawn drawn{0, 0};
-  bool lawless = false;
+  bool undefined = false;
   for (int64_t c = 0; c < num_parts; c += 32) {
     const bool some = c + lane < num_parts;
     const TokenPart& part = parts[some ? c + lane : 0];
@@ -370,19 +370,19 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
       if (key == offered) offered = ++place < kMaxTopK ? part.top[place] : 0;
       return found > offered ? found : offered;
     });
-    sums.join(warp_joined(some ? part.sums : LawSums{-INFINITY, 0, 0}, inverse), inverse,
+    sums.join(warp_joined(some ? part.sums : DistributionSums{-INFINITY, 0, 0}, inverse), inverse,
               [](double x) { return exp(x); });
     if (some) drawn.join(part.score, part.drawn);
-    lawless = lawless || (some && part.lawless);
+    undefined = undefined || (some && part.undefined);
   }
   drawn = warp_winner(drawn);
-  lawless = __any_sync(kAll, lawless);
+  undefined = __any_sync(kAll, undefined);
 
   const uint64_t first = __shfl_sync(kAll, top, 0), second = __shfl_sync(kAll, top, 1);
-  const uint64_t chosen = args.draws() && !lawless ? drawn.key : first;
+  const uint64_t chosen = args.draws() && !undefined ? drawn.key : first;
   const bool missing = first == 0;
   const auto probability = [&](uint64_t key) -> float {
-    if (lawless) return NAN;
+    if (undefined) return NAN;
     return key == 0
                ? 0.0f
                : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
     args.top_probs[r * top_k + lane] = probability(top);
   }
   if (lane != 0) return;
-  const auto number = [&](double x) { return static_cast<float>(lawless ? NAN : missing ? 0.0 : x); };
+  const auto number = [&](double x) { return static_cast<float>(undefined ? NAN : missing ? 0.0 : x); };
   args.ids[r] = missing ? -1 : key_id(chosen);
   args.probs[r] = probability(chosen);
   args.entropy[r] = number(log(sums.total) - sums.weighted / sums.total);

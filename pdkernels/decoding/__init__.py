@@ -54,7 +54,7 @@ __all__ = [
     "generate",
     "is_lossless",
     "method_options",
-    "suits",
+    "supports",
 ]
 
 # A method fills a session; its keyword-only parameters are its options. One that spends more than a forward on a draft
@@ -145,12 +145,12 @@ def default_option(method: str, option: str) -> Any:
     return inspect.signature(_method(method)).parameters[option].default
 
 
-def suits(method: str, model: Any) -> bool:
+def supports(method: str, model: Any) -> bool:
     """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for Transformers that see both sides
     (``config.attention == "bidirectional"``), the others for Transformers that go from left to right; "autoregressive" and "jacobi"
     are for all of these and for `RecurrentDepth`.
 
-    >>> suits("jacobi", object()), suits("llada", object())
+    >>> supports("jacobi", object()), supports("llada", object())
     (True, False)
     """
     _method(method)
@@ -199,7 +199,7 @@ def generate(
               `spawn_ratio` (0.85) of the newest is accepted; up to `verification_size` (4) rows tried per forward, found
               in the last `pool_size` (4) rejected sequences; `seed` (0), `page_size`.
             - ``linear_self_speculation``: `block_size` (32), `threshold` (0), `verification` ("compare").
-            - ``quadratic_self_speculation``: `draft_len` (16), `masks_per_group`, `label_shift` (0), `in_group`
+            - ``quadratic_self_speculation``: `block_size` (16), `masks_per_group`, `label_shift` (0), `in_group`
               ("bidirectional"), `ensemble_weight` (1) and `ensemble` ("probability").
             - ``block_diffusion``: `block_size` (32), `threshold` (0.9) or None and `steps_per_block`, `refresh` ("causal").
 
@@ -208,7 +208,7 @@ def generate(
             - ``recurrent_static``: a fixed number of recurrences a token.
             - ``recurrent_adaptive``: `criterion` ("latent-diff"), `threshold`, `max_recurrences` (`recurrences`),
               `min_recurrences` (1), `check_every` (1).
-            - ``recurrent_self_speculation``: `draft_len` (8) tokens of `draft_recurrences` (4).
+            - ``recurrent_self_speculation``: `block_size` (8) tokens of `draft_recurrences` (4).
             - ``recurrent_diffusion``: `inner_recurrence` (4), `threshold` (0.03), `exit` ("latent-diff"), `noise` (0),
               `schedule`, `mixer`, `momentum` (0.1), `headway` (1), `max_wavefront` (128), `rule` ("prefix"), `new_state`
               ("fresh"), `guard` (True), `max_recurrences`, `stability`, `published` (False).
@@ -246,7 +246,7 @@ def generate(
 
     The forward over the prompt counts as a forward. Methods that are lossless (`is_lossless`) change only what tokens cost: at
     temperature 0 (and `ensemble_weight` 1) they give those of greedy autoregressive decoding, on logits that do not depend on
-    how many rows a forward has. Above it they draw from the model's own law.
+    how many rows a forward has. Above it they draw from the model's own distribution.
 
     Example:
         >>> import torch
@@ -267,7 +267,7 @@ def generate(
         else ""
     )
     if kind:  # the methods for other models say themselves what they want
-        fitting = [name for name in _METHODS if suits(name, model)]
+        fitting = [name for name in _METHODS if supports(name, model)]
         check_type(
             method in fitting, _OP, "method", f"be for {kind}", repr(method), f"These are: {', '.join(fitting)}."
         )

@@ -4,7 +4,7 @@ A canvas is a prompt and `max_new_tokens` open places behind it. They hold the m
 for good. Every sequence stands at positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
-    canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
         canvas.begin()                                         # counts the forward
@@ -48,13 +48,13 @@ def share(masks: Any, steps: Any, step: Any) -> Any:
 _ALWAYS_GUIDED = 5
 
 
-class Law(NamedTuple):
+class SamplingOptions(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None  # guess among so many of the likeliest tokens
-    law: str = "model"  # confidence under the model's own law, or under that of the draw ("sampling")
+    distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
     seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
     late: tuple[int, ...] = ()  # ids without confidence, and those of the others leave them out
@@ -74,9 +74,9 @@ class Canvas:
         running: the host's copy of `going`, as of the last poll.
     """
 
-    def __init__(self, session: Session, mask_token: int, law: Law) -> None:
+    def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
         model = session.model
-        self.mask_token, self.law = mask_token, law
+        self.mask_token, self.sampling = mask_token, sampling
         self._session = session
         self._backend = backend_of(model.dtype)
         self._shift = 1 if model.config.predicts == "next" else 0  # a row is about the place so many behind it
@@ -92,7 +92,7 @@ class Canvas:
         )  # number of the forward that filled a place, 0 while it is open, -1 where it is not ours
         # On the device once: a copy from the host in every step would wait for it.
         self._ends, self._late = (
-            torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, law.late)
+            torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, sampling.late)
         )
         self.forward = torch.zeros_like(self.totals)
         self.going = torch.ones_like(self.totals, dtype=torch.bool)
@@ -140,39 +140,39 @@ class Canvas:
         rows without the prompt behind those with it, and both maybe behind the rows of now: then they are of an earlier forward,
         whose difference guides this one.
         """
-        model, law = self._session.model, self.law
+        model, sampling = self._session.model, self.sampling
         rows = (places - self._shift if first is None else places - self._shift - first[:, None]).clamp_(min=0)
-        if law.guidance:
+        if sampling.guidance:
             rows = rows.repeat(len(hidden) // len(rows), 1)
         logits = model.logits(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
-        if law.guidance:
+        if sampling.guidance:
             parts = logits.split(len(places))
-            logits = parts[0] + law.guidance * (parts[-2] - parts[-1])
+            logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
         guesses = self._statistics(logits, places, ())
-        if law.late:
-            sure = self._statistics(logits, places, law.late)
+        if sampling.late:
+            sure = self._statistics(logits, places, sampling.late)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
     def _statistics(self, logits: torch.Tensor, places: torch.Tensor, late: tuple[int, ...]) -> TokenStatistics:
-        law = self.law
+        sampling = self.sampling
         row = torch.arange(places.numel(), device=places.device).view_as(places).masked_fill(places < 0, -1)
-        suppress, top_p = (self.mask_token, *law.banned, *late), law.top_p
-        if law.top_k is not None:  # with top_p, which is of the law of all tokens
+        suppress, top_p = (self.mask_token, *sampling.banned, *late), sampling.top_p
+        if sampling.top_k is not None:  # with top_p, which is of the distribution of all tokens
             for token in suppress:
                 without_(logits, token)
-            logits, top_p = likeliest(logits, law.top_k, law.temperature, top_p), 1.0
+            logits, top_p = likeliest(logits, sampling.top_k, sampling.temperature, top_p), 1.0
         return token_statistics(
             logits,
-            temperature=law.temperature,
-            seed=law.seed,
+            temperature=sampling.temperature,
+            seed=sampling.seed,
             step=self.forward[:, None],
             positions=places,
             row_index=row,
             suppress=suppress,
             top_k=1,
             top_p=top_p,
-            law=law.law,
+            distribution=sampling.distribution,
             backend=self._backend,
         )
 
@@ -198,7 +198,7 @@ class Canvas:
             mask_token=self.mask_token,
             positions=places,
             windows=windows,
-            seed=self.law.seed,
+            seed=self.sampling.seed,
             step=self.forward,
             backend=self._backend,
             **rule,
@@ -209,7 +209,7 @@ class Canvas:
 
     def turns(self, places: torch.Tensor) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that stand in for a confidence where chance decides."""
-        return uniforms(self.law.seed, self.forward[:, None], places.clamp(min=0), 1, ORDER)[..., 0]
+        return uniforms(self.sampling.seed, self.forward[:, None], places.clamp(min=0), 1, ORDER)[..., 0]
 
     def poll(self, *facts: torch.Tensor) -> list[list[int]]:
         """Reads `facts`, each ``(batch,)`` of ints, row by row; says which sequences are done, and hands their tokens on.
@@ -288,7 +288,7 @@ class WholeCanvas:
 
     def __init__(self, session: Session, canvas: Canvas, page_size: int | None = None) -> None:
         self._canvas = canvas
-        self._copies = 2 if canvas.law.guidance else 1
+        self._copies = 2 if canvas.sampling.guidance else 1
         self.width = canvas.tokens.shape[1]
         self._prompt = torch.arange(self.width, device=canvas.tokens.device) < canvas.prompt_lengths[:, None]
         self._start(session, page_size)
@@ -303,7 +303,9 @@ class WholeCanvas:
         visible = self._canvas.totals if ends is None else ends.clamp(max=width)
         visible = visible.repeat(self._copies)
         counts = visible if self._ragged or ends is not None else None
-        return self._model.rewrite(self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible)
+        return self._model.recompute(
+            self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
+        )
 
     def _tokens(self) -> torch.Tensor:
         tokens = self._canvas.tokens

@@ -41,24 +41,26 @@ def filtered(
     from the top and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but not the first
     (the usual rule keeps the token that crosses the line too). Then min-p drops what is below `min_p` times the largest.
 
-    >>> law = torch.tensor([0.5, 0.3, 0.2]).log()
-    >>> filtered(law, 1.0, 0.75, None).isfinite().tolist(), filtered(law, 1.0, None, 0.5).isfinite().tolist()
+    >>> distribution = torch.tensor([0.5, 0.3, 0.2]).log()
+    >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
     ([True, False, False], [True, True, False])
     """
     if top_p is None and min_p is None and top_k is None:
         return logits
     scores = logits.double()
-    law = torch.softmax(scores / temperature, -1)
+    distribution = torch.softmax(scores / temperature, -1)
     if top_k is not None:
-        law = law.masked_fill(scores < scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:], 0)
+        distribution = distribution.masked_fill(
+            scores < scores.topk(min(top_k, scores.shape[-1]), -1).values[..., -1:], 0
+        )
     if top_p is not None and top_p < 1:
-        ordered, ids = law.sort(dim=-1, descending=True, stable=True)
+        ordered, ids = distribution.sort(dim=-1, descending=True, stable=True)
         dropped = ordered.cumsum(-1) > top_p
         dropped[..., 0] = False
-        law = law.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
+        distribution = distribution.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
     if min_p is not None:
-        law = law.masked_fill(law < min_p * law.amax(-1, keepdim=True), 0)
-    return scores.masked_fill(law == 0, -torch.inf)
+        distribution = distribution.masked_fill(distribution < min_p * distribution.amax(-1, keepdim=True), 0)
+    return scores.masked_fill(distribution == 0, -torch.inf)
 
 
 def checked_sampling(

@@ -15,7 +15,7 @@ from pdkernels.decoding._recurrent import Sampling
 from pdkernels.decoding._sampling import random_words
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import RecurrentStep
-from pdkernels.models.recurrent_depth import STATE_STD, Place, RecurrentDepth
+from pdkernels.models.recurrent_depth import STATE_STD, ForwardContext, RecurrentDepth
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_published import FREEZES, recurrent_published
 
@@ -66,13 +66,13 @@ class _Past:
 
     def __init__(self, model: RecurrentDepth, cache: Any) -> None:
         self.model, self.cache, self.length = model, cache, 0
-        self._place: tuple[tuple[int, int], Place] | None = None
+        self._context: tuple[tuple[int, int], ForwardContext] | None = None
 
-    def place(self, rows: int) -> Place:
+    def context(self, rows: int) -> ForwardContext:
         """Made once for all the parts of a step."""
-        if self._place is None or self._place[0] != (self.length, rows):
-            self._place = (self.length, rows), self.model.place(rows, self.cache)
-        return self._place[1]
+        if self._context is None or self._context[0] != (self.length, rows):
+            self._context = (self.length, rows), self.model.context(rows, self.cache)
+        return self._context[1]
 
     def freeze(self, rows: int) -> None:
         self.cache.commit_(torch.full_like(self.cache.lengths, rows))
@@ -90,14 +90,14 @@ class _Parts:
         return _Past(self.model, self.caches.pop() if self.caches else None)
 
     def prelude(self, tokens: torch.Tensor, start: int, past: _Past) -> torch.Tensor:
-        return self._host(self.model.prelude(self._device(tokens), past.place(len(tokens))))
+        return self._host(self.model.prelude(self._device(tokens), past.context(len(tokens))))
 
     def core(self, state: torch.Tensor, e: torch.Tensor, start: int, past: _Past) -> torch.Tensor:
         term = self.model.embedding_term(self._device(e))
-        return self._host(self.model.core(self._device(state), term, past.place(len(state))))
+        return self._host(self.model.core(self._device(state), term, past.context(len(state))))
 
     def coda(self, state: torch.Tensor, start: int, past: _Past) -> torch.Tensor:
-        return self._host(self.model.coda(self._device(state), past.place(len(state))))
+        return self._host(self.model.coda(self._device(state), past.context(len(state))))
 
     def _device(self, rows: torch.Tensor) -> torch.Tensor:
         return rows[None].to(self.model.device)

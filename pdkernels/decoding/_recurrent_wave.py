@@ -88,10 +88,10 @@ class Wave:
         model, options, cache, width = self.model, self.options, self._cache, self.width
         cursor, backend = cache.lengths, backend_of(self.model.dtype)
         filler = self._filler()
-        place = model.place(rows, cache, None if whole else width)
+        context = model.context(rows, cache, None if whole else width)
         both = recurrence_inject(
             self._state,
-            model.prelude(self.tokens[:, :rows], place),
+            model.prelude(self.tokens[:, :rows], context),
             self._blended,
             self._recurrences,
             cursor,
@@ -111,8 +111,8 @@ class Wave:
         x, blended = both.chunk(2, -1)
         term = model.embedding_term(blended)
         for _ in range(options.inner_recurrence - 1):
-            x = model.core(x, term, place)
-        x, residual = model.core_parts(x, term, place)
+            x = model.core(x, term, context)
+        x, residual = model.core_parts(x, term, context)
         older, older_advance = self._older or (None, None)
         state, distance, settled = recurrence_exit(
             x,
@@ -130,7 +130,7 @@ class Wave:
             backend=backend,
         )
         places = cursor[:, None] + 1 + self._slot[:rows]
-        predictions = self.sampling.draw(model.coda(state, place), places)
+        predictions = self.sampling.draw(model.coda(state, context), places)
         if self._text is not None:
             # Drafts stand behind the text at their own places; the cursor alone makes them count.
             self._text.scatter_(1, places, predictions)

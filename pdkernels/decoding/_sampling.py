@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 
-OWN = 0  # step of the tokens that the model's own law puts at a position, whichever forward computes it
+OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
 ORDER = 2  # fourth word of the counter where a number is a place's turn; draws of tokens have 0, latent noise has 1
 
 _WORD = 0xFFFFFFFF
@@ -63,7 +63,7 @@ def draw(
     return (logits.double() - temperature * noise).argmax(-1)
 
 
-def law(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """fp64 probabilities that `draw` draws from, at a temperature above 0."""
     logits = logits.double()
     # The best one at 0: divided by a tiny temperature, logits would overflow.
@@ -82,8 +82,8 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
     A token goes if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1), of which all tokens are
     part. The first one stays, and equals stay or go together.
 
-    >>> law = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
-    >>> likeliest(law, 3, 0.0, 0.65).isfinite().tolist(), likeliest(law, 1, 0.0, 0.65).isfinite().tolist()
+    >>> distribution = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    >>> likeliest(distribution, 3, 0.0, 0.65).isfinite().tolist(), likeliest(distribution, 1, 0.0, 0.65).isfinite().tolist()
     ([True, True, False, False], [True, False, False, False])
     """
     best = logits.topk(min(count, logits.shape[-1]), -1).values

@@ -78,7 +78,7 @@ class Session:
         """The token that the prompt's forward gave."""
         self.emit(sequence, [token], 0)
 
-    def record_step(
+    def log_step(
         self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
     ) -> None:
         """One verified draft: ``draft[0]`` is on record since the step before, the rest and the next token are new."""

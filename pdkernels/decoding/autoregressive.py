@@ -1,4 +1,4 @@
-"""Autoregressive decoding: one token per forward, on the KV cache. The yardstick of every other method."""
+"""Autoregressive decoding: one token per forward, on the KV cache. The baseline of every other method."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class AutoregressiveSteps(Steps):
         session.forwards += 1
         for sequence, ((going, known), (_, token)) in enumerate(zip(before, rows)):
             if going:
-                session.record_step(sequence, [known], [token], accepted=1, next_token=token)
+                session.log_step(sequence, [known], [token], accepted=1, next_token=token)
         return sum(going for going, _ in before)
 
 

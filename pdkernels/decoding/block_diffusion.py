@@ -19,8 +19,8 @@ from pdkernels.decoding._sampling import (
     checked_mask_token,
     checked_number,
     checked_size,
+    distribution,
     draw,
-    law,
     without_,
 )
 from pdkernels.decoding._session import Session, is_end
@@ -123,7 +123,7 @@ def decode(
             session.forwards += 1
             without_(logits, mask_token)
             guesses = draw(logits, lengths[:, None] + slot[known:], temperature, seed, forward[:, None])
-            confidence = law(logits, 1.0).gather(-1, guesses[..., None])[..., 0]
+            confidence = distribution(logits, 1.0).gather(-1, guesses[..., None])[..., 0]
             confidence = confidence.masked_fill(~unfilled[:, known:], -1)
             count = 1 if threshold is not None else _quota(block_size - known, steps_per_block, step)
             best = confidence.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, checked_masked_model
+from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, checked_masked_model
 from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
@@ -36,12 +36,12 @@ def decode(
 
     Options:
         steps: forwards; None: one for each token.
-        algorithm: what is filled first: "entropy" where the law has the least, "maskgit_plus" the most probable guesses,
+        algorithm: what is filled first: "entropy" where the distribution has the least, "maskgit_plus" the most probable guesses,
             "topk_margin" those furthest ahead of the second best; "origin": every place with probability ``1 - s / t``.
         eps: the time of the last step; the first is 1.
-        temperature: of the guesses and of the law that scores them.
-        top_p: guess among the likeliest tokens that have this mass, and score the law of those.
-        top_k: guess among so many of the likeliest tokens, and score the law of those; with `top_p`, of what both leave.
+        temperature: of the guesses and of the distribution that scores them.
+        top_p: guess among the likeliest tokens that have this mass, and score the distribution of those.
+        top_k: guess among so many of the likeliest tokens, and score the distribution of those; with `top_p`, of what both leave.
         order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
         mask_token: id of open places; None: the model's.
         seed: of the draws.
@@ -69,7 +69,7 @@ def decode(
     check_sampling(_OP, temperature, seed)
     masks = session.max_new_tokens
     steps = masks if steps is None else steps
-    canvas = Canvas(session, mask_token, Law(temperature, top_p, top_k, "sampling", seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(temperature, top_p, top_k, "sampling", seed))
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
@@ -86,7 +86,7 @@ def decode(
         check(
             blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
         )
-    canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
     if blocks == 0:
         return canvas.finish()
 
@@ -109,7 +109,7 @@ def decode(
         else:
             canvas.begin(open_)
             start = canvas.prompt_lengths + first
-            hidden = rows.rewrite(start, behind if cache == "prefix" else min(block_size, behind))
+            hidden = rows.recompute(start, behind if cache == "prefix" else min(block_size, behind))
         alone = entry and next_token
         windows = canvas.windows(first, first + 1) if alone else block
         places = canvas.open_places(windows, 1 if alone else size)
@@ -135,8 +135,8 @@ def decode(
 class Rows(WholeCanvas):
     """Forwards over rows of the canvases that stand side by side; all others are in the KV cache as they were last computed."""
 
-    def rewrite(self, starts: torch.Tensor, width: int) -> torch.Tensor:
+    def recompute(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""
         row = torch.arange(width, device=starts.device)
         tokens = self._canvas.tokens.gather(1, starts[:, None] + row)
-        return self._model.rewrite(tokens, self._cache, starts, visible=self._canvas.totals)
+        return self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, Law
+from pdkernels.decoding._masked import Canvas, SamplingOptions
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
@@ -44,7 +44,7 @@ def decode(
         threshold: fill every place whose confidence is above it, and the surest one anyway.
         block_cache: keep K and V of the block between its forwards, which then take the small block's rows alone, unless its
             first place is open: that is predicted by the row before it. False: all take the whole block.
-        temperature: of the guesses; their confidence is that of the law they are drawn from.
+        temperature: of the guesses; their confidence is that of the distribution they are drawn from.
         top_p: draw only from the most likely tokens of so much mass, at a temperature above 0.
         mask_token: id of open places; None: the model's.
         seed: of the draws.
@@ -72,7 +72,9 @@ def decode(
     checked_number(_OP, "top_p", top_p, 1.0)
     check_sampling(_OP, temperature, seed)
     canvas = Canvas(
-        session, mask_token, Law(temperature, top_p=top_p if temperature else 1.0, law="sampling", seed=seed)
+        session,
+        mask_token,
+        SamplingOptions(temperature, top_p=top_p if temperature else 1.0, distribution="sampling", seed=seed),
     )
     if not canvas.unfinished:
         return canvas.finish()
@@ -93,7 +95,7 @@ def decode(
 
 
 class Blocks:
-    """The block of each sequence, and what the next forward is about. Places count from the text's first token.
+    """The block of each sequence, and what the next forward is about. Positions count from the text's first token.
 
     Attributes:
         complete: ``(batch,)`` bool: the block has no open place: the forward writes its K and V for good and gives one more
@@ -148,7 +150,7 @@ class Blocks:
         canvas = self._canvas
         counts = torch.where(self.whole, self._end, self._small_end) - self.first
         tokens = canvas.tokens.gather(1, (self.first[:, None] + self._row[:width]).clamp(max=len(self._row) - 1))
-        return self._session.model.rewrite(
+        return self._session.model.recompute(
             tokens, self._cache, self.first, counts=counts.masked_fill(~canvas.going, 0), visible=self._end
         )
 

@@ -113,7 +113,7 @@ class JacobiSteps(Steps):
         for sequence, ((length, _, *draft), row) in enumerate(zip(before, rows)):
             if length:
                 said = row[judged : judged + length]
-                session.record_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
+                session.log_step(sequence, draft[:length], said, accepted=row[1], next_token=row[2])
         return sum(row[0] > 0 for row in before)
 
 

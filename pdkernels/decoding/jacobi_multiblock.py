@@ -95,7 +95,7 @@ def decode(
             accepted, next_token, row, *own = line
             draft = step.drafts[sequence][row]
             answers = own[: len(draft)]
-            session.record_step(sequence, draft, answers, accepted, next_token)
+            session.log_step(sequence, draft, answers, accepted, next_token)
             if next_token in session.end_tokens or accepted == progress.left:
                 going[sequence] = None
             else:

@@ -16,8 +16,8 @@ from pdkernels.decoding._sampling import (
     checked_name,
     checked_number,
     checked_size,
+    distribution,
     draw,
-    law,
     uniforms,
     without_,
 )
@@ -42,7 +42,7 @@ class LinearSteps(Steps):
             cost a forward, which is more than the wait.
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
-            with probability ``min(1, p(x) / q(x))``: the same law, more accepted. It needs threshold 0.
+            with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
         mask_token: id of open slots; None: the model's.
         seed: of the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
@@ -118,7 +118,10 @@ class LinearSteps(Steps):
         predictions = draw(judged, positions, self.temperature, self.seed, OWN)
         if self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
-            p, q = law(judged[:, :tested], self.temperature), law(logits[:, :tested], self.temperature)
+            p, q = (
+                distribution(judged[:, :tested], self.temperature),
+                distribution(logits[:, :tested], self.temperature),
+            )
             guesses = self.block[:, 1 : tested + 1]
             predictions[:, :tested] = _verdicts(p, q, guesses, positions[:, :tested], self.seed, self.forward)
         verdict = verify_draft(draft, predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends)
@@ -156,7 +159,7 @@ class LinearSteps(Steps):
                 self.block[:, 1:] = guesses
                 break
             # Neither temperature nor noise enters the confidence.
-            confidence = law(logits, 1.0).gather(-1, guesses[..., None])[..., 0].masked_fill_(~unfilled, -1)
+            confidence = distribution(logits, 1.0).gather(-1, guesses[..., None])[..., 0].masked_fill_(~unfilled, -1)
             best = self.slot[:-1] == confidence.argmax(1, keepdim=True)
             chosen = unfilled & (best | (confidence >= self.threshold))
             self.block[:, 1:] = torch.where(chosen, guesses, self.block[:, 1:])
@@ -176,7 +179,7 @@ class LinearSteps(Steps):
             if length:
                 drafted, judged = tokens[:length], tokens[self.block_size :][:length]
                 taken_part.append(forwards)
-                session.record_step(sequence, drafted, None, accepted=accepted, next_token=known)
+                session.log_step(sequence, drafted, None, accepted=accepted, next_token=known)
                 if session.trace is not None:
                     session.trace[sequence].append(LinearStep(drafted, judged, accepted, forwards))
         # The sequence that was drafted last took part in every forward.
@@ -192,7 +195,7 @@ def _verdicts(
 ) -> torch.Tensor:
     """The tokens that stand at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
-    All ``(batch, R)``, the laws ``(batch, R, V)``; `forward` ``(batch,)`` names the test. Leviathan et al., "Fast inference
+    All ``(batch, R)``, the distributions ``(batch, R, V)``; `forward` ``(batch,)`` names the test. Leviathan et al., "Fast inference
     from transformers via speculative decoding", algorithm 1.
     """
     u = uniforms(seed, forward[:, None], positions, 1)[..., 0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, Law, WholeCanvas, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
@@ -104,8 +104,10 @@ def begin(
         late_end,
     )
     ends = session.end_tokens
-    law = Law(temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ())
-    return Canvas(session, mask_token, law), blocks
+    sampling = SamplingOptions(
+        temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
+    )
+    return Canvas(session, mask_token, sampling), blocks
 
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[tuple[int, int]], steps: int | None, random: bool) -> int:

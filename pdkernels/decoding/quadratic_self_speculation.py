@@ -15,7 +15,15 @@ from functools import lru_cache
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._sampling import OWN, check_sampling, checked_mask_token, checked_size, draw, law, without_
+from pdkernels.decoding._sampling import (
+    OWN,
+    check_sampling,
+    checked_mask_token,
+    checked_size,
+    distribution,
+    draw,
+    without_,
+)
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.ops import verify_draft
@@ -26,7 +34,7 @@ _OP = "decoding.quadratic_self_speculation"
 def decode(
     session: Session,
     *,
-    draft_len: int = 16,
+    block_size: int = 16,
     masks_per_group: int | None = None,
     label_shift: int = 0,
     in_group: str = "bidirectional",
@@ -40,8 +48,8 @@ def decode(
     """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
 
     Options:
-        draft_len: tokens of a draft, the known first one included; 1 is autoregressive decoding.
-        masks_per_group: at least ``draft_len - label_shift``, by default that.
+        block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
+        masks_per_group: at least ``block_size - label_shift``, by default that.
         label_shift: 0 where a mask's row is about its own position, 1 where it is about the next one.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
         ensemble_weight: of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
@@ -51,7 +59,7 @@ def decode(
         seed: of the draws.
         page_size: rows per cache page; None keeps the cache contiguous.
     """
-    masks = _checked_masks(draft_len, masks_per_group, label_shift, in_group)
+    masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
     check_type(
         type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
     )
@@ -72,7 +80,7 @@ def decode(
     if limit == 0:
         return
     # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
-    slots = max(1, min(draft_len, limit - 1))
+    slots = max(1, min(block_size, limit - 1))
 
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
@@ -145,7 +153,7 @@ def decode(
         poll = torch.cat(columns, 1).tolist()
         for sequence, row in enumerate(poll):
             if (length := host_lengths[sequence]) > 0:
-                session.record_step(
+                session.log_step(
                     sequence,
                     host_draft[sequence][:length],
                     row[2 + slots :][:length] if session.trace is not None else None,
@@ -184,15 +192,15 @@ def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str)
         return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
-    return (weight * law(own, 1.0) + (1 - weight) * law(diffusion, 1.0)).log()
+    return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
 
 
-def _checked_masks(draft_len: int, masks_per_group: int | None, label_shift: int, in_group: str) -> int:
+def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: str) -> int:
     """Masks of a group."""
-    checked_size(_OP, "draft_len", draft_len)
+    checked_size(_OP, "block_size", block_size)
     check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
     check(in_group in ("bidirectional", "causal"), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
-    least = draft_len - label_shift
+    least = block_size - label_shift
     if masks_per_group is None:
         return least
     check_type(type(masks_per_group) is int, _OP, "masks_per_group", "be an int", type(masks_per_group).__name__)

@@ -18,7 +18,7 @@ from pdkernels.decoding._recurrent import checked_model, checked_recurrences, ch
 from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import AdaptiveStep
-from pdkernels.ops import logit_drift
+from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"
 
@@ -57,13 +57,13 @@ def decode(
 
     Options:
         criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
-            cosine, "entropy-diff" the entropies of the next token's laws, "kl" their divergence, "minp-kl" that of laws without
+            cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of distributions without
             unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that have not
             changed the likeliest token; done at the threshold.
         threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order.
         max_recurrences: of a token; None: `recurrences`. Where `check_every` does not divide it the rest runs without a check.
         min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first one counts too, and is
-            compared with the initial state, an entropy of 100 or the uniform law, as in the released code.
+            compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
         temperature: 0 is greedy.
@@ -90,19 +90,21 @@ def decode(
         if not any(going):
             break
         counts = None if all(going) else active.to(cache.lengths.dtype)
-        place = model.place(1, cache, counts)
-        state, term = model.begin(model.prelude(token, place), place, seed)
-        drift = Drift(criterion, state)
+        context = model.context(1, cache, counts)
+        state, term = model.begin(model.prelude(token, context), context, seed)
+        divergence = Divergence(criterion, state)
         open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
         needed, values = [0] * session.batch, [[] for _ in going]
         count, logits, polled = 0, None, False
         while count < most and any(still_open):
             run = min(check_every, most - count)
             # A settled row runs too, but nothing of it is stored.
-            current_place = place if still_open == going else place._replace(counts=open_rows.to(cache.lengths.dtype))
+            current_context = (
+                context if still_open == going else context._replace(counts=open_rows.to(cache.lengths.dtype))
+            )
             refined = state
             for _ in range(run):
-                refined = model.core(refined, term, current_place)
+                refined = model.core(refined, term, current_context)
             state = refined if still_open == going else torch.where(open_rows[:, None, None], refined, state)
             counted = count >= min_recurrences  # what this check is compared with has had so many
             count += run
@@ -111,14 +113,14 @@ def decode(
                 logits = None
                 break
             if criterion not in _LATENT:
-                seen = model.coda(state, current_place)
+                seen = model.coda(state, current_context)
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
                 logits = (
                     seen
                     if logits is None or still_open == going
                     else torch.where(open_rows[:, None, None], seen, logits)
                 )
-            value = drift.measure(state, logits)
+            value = divergence.measure(state, logits)
             done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
                 open_rows = open_rows & ~done
@@ -137,7 +139,7 @@ def decode(
             break  # begun before the host knew that nothing was to come
 
         if logits is None:
-            logits = model.coda(state, place)
+            logits = model.coda(state, context)
         cache.commit_(active.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
@@ -161,11 +163,11 @@ def _record(
             if session.trace is not None:
                 cursor = len(session.prompts[sequence]) + len(known) - 1
                 session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
-            session.record_step(sequence, [before], None, accepted=1, next_token=token)
+            session.log_step(sequence, [before], None, accepted=1, next_token=token)
             going[sequence] = token not in session.end_tokens
 
 
-class Drift:
+class Divergence:
     """What a criterion compares between the checks of one token."""
 
     def __init__(self, criterion: str, state: torch.Tensor) -> None:
@@ -186,17 +188,17 @@ class Drift:
                 return 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
             over = (now - then).norm(dim=-1)
             return torch.where(over == 0, 0.0, over / now.norm(dim=-1))
-        drift = logit_drift(logits[:, 0], self.logits, backend=backend_of(logits.dtype))
+        divergence = logit_divergence(logits[:, 0], self.logits, backend=backend_of(logits.dtype))
         self.logits = logits[:, 0]
         if self.criterion == "kl":
-            return drift.kl
+            return divergence.kl
         if self.criterion == "minp-kl":
-            return drift.minp_kl
+            return divergence.minp_kl
         if self.criterion == "entropy-diff":
-            before, self.before = self.before, drift.entropy
-            return (drift.entropy - before).abs()
-        before, self.before = self.before, drift.argmax
-        self.stable = torch.where(drift.argmax == before, self.stable + 1, 0)
+            before, self.before = self.before, divergence.entropy
+            return (divergence.entropy - before).abs()
+        before, self.before = self.before, divergence.argmax
+        self.stable = torch.where(divergence.argmax == before, self.stable + 1, 0)
         return self.stable
 
 

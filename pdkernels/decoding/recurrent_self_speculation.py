@@ -20,7 +20,7 @@ _OP = "decoding.recurrent_self_speculation"
 def decode(
     session: Session,
     *,
-    draft_len: int = 8,
+    block_size: int = 8,
     draft_recurrences: int = 4,
     recurrences: int | None = None,
     temperature: float = 0.0,
@@ -37,7 +37,7 @@ def decode(
     where states have converged, and not by construction.
 
     Options:
-        draft_len: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
+        block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
         draft_recurrences: of these forwards.
         recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
         temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
@@ -51,8 +51,8 @@ def decode(
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
-    check_type(type(draft_len) is int, _OP, "draft_len", "be an int", type(draft_len).__name__)
-    check(draft_len >= 0, _OP, "draft_len", "be at least 0", draft_len)
+    check_type(type(block_size) is int, _OP, "block_size", "be an int", type(block_size).__name__)
+    check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)
     limit = session.max_new_tokens
     if limit == 0:
@@ -60,7 +60,7 @@ def decode(
     cache, first, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
     lengths = cache.lengths  # grows in place with every commit
     # No row for tokens that nobody asked for.
-    slots = max(1, min(1 + draft_len, limit - 1))
+    slots = max(1, min(1 + block_size, limit - 1))
     slot = torch.arange(slots, device=lengths.device)
     block = torch.zeros(session.batch, slots, dtype=torch.int64, device=lengths.device)
     block[:, :1] = first
@@ -102,7 +102,7 @@ def decode(
             if (length := host_lengths[sequence]) > 0:
                 taken_part += length  # its draft's forwards and the one that judged
                 judged = tokens[width:][:length] if session.trace is not None else None
-                session.record_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
+                session.log_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
         host_lengths = [row[1] for row in poll]
         block[:, 0] = verdict.next_token.clamp(min=0)  # -1 in a finished sequence
     return taken_part

@@ -63,6 +63,6 @@ def decode(
                     cursor = len(session.prompts[sequence]) + step
                     one, other = [current[sequence]], [following[sequence]]
                     session.trace[sequence].append(RecurrentStep(cursor, one, other, [math.inf], 1))
-                session.record_step(sequence, [current[sequence]], None, accepted=1, next_token=following[sequence])
+                session.log_step(sequence, [current[sequence]], None, accepted=1, next_token=following[sequence])
                 going[sequence] = following[sequence] not in session.end_tokens
         current = following

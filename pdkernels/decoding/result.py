@@ -37,7 +37,7 @@ class DenoiseStep(NamedTuple):
 
 
 class MaskedStep(NamedTuple):
-    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Places count from the prompt's start."""
+    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions count from the prompt's start."""
 
     tokens: list[int]  # the canvas before; open places hold the mask token
     committed: dict[int, int]  # place -> token

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, KeptCanvas, Law, WholeCanvas, checked_masked_model
+from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, checked_masked_model
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
@@ -117,7 +117,7 @@ def decode(
         )
     check_sampling(_OP, temperature, seed)
     limit = session.max_new_tokens
-    canvas = Canvas(session, mask_token, Law(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
     if limit == 0:
         return canvas.finish()
     if prompt_interval is None:

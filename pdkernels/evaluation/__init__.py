@@ -1,7 +1,7 @@
 """Accuracy and speed of decoding methods side by side: the measurements and the plot of `python -m pdkernels eval`."""
 
-from pdkernels.evaluation.contender import Contender
-from pdkernels.evaluation.contest import DEFAULT_METHODS, FAMILIES, Row, as_json, contenders, evaluate
+from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
 from pdkernels.evaluation.plot import plot
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
@@ -11,11 +11,11 @@ __all__ = [
     "DEFAULT_METHODS",
     "FAMILIES",
     "TASKS",
-    "Contender",
+    "Candidate",
     "Row",
     "Task",
     "as_json",
-    "contenders",
+    "candidates",
     "evaluate",
     "extra_memory",
     "make_task",

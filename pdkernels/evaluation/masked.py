@@ -14,12 +14,12 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.decoding.result import MaskedStep
-from pdkernels.evaluation.contender import Contender
+from pdkernels.evaluation.candidate import Candidate
 
 # Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, stand first.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
 _SURER = {"tau_min": 0.97, "tau_high": 0.99, "max_exploration": 1, "window": 1}
-# Everybody but the yardstick, which fills one place a forward wherever it is surest.
+# Everybody but the baseline, which fills one place a forward wherever it is surest.
 _COMPETING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llada", {"block_size": 16}),
     ("llada", {"steps": 32}),
@@ -49,14 +49,14 @@ METHODS = tuple(_COLOURS)
 """Those of masked-diffusion models."""
 
 
-def masked_contenders(name: str) -> list[Contender]:
+def masked_candidates(name: str) -> list[Candidate]:
     """The sampler of the model called `name` one token a forward, in blocks and with fewer steps, and the faster ones."""
-    others = [Contender(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
-    return [Contender(name, "llada"), *others]
+    others = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
+    return [Candidate(name, "llada"), *others]
 
 
 def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Speed and forwards of all contenders, and what they get right.
+    """Speed and forwards of all candidates, and what they get right.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a masked-diffusion model on sums.
@@ -93,7 +93,7 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axis.set_title(title, fontsize=10, loc="left")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
-    speed.set_yticks(range(len(rows)), [fill(row["contender"], 56) for row in rows], fontsize=8)
+    speed.set_yticks(range(len(rows)), [fill(row["candidate"], 56) for row in rows], fontsize=8)
     figure.suptitle(f"{rows[0]['model']} on {rows[0]['problems']} sums", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)

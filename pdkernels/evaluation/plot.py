@@ -8,7 +8,7 @@ from typing import Any
 
 from pdkernels._validation import check
 
-# One colour for each model, and a lighter one for its autoregressive decoding, which is the yardstick.
+# One colour for each model, and a lighter one for its autoregressive decoding, which is the baseline.
 _COLOURS = (
     ("#4c78a8", "#b7c9de"),
     ("#54a24b", "#bbdab7"),
@@ -64,7 +64,7 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], models: Sequence[str], figure: str, form: str) -> None:
-    """One panel: for each model its name and below it a bar per contender."""
+    """One panel: for each model its name and below it a bar per candidate."""
     places, names = [], []
     y, largest = 0.0, max(row[figure] for row in rows)
     for model in models:
@@ -82,7 +82,7 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], models: Sequence[str], f
             white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
             axis.text(row[figure] + 0.015 * largest, y, text, va="center", fontsize=8, bbox=white)
             places.append(y)
-            names.append(row["contender"])
+            names.append(row["candidate"])
             y += 1
     axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
     axis.set(xlim=(0, 1.3 * largest), ylim=(y - 0.3, -0.6), yticks=places)

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.result import RecurrentStep
-from pdkernels.evaluation.contender import Contender
+from pdkernels.evaluation.candidate import Candidate
 
 # What is swept, one thing at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
@@ -36,39 +36,39 @@ _COLOURS = {
 }
 
 
-def recurrent_contenders(name: str) -> list[Contender]:
+def recurrent_candidates(name: str) -> list[Candidate]:
     """Static decoding of the model called `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
-    found = [Contender(name, "recurrent_static")]
-    found += [Contender(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
+    found = [Candidate(name, "recurrent_static")]
+    found += [Candidate(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
     found += [
-        Contender(name, "recurrent_adaptive"),
-        Contender(name, "recurrent_adaptive", settings=(("criterion", "kl"),)),
+        Candidate(name, "recurrent_adaptive"),
+        Candidate(name, "recurrent_adaptive", settings=(("criterion", "kl"),)),
     ]
     found += [
-        Contender(name, "recurrent_self_speculation", settings=settings)
+        Candidate(name, "recurrent_self_speculation", settings=settings)
         for settings in ((), (("draft_recurrences", 2),))
     ]
-    found.append(Contender(name, "recurrent_diffusion"))
+    found.append(Candidate(name, "recurrent_diffusion"))
     for option, values in _SAMPLER.items():
-        found += [Contender(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
+        found += [Candidate(name, "recurrent_diffusion", settings=((option, value),)) for value in values]
     return found
 
 
-def with_full_wave(contender: Contender) -> dict[str, Any] | None:
-    """Options for the most memory that a contender may take: the sampler, where nothing settles before its wavefront is full.
+def with_full_wave(candidate: Candidate) -> dict[str, Any] | None:
+    """Options for the most memory that a candidate may take: the sampler, where nothing settles before its wavefront is full.
 
     None for samplers that differ in other things than the wavefront: they take as much.
 
-    >>> with_full_wave(Contender("tiny-recurrent", "recurrent_diffusion", settings=(("max_wavefront", 8),)))
+    >>> with_full_wave(Candidate("tiny-recurrent", "recurrent_diffusion", settings=(("max_wavefront", 8),)))
     {'max_wavefront': 8, 'threshold': 0.0, 'max_recurrences': 32}
     """
-    if contender.method != "recurrent_diffusion":
-        return contender.options
-    if not set(contender.options) <= {"max_wavefront"}:
+    if candidate.method != "recurrent_diffusion":
+        return candidate.options
+    if not set(candidate.options) <= {"max_wavefront"}:
         return None
-    rows = contender.options.get("max_wavefront", decoding.default_option(contender.method, "max_wavefront"))
-    inner = decoding.default_option(contender.method, "inner_recurrence")
-    return {**contender.options, "threshold": 0.0, "max_recurrences": rows * inner}
+    rows = candidate.options.get("max_wavefront", decoding.default_option(candidate.method, "max_wavefront"))
+    inner = decoding.default_option(candidate.method, "inner_recurrence")
+    return {**candidate.options, "threshold": 0.0, "max_recurrences": rows * inner}
 
 
 class _Live(TorchDispatchMode):
@@ -113,7 +113,7 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
 
 
 def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Accuracy against speed of all contenders, and both along each option of the sampler.
+    """Accuracy against speed of all candidates, and both along each option of the sampler.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a recurrent-depth model on sums.
@@ -170,7 +170,7 @@ def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
             label=label,
             zorder=3,
         )
-    axis.set(xlabel="tokens/s", ylabel="% right", title="All contenders", ylim=(-4, 104))
+    axis.set(xlabel="tokens/s", ylabel="% right", title="All candidates", ylim=(-4, 104))
     axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
 

@@ -1,4 +1,4 @@
-"""What the contenders work on: sums that are right or wrong, and source text, where only the cost of going on counts."""
+"""What the candidates work on: sums that are right or wrong, and source text, where only the cost of going on counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
             the standard library, to be continued by 64 tokens.
         problems: how many.
         seed: of the choice.
-        canvas: of sums, those alone whose solution and end token fit into so many tokens, which all contenders may write. None: any.
+        canvas: of sums, those alone whose solution and end token fit into so many tokens, which all candidates may write. None: any.
 
     Raises:
         ValueError: no such task, fewer than one problem, a canvas for too few of them, an interpreter without source files.
@@ -74,5 +74,5 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         start = chance.randrange(len(text) - _SOURCE_PROMPT - _SOURCE_LIMIT)
         # A window may begin or end inside a character.
         prompts.append(text[start : start + _SOURCE_PROMPT].decode("utf-8", errors="ignore"))
-    # No end token: all contenders write equally much.
+    # No end token: all candidates write equally much.
     return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SOURCE_LIMIT, (), None)

@@ -16,7 +16,7 @@ from pdkernels.decoding._request import Prompts, finished, open_session
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._steps import run
 from pdkernels.integrations.while_graph import WhileGraph, capture, require
-from pdkernels.ops import record_step_
+from pdkernels.ops import log_step_
 from pdkernels.ops._library import DEBUG_CHECKS
 
 _OP = "integrations.device_loop.DeviceLoop"
@@ -38,7 +38,7 @@ class DeviceLoop:
 
     `pdkernels.decoding.generate` looks at its device after every step. Here the step is captured once, in a conditional while
     node of a CUDA graph. A kernel writes what the host would have read into a log and tells the node whether a sequence
-    still goes on (`pdkernels.record_step_`); the host reads the log when all is done. Tokens, stats and traces are those of
+    still goes on (`pdkernels.log_step_`); the host reads the log when all is done. Tokens, stats and traces are those of
     `generate`.
 
     Args:
@@ -133,7 +133,7 @@ class DeviceLoop:
         self._graph = WhileGraph(self._captured.raw_cuda_graph(), self._record, stream)
 
     def _record(self, handle: int | None) -> None:
-        record_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
+        log_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
 
     def generate(self, prompt: Prompts, *, on_tokens: OnTokens | None = None, trace: bool = False) -> DecodeResult:
         """What `pdkernels.decoding.generate` returns for these prompts.

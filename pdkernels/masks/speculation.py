@@ -18,10 +18,10 @@ class QuadraticMask(SegmentMask):
     """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64 and count in the mask's order.
 
     Attributes:
-        draft_len, masks_per_group, in_group, layout, anchor_group: as given to the builder.
+        block_size, masks_per_group, in_group, layout, anchor_group: as given to the builder.
     """
 
-    draft_len: int
+    block_size: int
     masks_per_group: int
     in_group: Literal["bidirectional", "causal"]
     layout: Literal["spec_first", "interleaved"]
@@ -30,12 +30,12 @@ class QuadraticMask(SegmentMask):
     @property
     def groups(self) -> range:
         """Draft tokens that a group of masks continues."""
-        return range(0 if self.anchor_group else 1, self.draft_len)
+        return range(0 if self.anchor_group else 1, self.block_size)
 
     @cached_property
     def draft_rows(self) -> Tensor:
-        """``(draft_len,)`` rows of the draft tokens."""
-        draft = arange(self.draft_len)
+        """``(block_size,)`` rows of the draft tokens."""
+        draft = arange(self.block_size)
         if self.layout == "spec_first":
             return draft
         return draft + self.masks_per_group * (draft - self.groups.start).clamp(min=0)
@@ -45,7 +45,7 @@ class QuadraticMask(SegmentMask):
         """``(groups, masks_per_group)`` rows of the mask tokens; with an anchor group entry g continues draft token g."""
         masks = arange(self.masks_per_group)
         if self.layout == "spec_first":
-            return self.draft_len + arange(len(self.groups))[:, None] * self.masks_per_group + masks
+            return self.block_size + arange(len(self.groups))[:, None] * self.masks_per_group + masks
         return self.draft_rows[self.groups.start :, None] + 1 + masks
 
     @cached_property
@@ -61,7 +61,7 @@ class QuadraticMask(SegmentMask):
 
 
 def quadratic(
-    draft_len: int,
+    block_size: int,
     masks_per_group: int | None = None,
     in_group: Literal["bidirectional", "causal"] = "bidirectional",
     layout: Literal["spec_first", "interleaved"] = "spec_first",
@@ -82,7 +82,7 @@ def quadratic(
     tokens 0 .. g and itself. The cached prefix, seen by all, is not part of the mask, which therefore serves all steps.
 
     Args:
-        draft_len: draft tokens, the first one (the anchor, known to be right) included.
+        block_size: draft tokens, the first one (the anchor, known to be right) included.
         masks_per_group: None: as many as draft tokens.
         in_group: whether masks of a group see each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
             (Samragh et al., Apple).
@@ -109,8 +109,8 @@ def quadratic(
         33
     """
     op = "quadratic"
-    draft_len = integer(op, "draft_len", draft_len, 1)
-    masks_per_group = draft_len if masks_per_group is None else integer(op, "masks_per_group", masks_per_group, 0)
+    block_size = integer(op, "block_size", block_size, 1)
+    masks_per_group = block_size if masks_per_group is None else integer(op, "masks_per_group", masks_per_group, 0)
     choice(op, "in_group", in_group, ("bidirectional", "causal"))
     choice(op, "layout", layout, ("spec_first", "interleaved"))
     anchor_group = flag(op, "anchor_group", anchor_group)
@@ -120,21 +120,21 @@ def quadratic(
     step = 2 if layout == "interleaved" else 1
     number = lambda g: g if g < first else first + step * (g - first)  # noqa: E731
     seen = lambda end: (range(min(first, end)), range(first, number(end), step))  # noqa: E731
-    draft = [Segment(1, "causal", seen(g), "draft") for g in range(draft_len)]
-    groups = [Segment(masks_per_group, inside, seen(g + 1), "masks") for g in range(first, draft_len)]
+    draft = [Segment(1, "causal", seen(g), "draft") for g in range(block_size)]
+    groups = [Segment(masks_per_group, inside, seen(g + 1), "masks") for g in range(first, block_size)]
     if layout == "interleaved":
         segments = draft[:first] + [segment for pair in zip(draft[first:], groups) for segment in pair]
     else:
         segments = draft + groups
 
     ranks = arange(1 + masks_per_group)
-    positions = arange(first, draft_len)[:, None] + ranks
+    positions = arange(first, block_size)[:, None] + ranks
     if layout == "interleaved":
         positions = torch.cat([arange(first), positions.flatten()])
     else:
-        positions = torch.cat([arange(draft_len), positions[:, 1:].flatten()])
+        positions = torch.cat([arange(block_size), positions[:, 1:].flatten()])
     mask = QuadraticMask(segments, positions)
-    mask.draft_len, mask.masks_per_group, mask.in_group = draft_len, masks_per_group, in_group
+    mask.block_size, mask.masks_per_group, mask.in_group = block_size, masks_per_group, in_group
     mask.layout, mask.anchor_group = layout, anchor_group
     return mask
 

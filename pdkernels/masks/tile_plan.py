@@ -205,7 +205,7 @@ class TilePlan:
     @staticmethod
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
         words = torch.frombuffer(host, dtype=torch.int32)
-        *lists, bitmaps = (words[begin : begin + size] for begin, size in host.places)
+        *lists, bitmaps = (words[begin : begin + size] for begin, size in host.extents)
         return TilePlan(
             *lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs
         )

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from pdkernels._validation import INDEX_DTYPES, check, check_type, fail
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
-from pdkernels.models.rope import RopeStyle, Rotation, rotate
+from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
-from pdkernels.ops.sandwich import rotate_
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
+from pdkernels.ops.transformer_ops import apply_rope_
 
 if TYPE_CHECKING:
     from pdkernels.models.transformer import Cache
@@ -124,9 +124,9 @@ class NewRows(NamedTuple):
         """Attention of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated: q's shape."""
         qk, v = qkv.split((qkv.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.positions is None:
-            qk = rotate(qk, self.rotation, self.style)
+            qk = apply_rope(qk, self.rotation, self.style)
         else:
-            rotate_(qk, self.rotation.cos, self.rotation.sin, self.rotation.positions, style=self.style)
+            apply_rope_(qk, self.rotation.cos, self.rotation.sin, self.rotation.positions, style=self.style)
         q, k = qk.split((qk.shape[2] - self.kv_heads, self.kv_heads), -2)
         if self.rotation.query_scale is not None:
             q = q * self.rotation.query_scale.to(q.dtype)

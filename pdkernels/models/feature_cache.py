@@ -19,9 +19,9 @@ import torch.nn.functional as F
 
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
-from pdkernels.models.rewriting import Places, places_of
+from pdkernels.models.recompute import Places, places_of
 from pdkernels.models.transformer import Transformer
-from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, value_drift_select_
+from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
 
 _OP = "FeatureCache"
 
@@ -207,7 +207,7 @@ class FeatureCache:
             )
 
     def _everything(self, step: _Step) -> torch.Tensor:
-        """Row for row what `Transformer.rewrite` does; the features of the new rows are kept."""
+        """Row for row what `Transformer.recompute` does; the features of the new rows are kept."""
         model, tokens = self._model, step.tokens
         place = torch.arange(tokens.shape[1], device=tokens.device)
         places = step.places._replace(slots=torch.where(place < step.places.visible[:, None], place, -1))
@@ -283,7 +283,7 @@ class FeatureCache:
         """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: of no row."""
         most = int(self._generated * self._ratio)
         wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
-        rows = value_drift_select_(
+        rows = select_stale_rows_(
             v,
             self._kv.v[layer],
             step.prompt_lengths,

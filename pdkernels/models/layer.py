@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import check
-from pdkernels.models.between import add_norm, gated, rms_norm
+from pdkernels.models.fused import add_norm, gated, rms_norm
 
 if TYPE_CHECKING:
     from pdkernels.models.config import TransformerConfig

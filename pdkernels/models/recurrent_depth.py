@@ -24,10 +24,10 @@ from torch import nn
 from pdkernels._validation import check, check_index, check_type, message
 from pdkernels.backends import backend_of
 from pdkernels.models.attention import Visibility, cached_visibility, check_tokens, uncached_visibility
-from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
+from pdkernels.models.fused import add_norm, rms_norm
+from pdkernels.models.recurrent_layer import RecurrentLayer
 from pdkernels.models.rope import RopeTables, Rotation
-from pdkernels.models.sandwich import SandwichLayer
 from pdkernels.models.transformer import select_rows
 from pdkernels.ops.recurrence import recurrence_inject
 
@@ -100,8 +100,8 @@ class RecurrentDepthConfig:
         return math.sqrt(self.hidden_size)
 
 
-class Place(NamedTuple):
-    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.place`, used by all its parts."""
+class ForwardContext(NamedTuple):
+    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
 
     table: Rotation
     """Of all positions."""
@@ -159,9 +159,9 @@ class RecurrentDepth(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
         # The first half of its columns takes the state, the other one the embedding.
         self.adapter = nn.Parameter(torch.empty(hidden, 2 * hidden))
-        self.prelude_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.prelude_layers))
-        self.core_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.core_layers))
-        self.coda_layers = nn.ModuleList(SandwichLayer(config) for _ in range(config.coda_layers))
+        self.prelude_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.prelude_layers))
+        self.core_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.core_layers))
+        self.coda_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.coda_layers))
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
         self.initialize_()
@@ -247,16 +247,16 @@ class RecurrentDepth(nn.Module):
         check(steps >= 1, op, "recurrences", "be at least 1", steps)
         check(init_scale >= 0, op, "init_scale", "not be negative", init_scale)
         with torch.no_grad():
-            place = self.place(tokens.shape[1], cache, counts)
-            state, term = self.begin(self.prelude(tokens, place), place, seed, init_scale)
+            context = self.context(tokens.shape[1], cache, counts)
+            state, term = self.begin(self.prelude(tokens, context), context, seed, init_scale)
             for _ in range(steps):
-                state = self.core(state, term, place)
-            return self.coda(state, place, rows)
+                state = self.core(state, term, context)
+            return self.coda(state, context, rows)
 
     # ---- the parts
 
     def begin(
-        self, embedding: torch.Tensor, place: Place, seed: int = 0, init_scale: float = 1.0
+        self, embedding: torch.Tensor, context: ForwardContext, seed: int = 0, init_scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Initial states of all rows, which belong to their positions, and the embedding's term: what recurrences start from.
 
@@ -264,8 +264,8 @@ class RecurrentDepth(nn.Module):
         """
         batch, rows, hidden = embedding.shape
         zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        cursor = zeros if place.cache is None else place.cache.lengths
-        width = torch.full_like(zeros, rows) if place.counts is None else place.counts
+        cursor = zeros if context.cache is None else context.cache.lengths
+        width = torch.full_like(zeros, rows) if context.counts is None else context.counts
         both = recurrence_inject(
             None,
             embedding.detach(),
@@ -281,18 +281,18 @@ class RecurrentDepth(nn.Module):
         )
         return both[..., :hidden], self.embedding_term(embedding)
 
-    def place(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> Place:
+    def context(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> ForwardContext:
         """Where `rows` new tokens of each sequence stand: behind `cache.lengths`, or at 0 without a cache; causal in either case.
 
         `counts` `(batch,)`: only the rows i < counts[b] count; the others are padding, which is not stored. With a cache nothing
         is committed: it is the caller's `cache.commit_`, or `pdkernels.recurrence_advance_`, that moves the lengths.
         """
-        op = "RecurrentDepth.place"
+        op = "RecurrentDepth.context"
         check(rows >= 1, op, "rows", "be at least 1", rows)
         if cache is None:
             check(counts is None, op, "counts", "be None without a cache", "a tensor", "Pass a cache too.")
             table = self._rope(rows)
-            return Place(table, table.span(0, rows), uncached_visibility(None), None, None)
+            return ForwardContext(table, table.span(0, rows), uncached_visibility(None), None, None)
         if counts is not None:
             check_index(op, "counts", counts, (cache.batch,), cache.lengths.device)
         lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
@@ -303,9 +303,9 @@ class RecurrentDepth(nn.Module):
             rotation = table.span(lengths[0], rows)
         else:
             rotation = table.at(cache.lengths[:, None] + torch.arange(rows, device=self.device))
-        return Place(table, rotation, visibility, cache, counts)
+        return ForwardContext(table, rotation, visibility, cache, counts)
 
-    def prelude(self, tokens: torch.Tensor, place: Place) -> torch.Tensor:
+    def prelude(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The embedding e `(batch, T, hidden_size)` of `tokens` `(batch, T)`, which every recurrence sees again."""
         try:
             x = F.embedding(tokens, self.embedding) * self.config.embedding_scale
@@ -313,46 +313,48 @@ class RecurrentDepth(nn.Module):
             expectation = f"hold ids in [0, {self.config.vocab_size})"
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
             raise ValueError(message("RecurrentDepth", "tokens", expectation, actual)) from None
-        return self._run(self.prelude_layers, x, place, 0)
+        return self._run(self.prelude_layers, x, context, 0)
 
     def embedding_term(self, embedding: torch.Tensor) -> torch.Tensor:
         """What e adds to the core's input, the same in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
         return F.linear(embedding, self.adapter[:, self.config.hidden_size :])
 
-    def core(self, state: torch.Tensor, term: torch.Tensor, place: Place) -> torch.Tensor:
+    def core(self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The state after one more recurrence; `state` and `term`, the embedding's, are `(batch, T, hidden_size)`."""
-        x, residual = self.core_parts(state, term, place)
+        x, residual = self.core_parts(state, term, context)
         return add_norm(x, residual, self.exit_weight, None, self.config.norm_eps)[0]
 
-    def core_parts(self, state: torch.Tensor, term: torch.Tensor, place: Place) -> tuple[torch.Tensor, torch.Tensor]:
+    def core_parts(
+        self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it returns."""
         hidden = self.config.hidden_size
         x = torch.addmm(term.flatten(0, 1), state.flatten(0, 1), self.adapter[:, :hidden].T).view_as(term)
-        return self._run_parts(self.core_layers, x, place, self.config.prelude_layers)
+        return self._run_parts(self.core_layers, x, context, self.config.prelude_layers)
 
     def coda(
-        self, state: torch.Tensor, place: Place, rows: torch.Tensor | Sequence[int] | slice | None = None
+        self, state: torch.Tensor, context: ForwardContext, rows: torch.Tensor | Sequence[int] | slice | None = None
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of a state `(batch, T, hidden_size)`, or only of `rows`, as in a forward."""
         x = rms_norm(state, self.norm, self.config.norm_eps)
-        x = self._run(self.coda_layers, x, place, self.config.prelude_layers + self.config.core_layers)
+        x = self._run(self.coda_layers, x, context, self.config.prelude_layers + self.config.core_layers)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
 
-    def _run(self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int) -> torch.Tensor:
-        x, residual = self._run_parts(layers, x, place, slot)
+    def _run(self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
+        x, residual = self._run_parts(layers, x, context, slot)
         return add_norm(x, residual, layers[-1].norm_4, None, self.config.norm_eps)[0]
 
     def _run_parts(
-        self, layers: nn.ModuleList, x: torch.Tensor, place: Place, slot: int
+        self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
         eps = self.config.norm_eps
-        y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), place, slot)
+        y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), context, slot)
         for index in range(1, len(layers)):
             x, normed = add_norm(y, residual, layers[index - 1].norm_4, layers[index].norm_1, eps)
-            y, residual = layers[index](x, normed, place, slot + index)
+            y, residual = layers[index](x, normed, context, slot + index)
         return y, residual
 
     def _rope(self, limit: int) -> Rotation:

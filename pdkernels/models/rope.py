@@ -134,7 +134,7 @@ class Rotation(NamedTuple):
     tensors have shape ``(positions, head_dim)``, the factor ``(positions, 1)``; `span` and `at` add the heads.
 
     With `positions`, cosine and sine are tables still, and row r takes the line ``positions[..., r]`` of them: what
-    `pdkernels.rotate_` takes.
+    `pdkernels.apply_rope_` takes.
     """
 
     cos: torch.Tensor
@@ -151,7 +151,7 @@ class Rotation(NamedTuple):
         return Rotation(*(None if table is None else F.embedding(positions, table).unsqueeze(-2) for table in self[:3]))
 
     def kept_for(self, positions: torch.Tensor) -> Rotation:
-        """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.rotate_`: nothing is copied but the factor."""
+        """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.apply_rope_`: nothing is copied but the factor."""
         factor = self.query_scale
         factor = None if factor is None else F.embedding(positions, factor).unsqueeze(-2)
         return Rotation(self.cos, self.sin, factor, positions)
@@ -224,11 +224,11 @@ class RopeTables:
         return table
 
 
-def rotate(x: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
+def apply_rope(x: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
     """Rotate ``(batch, rows, heads, head_dim)`` in the dtype of the rotation; the result has the dtype of `x`.
 
     >>> x = torch.randn(1, 3, 2, 4)
-    >>> y = rotate(x, rope_tables(3, 4, theta=10000.0, style="interleaved").span(0, 3), "interleaved")
+    >>> y = apply_rope(x, rope_tables(3, 4, theta=10000.0, style="interleaved").span(0, 3), "interleaved")
     >>> torch.allclose(x.norm(dim=-1), y.norm(dim=-1), atol=1e-5)
     True
     """

@@ -17,7 +17,7 @@ from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
 from pdkernels.masks import TilePlan
-from pdkernels.models import between
+from pdkernels.models import fused
 from pdkernels.models.attention import (
     NewRows,
     Visibility,
@@ -26,11 +26,11 @@ from pdkernels.models.attention import (
     check_tokens,
     uncached_visibility,
 )
-from pdkernels.models.between import add_norm, rms_norm
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
+from pdkernels.models.fused import add_norm, rms_norm
 from pdkernels.models.layer import Layer
-from pdkernels.models.rewriting import Places, places_of
+from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
 
 if TYPE_CHECKING:
@@ -215,7 +215,7 @@ class Transformer(nn.Module):
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
             return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate)
 
-    def rewrite(
+    def recompute(
         self,
         tokens: torch.Tensor,
         cache: Cache,
@@ -255,16 +255,16 @@ class Transformer(nn.Module):
             >>> model = Transformer(config, mask_token=10).requires_grad_(False)
             >>> canvas, four = torch.tensor([[1, 2, 10, 10]]), torch.tensor([4])
             >>> cache = model.new_cache(batch=1, capacity=4)
-            >>> hidden = model.rewrite(canvas, cache, torch.tensor([0]), visible=four)
+            >>> hidden = model.recompute(canvas, cache, torch.tensor([0]), visible=four)
             >>> torch.allclose(model.logits(hidden), model(canvas), atol=1e-5)
             True
-            >>> model.rewrite(torch.tensor([[7]]), cache, torch.tensor([2]), visible=four).shape
+            >>> model.recompute(torch.tensor([[7]]), cache, torch.tensor([2]), visible=four).shape
             torch.Size([1, 1, 16])
         """
-        check_tokens("Transformer.rewrite", tokens, self.device)
+        check_tokens("Transformer.recompute", tokens, self.device)
         with torch.no_grad():
             table = self._rope(cache.capacity)
-            places = places_of(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
+            places = recomputed_rows(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
             return self._run(tokens, places, None)
 
     def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
@@ -331,7 +331,7 @@ class Transformer(nn.Module):
     ) -> NewRows:
         return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
 
-    def _run(self, tokens: torch.Tensor, rows: NewRows | Places, gate: torch.Tensor | None) -> torch.Tensor:
+    def _run(self, tokens: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None) -> torch.Tensor:
         x, added = self._embed(tokens), None
         for index, layer in enumerate(self.layers):
             if added is None:
@@ -389,7 +389,7 @@ class Transformer(nn.Module):
         return self._rotation(self._rope(limit), positions)
 
     def _rotation(self, table: Rotation, positions: torch.Tensor) -> Rotation:
-        return table.kept_for(positions) if between.fused(self.embedding) else table.at(positions)
+        return table.kept_for(positions) if fused.enabled(self.embedding) else table.at(positions)
 
     def _on_cache(
         self,

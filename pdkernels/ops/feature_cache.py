@@ -14,10 +14,10 @@ from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
 from pdkernels.ops._library import call, define
 from pdkernels.reference import feature_cache as reference
 
-SELECT, GATHER, ADD = "value_drift_select_", "gather_rows", "add_cached_rows_"
+SELECT, GATHER, ADD = "select_stale_rows_", "gather_rows", "add_cached_rows_"
 
 
-def value_drift_select_(
+def select_stale_rows_(
     v: Tensor,
     v_cache: Tensor,
     starts: Tensor,
@@ -67,13 +67,13 @@ def value_drift_select_(
         >>> import torch, pdkernels as pd
         >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
         >>> v = torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]])    # as before, turned by 90 and by 45 degrees
-        >>> pd.value_drift_select_(v, cached, torch.tensor([0]), count=2)
+        >>> pd.select_stale_rows_(v, cached, torch.tensor([0]), count=2)
         tensor([[1, 2]])
         >>> torch.equal(cached, v)
         True
     """
     refuse_gradients(SELECT, backend, v=v, v_cache=v_cache)
-    return call(value_drift_select_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend)
+    return call(select_stale_rows_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend)
 
 
 def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -111,7 +111,7 @@ def add_cached_rows_(
         x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
         cached: like `x`, what a sublayer gave for each row when it last ran; last dimension contiguous. Not the memory of `x`.
         rows: ``(B, r, E)``, dtype of `x`, what it gives now for some rows; None: nothing is replaced.
-        index: ``(B, r)`` int32 or int64, which rows those are: ascending, with -1 behind them, as `value_drift_select_` gives it.
+        index: ``(B, r)`` int32 or int64, which rows those are: ascending, with -1 behind them, as `select_stale_rows_` gives it.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
@@ -224,11 +224,11 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
     return x.new_empty(x.shape)
 
 
-value_drift_select_op = define(
-    "value_drift_select_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt count, Tensor? wanted=None, Tensor? counts=None, "
+select_stale_rows_op = define(
+    "select_stale_rows_(Tensor v, Tensor(a!) v_cache, Tensor starts, SymInt count, Tensor? wanted=None, Tensor? counts=None, "
     'str update="all", Tensor? block_table=None) -> Tensor',
     fake=_fake_select,
-    reference=reference.value_drift_select_,
+    reference=reference.select_stale_rows_,
     reference_check=_check_select,
 )
 gather_rows_op = define(

@@ -48,7 +48,7 @@ def linear_token_statistics(
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    law: str = "model",
+    distribution: str = "model",
     backend: Backend = "auto",
 ) -> TokenStatistics:
     """`token_statistics` of the logits ``hidden @ weight^T``, of which there are never more than some at a time.
@@ -61,7 +61,7 @@ def linear_token_statistics(
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
         weight: ``(V, E)`` of the same dtype, the head's, V at least 1. Any strides; no bias.
-        temperature, seed, step, positions, suppress, top_k, top_p, min_p, law: as in `token_statistics`.
+        temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution: as in `token_statistics`.
         row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. So a
             sampler passes all hidden states and names those it asks about.
         backend: see `pdkernels.show_config`. The reference holds all logits, and takes float64 too.
@@ -91,7 +91,7 @@ def linear_token_statistics(
     hidden, weight = (x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in (hidden, weight))
     top_k = given_top_k(top_k, weight, 0)
     options = raw_options(
-        OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law
+        OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
 
@@ -196,7 +196,7 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
         row_index,
         given.suppress,
         given.top_k,
-        given.law,
+        given.distribution,
     )
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 

@@ -80,7 +80,7 @@ def recurrence_inject(
         constant  noise      linear  noise max(0, 1 - count / horizon)
         harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
 
-    ``init`` is the normal law with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
+    ``init`` is the normal distribution with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
     component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same ones alone
     and in a batch, and on every device.
 
@@ -98,7 +98,7 @@ def recurrence_inject(
         schedule, horizon: how beta falls. The paper has "linear", the published code "harmonic".
         mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
         momentum: in ``[0, 1]``; 0 leaves embeddings exactly as they are.
-        init_std: deviation of the normal law before the cut.
+        init_std: deviation of the normal distribution before the cut.
         new_state: "copied" starts new rows from the sequence's last old one, where there is one.
         damp_new: new rows get ``(1 - momentum) embedding``, as in the published code.
         backend: see `pdkernels.show_config`.

@@ -38,7 +38,7 @@ def speculative_attention(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     plan: TilePlan,
     *,
     block_table: Tensor | None = None,
@@ -58,10 +58,10 @@ def speculative_attention(
             query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
             ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last dimension.
-        cache_lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What stands behind them is not read, in the
+        lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What stands behind them is not read, in the
             cache as in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
-            sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
+            sequences and heads split it; a stacked plan (`TilePlan.stack`) has one for each sequence.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
@@ -85,7 +85,7 @@ def speculative_attention(
     batch; pages give the bits of a contiguous cache of their capacity. ``torch.compile`` sees one op, and neither it nor a CUDA
     graph notices that prefixes grow.
 
-    Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); shares of a
+    Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); splits of a
     prefix merged by their log-sum-exps after Flash-Decoding (Dao et al., 2023).
 
     Example:
@@ -97,7 +97,7 @@ def speculative_attention(
         >>> pd.speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, mask.plan(32, 32)).shape
         torch.Size([2, 20, 8, 64])
     """
-    arguments = _arguments(OP, q, k_new, v_new, k_cache, v_cache, cache_lengths, plan, scale)
+    arguments = _arguments(OP, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale)
     out, lse = call(attention_op, (*arguments, block_table), q, backend)
     return (out, lse) if return_lse else out
 
@@ -108,7 +108,7 @@ def speculative_attention_append_(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     plan: TilePlan,
     *,
     counts: Tensor | None = None,
@@ -120,15 +120,15 @@ def speculative_attention_append_(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`speculative_attention` that stores K and V of chosen new tokens behind each sequence's prefix, in the same pass.
 
-    New token ``source_index[b, i]`` goes to position ``cache_lengths[b] + i``, for ``i < counts[b]``. Lengths stay as they are:
+    New token ``source_index[b, i]`` goes to position ``lengths[b] + i``, for ``i < counts[b]``. Lengths stay as they are:
     what was written is a draft until `kv_commit_`. With the tokens chosen that a step may keep, the masks of a quadratic draft
     left out, say, what it keeps is a prefix of them, and the commit moves nothing. The result does not depend on what is stored.
 
     Args:
         q, k_new, v_new, plan, block_table, scale, return_lse, backend: as in `speculative_attention`.
-        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
+        k_cache, v_cache: as there; written. They split no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
             one sequence is a place of another one.
-        cache_lengths: as there. The rows have to fit behind them.
+        lengths: as there. The rows have to fit behind them.
         counts: ``(batch,)`` int32 or int64, rows to store; None: all that `source_index` names. 0 stores nothing.
         source_index: ``(batch, rows)`` int32 or int64, which of the new tokens, each of ``0 .. new - 1``; entries from
             ``counts[b]`` on are not read. None: the new tokens in their order.
@@ -153,7 +153,7 @@ def speculative_attention_append_(
         >>> torch.equal(k_cache[:, 300:304], k_new[:, :4]), bool(k_cache[:, 304:].any())
         (True, False)
     """
-    arguments = _arguments(APPEND, q, k_new, v_new, k_cache, v_cache, cache_lengths, plan, scale)
+    arguments = _arguments(APPEND, q, k_new, v_new, k_cache, v_cache, lengths, plan, scale)
     out, lse = call(append_op, (*arguments, block_table, counts, source_index), q, backend)
     return (out, lse) if return_lse else out
 
@@ -165,7 +165,7 @@ def _arguments(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     plan: TilePlan,
     scale: float | None,
 ) -> tuple[Any, ...]:
@@ -185,7 +185,7 @@ def _arguments(
             remedy,
         )
     tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
-    return (q, k_new, v_new, k_cache, v_cache, cache_lengths, *tail, given_scale(op, scale, q))
+    return (q, k_new, v_new, k_cache, v_cache, lengths, *tail, given_scale(op, scale, q))
 
 
 def _check(
@@ -195,7 +195,7 @@ def _check(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     kv_offsets: Tensor,
     kv_tiles: Tensor,
     kv_bitmaps: Tensor,
@@ -252,7 +252,7 @@ def _check(
         fail(op, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(v_cache.shape))
     if op == APPEND:
         check_own_places(op, k_cache=k_cache, v_cache=v_cache)
-    check_index(op, "cache_lengths", cache_lengths, (q.shape[0],), q.device)
+    check_index(op, "lengths", lengths, (q.shape[0],), q.device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (q.shape[0], None), q.device)
         if k_cache.shape[1] == 0:
@@ -271,7 +271,7 @@ def _check_values(
     op: str,
     new: int,
     k_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     block_table: Tensor | None,
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
@@ -281,18 +281,18 @@ def _check_values(
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
     table = [] if block_table is None else block_table.tolist()
     most = 0 if op == OP else new if source_index is None else source_index.shape[1]
-    for b, length in enumerate(cache_lengths.tolist()):
+    for b, length in enumerate(lengths.tolist()):
         count = most if counts is None else int(counts[b])
         if not 0 <= length <= capacity:
             remedy = f"The cache holds {capacity} rows a sequence."
-            fail(op, "cache_lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
+            fail(op, "lengths", f"be in [0, {capacity}]", f"{length} for sequence {b}", remedy)
         if not 0 <= count <= most:
             fail(op, "counts", f"be in [0, {most}]", f"{count} for sequence {b}", "Only the rows given can be written.")
         if length + count > capacity:
             remedy = "Make the cache larger, reserve more pages, or write fewer rows."
             fail(
                 op,
-                "cache_lengths + counts",
+                "lengths + counts",
                 f"be at most the capacity {capacity}",
                 f"{length + count} for sequence {b}",
                 remedy,
@@ -333,7 +333,7 @@ def _by_reference(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     kv_offsets: Tensor,
     kv_tiles: Tensor,
     kv_bitmaps: Tensor,
@@ -349,7 +349,7 @@ def _by_reference(
     row_tiles, column_tiles = (kv_offsets.new_empty(-(-new // block)) for block in (block_q, block_k))
     lists = (kv_offsets, kv_tiles, kv_bitmaps)
     plan = TilePlan(*lists, *lists, row_tiles, column_tiles, bitmaps, new, new, block_q, block_k, visible_pairs=0)
-    tensors = (q, k_new, v_new, k_cache, v_cache, cache_lengths, plan.dense(), *rows)
+    tensors = (q, k_new, v_new, k_cache, v_cache, lengths, plan.dense(), *rows)
     return getattr(reference, op)(*tensors, block_table=block_table, scale=scale)
 
 
@@ -373,7 +373,7 @@ def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tenso
 
 def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOverload:
     defined = define(
-        f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor cache_lengths, "
+        f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor lengths, "
         "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps, int block_q, int block_k, float scale, "
         f"Tensor? block_table=None{rows}) -> (Tensor, Tensor)",
         fake=partial(_results, op),

@@ -37,7 +37,7 @@ class TokenStatistics(NamedTuple):
     entropy: Tensor
     """(...) float32: ``-sum p ln p``, in nats."""
     logsumexp: Tensor
-    """(...) float32: ``ln sum exp`` of the law's logits; -inf where there is no row."""
+    """(...) float32: ``ln sum exp`` of the distribution's logits; -inf where there is no row."""
 
 
 class Options(NamedTuple):
@@ -53,13 +53,13 @@ class Options(NamedTuple):
     top_k: int = 5
     top_p: float = 1.0
     min_p: float = 0.0
-    law: str = "model"
+    distribution: str = "model"
 
 
 # SymInt: what changes from step to step would else pin a compiled graph to one step.
 OPTIONS = (
     "float temperature=0.0, int seed=0, SymInt step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
-    "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str law='model'"
+    "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
 )
 """The same in a schema."""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -77,7 +77,7 @@ def token_statistics(
     top_k: int | None = None,
     top_p: float = 1.0,
     min_p: float = 0.0,
-    law: str = "model",
+    distribution: str = "model",
     backend: Backend = "auto",
 ) -> TokenStatistics:
     """A token for each row of logits, its probability, the runners-up, margin, entropy and log-sum-exp.
@@ -88,13 +88,13 @@ def token_statistics(
 
     `top_p` and `min_p` filter what can be drawn: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass of all
     more probable ones is below `top_p`, and P at least `min_p` times the largest. The first one always stays, and equals stay
-    or go together. `law` says what the statistics are of:
+    or go together. `distribution` says what the statistics are of:
 
     - ``"model"``: ``softmax(logits)``, neither tempered nor filtered (LLaDA, Fast-dLLM);
     - ``"sampling"``: what the token is drawn from, tempered and filtered (Dream).
 
     A row where everything is -inf or suppressed counts as no row: its ids are -1, its log-sum-exp is -inf and the other
-    numbers are 0. A row with a NaN or +inf has no law: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
+    numbers are 0. A row with a NaN or +inf has no distribution: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
     else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
 
     Args:
@@ -108,7 +108,7 @@ def token_statistics(
         suppress: token ids, at most 16, that count as -inf everywhere.
         top_k: how many of the most probable tokens, 1 .. min(V, 16). None: 5, or V where that is less.
         top_p, min_p: in [0, 1].
-        law: ``"model"`` or ``"sampling"``.
+        distribution: ``"model"`` or ``"sampling"``.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
 
     Raises:
@@ -133,7 +133,7 @@ def token_statistics(
         logits = logits.detach()
     top_k = given_top_k(top_k, logits, -1)
     options = raw_options(
-        OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, law
+        OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
     return TokenStatistics(*call(token_statistics_op, (logits, *options), logits, backend))
 
@@ -188,7 +188,7 @@ def _check(logits: Tensor, *options: Any) -> None:
 
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
-    temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, law = options
+    temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
     for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         check_type(isinstance(number, (int, float)), op, name, "be a number", type(number).__name__)
     if not 0 <= temperature <= 1e30:
@@ -202,8 +202,8 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
         fail(op, "step", "be in [0, 2**32)", step)
     if not 1 <= top_k <= MAX_TOP_K or top_k > width:
         fail(op, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(width))}", top_k)
-    if law not in LAWS:
-        fail(op, "law", "be 'model' or 'sampling'", repr(law))
+    if distribution not in LAWS:
+        fail(op, "distribution", "be 'model' or 'sampling'", repr(distribution))
     _check_suppress(op, suppress, width)
     if row_index is not None:
         check_index(op, "row_index", row_index, tuple(getattr(row_index, "shape", ())), x.device)

@@ -17,7 +17,7 @@ class DrafterLoss(NamedTuple):
 
     total: Tensor
     matching: Tensor
-    """How far the drafter's law is from the verifier's: the LK hybrid of KL divergence and total variation."""
+    """How far the drafter's distribution is from the verifier's: the LK hybrid of KL divergence and total variation."""
     cross_entropy: Tensor
     """Of the verifier's best token under the drafter."""
 
@@ -39,13 +39,13 @@ def drafter_loss(
         verifier_logits: ``(blocks, k, vocab)``; row j speaks of the same token: it is the causal row of the token before.
         accepted: ``(blocks,)`` int32 or int64, how many draft tokens equal the verifier's, 0 .. k, without the known token in
             front of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
-        temperature: of both laws in `matching`.
-        top_k: a row's support is the union of the `top_k` best tokens of either law.
+        temperature: of both distributions in `matching`.
+        top_k: a row's support is the union of the `top_k` best tokens of either distribution.
         eta: of ``lam = exp(-eta * acceptance)``, the share of the KL divergence.
         ce_weight: of the cross-entropy.
 
     Returns:
-        With p and q the laws of verifier and drafter on the support, renormalised, and ``acceptance = sum min(p, q)`` (no
+        With p and q the distributions of verifier and drafter on the support, renormalised, and ``acceptance = sum min(p, q)`` (no
         gradient through it), `matching` is ``lam * KL(p || q) + (1 - lam) * sum |p - q| / 2``; `cross_entropy` is that of the
         verifier's argmax on the same support at temperature 1, rows left out where the support misses it. Both are means over
         the rows of a block, then over the blocks with rows; 0 where there are none. Tokens that either side rules out with
@@ -97,7 +97,7 @@ def drafter_loss(
     inside &= active[..., None] & (z.detach() != -torch.inf) & (target != -torch.inf)
 
     # A finite stand-in for -inf: its weight is exactly 0, and 0 times a difference of logarithms stays 0. Where nothing is
-    # inside, as in rows that are not read, both laws are uniform and every term is 0.
+    # inside, as in rows that are not read, both distributions are uniform and every term is 0.
     dtype = torch.promote_types(z.dtype, torch.float32)
     nothing = torch.finfo(dtype).min / 4
     z, target = z.to(dtype), target.to(dtype)

@@ -68,7 +68,7 @@ def dual_stream_loss(
 
     Args:
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``; they predict the next token.
-        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the token that is hidden in their own place.
+        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the token that is hidden at their own position.
         batch: what `pack_dual_stream` made.
         masked_weight: of the masked sum; the paper's alpha.
         normaliser: what both sums are divided by. None: the n + m rows of this batch. For a sum over several batches or

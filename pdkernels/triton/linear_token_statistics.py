@@ -285,7 +285,7 @@ def forward(
     row_index: Tensor | None,
     suppress: Sequence[int],
     top_k: int,
-    law: str,
+    distribution: str,
 ) -> tuple[Tensor, ...]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of rows of ``hidden @ weight^T``, without filters.
 
@@ -299,7 +299,7 @@ def forward(
     tiles, parts = choose_parts(vocabulary, tiling.columns)
     top = min(max(top_k, 2), 16)  # the margin takes two
     sampled = temperature > 0
-    scale = min(1.0 / temperature, LARGEST) if law == "sampling" and sampled else 1.0
+    scale = min(1.0 / temperature, LARGEST) if distribution == "sampling" and sampled else 1.0
 
     make = lambda *size, dtype: torch.empty(size, dtype=dtype, device=hidden.device)  # noqa: E731
     ids, top_ids = make(slots, dtype=torch.int64), make(slots, top_k, dtype=torch.int64)

@@ -1,13 +1,13 @@
 """Attention of new tokens over a cached prefix and a planned tail, in Triton.
 
-The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
+The query heads that split a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
 token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
-for the whole group. A program owns one tile of rows, one KV head and one share of the prefix; the last share in use goes on
-with the tail, walking the plan's lists of the tokens in its rows. The shares meet in a second kernel, by their
-log-sum-exps; where there is one share only, it writes the result itself. Rows that are to be stored in the cache are stored by
-the first share's programs, in equal parts.
+for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split in use goes on
+with the tail, walking the plan's lists of the tokens in its rows. The splits meet in a second kernel, by their
+log-sum-exps; where there is one split only, it writes the result itself. Rows that are to be stored in the cache are stored by
+the first split's programs, in equal parts.
 
-How many shares there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
+How many splits there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
 on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
 same bits in any batch.
 
@@ -32,7 +32,7 @@ from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
 FEW_ROWS = 32
 # As the block-sparse kernels' table, for few and for many packed rows: {(rows, architecture): {largest head dimension:
-# blocking}}. `masked` is the width of steps in the last piece of a share and in the tail.
+# blocking}}. `masked` is the width of steps in the last piece of a split and in the tail.
 #   - Many rows: those steps are narrow, so that registers are left for wide ones in the prefix. What ptxas spills here is
 #     stored in front of all loops and loaded behind them.
 #   - Few rows: only the rate at which keys arrive counts. Steps are short and several under way, two programs fit an SM.
@@ -54,25 +54,25 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("few", "sm_80"): {128: Blocking(FEW_ROWS, 64, 32, 4, 3), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
 }
 
-# Keys in the shortest share, and what lengths of shares are multiples of.
+# Keys in the shortest split, and what lengths of splits are multiples of.
 SHORTEST_SHARE = tl.constexpr(256)
 SHARE_STEP = tl.constexpr(128)
 
-# Most shares of a prefix.
+# Most splits of a prefix.
 MOST_SPLITS = 64
 # Programs that run at once: an A100 has 108 SMs, an H200 132, a B200 148.
 PROGRAMS_AT_ONCE = 132
-# What a share costs besides its keys, in keys: writing float32 results and reading them again.
+# What a split costs besides its keys, in keys: writing float32 results and reading them again.
 SHARE_OVERHEAD = 256
 
 
 @triton.jit
-def _shares(cache_lengths, batch, capacity, splits):
-    """(length of a sequence, keys in each share of it, shares in use: at least one). Lengths out of range are clamped."""
-    length = tl.minimum(tl.maximum(tl.load(cache_lengths + batch), 0), capacity).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
-    share = tl.maximum(share, SHORTEST_SHARE)
-    return length, share, tl.maximum(tl.cdiv(length, share), 1)
+def _splits(lengths, batch, capacity, splits):
+    """(length of a sequence, keys in each split of it, splits in use: at least one). Lengths out of range are clamped."""
+    length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
+    split = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
+    split = tl.maximum(split, SHORTEST_SHARE)
+    return length, split, tl.maximum(tl.cdiv(length, split), 1)
 
 
 @triton.jit
@@ -164,7 +164,7 @@ def _tail_steps(
 
 @triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
 def _split_kernel(
-    q, k_new, v_new, k_cache, v_cache, cache_lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
+    q, k_new, v_new, k_cache, v_cache, lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
     counts, sources,
     q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
     kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, offsets_stride,
@@ -175,7 +175,7 @@ def _split_kernel(
     BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of rows that read the same keys are neighbours, for the L2 cache. The share with the tail starts first.
+    # Tiles of rows that read the same keys are neighbours, for the L2 cache. The split with the tail starts first.
     program = tl.program_id(0)
     row_start = (program % row_tiles) * BLOCK_M
     program = program // row_tiles
@@ -183,7 +183,7 @@ def _split_kernel(
     program = program // kv_heads
     batch = (program % batch_size).to(tl.int64)
     split = splits - 1 - program // batch_size
-    length, share, in_use = _shares(cache_lengths, batch, capacity, splits)
+    length, split, in_use = _splits(lengths, batch, capacity, splits)
     if split >= in_use:
         return
 
@@ -204,8 +204,8 @@ def _split_kernel(
     else:
         k_cache += batch * kc_stride_b
         v_cache += batch * vc_stride_b
-    first = split * share
-    end = tl.minimum(first + share, length)
+    first = split * split
+    end = tl.minimum(first + split, length)
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     acc, peak, total = _prefix_steps(
         first, whole, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
@@ -236,12 +236,12 @@ def _split_kernel(
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
     tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
-        # The first share is always in use, and has the tail only where it is alone. Nobody reads behind the prefix.
+        # The first split is always in use, and has the tail only where it is alone. Nobody reads behind the prefix.
         if split == 0:
             if sources is not None:
                 sources += batch * source_stride_b
             append_part(
-                row_start // BLOCK_M, row_tiles, cache_lengths, counts, batch, sources, source_stride, append_rows, new,
+                row_start // BLOCK_M, row_tiles, lengths, counts, batch, sources, source_stride, append_rows, new,
                 capacity, table, pages, k_new, v_new, kn_stride, vn_stride, k_cache, v_cache, kc_stride_b, vc_stride_b,
                 kc_stride, vc_stride, HEAD_DIM, D0, D1, PAGE_SIZE,
             )  # fmt: skip
@@ -249,12 +249,12 @@ def _split_kernel(
 
 @triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits"])
 def _merge_kernel(
-    parts, part_lse, cache_lengths, out, lse, batch_size, new, heads, capacity, splits,
+    parts, part_lse, lengths, out, lse, batch_size, new, heads, capacity, splits,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The shares' results, each weighted by its part of the whole sum of exponentials; SPLITS is at least `splits`."""
+    """The splits' results, each weighted by its part of the whole sum of exponentials; SPLITS is at least `splits`."""
     batch = tl.program_id(1).to(tl.int64)
-    _, _, in_use = _shares(cache_lengths, batch, capacity, splits)
+    _, _, in_use = _splits(lengths, batch, capacity, splits)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = rows < new * heads
     lse_rows = (batch * heads + rows % heads) * new + rows // heads
@@ -286,7 +286,7 @@ def forward(
     v_new: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_lengths: Tensor,
+    lengths: Tensor,
     kv_offsets: Tensor,
     kv_tiles: Tensor,
     kv_bitmaps: Tensor,
@@ -308,7 +308,7 @@ def forward(
     not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
     """
     q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
-    cache_lengths = cache_lengths.contiguous()
+    lengths = lengths.contiguous()
     counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
         block_table = block_table.contiguous()
@@ -333,7 +333,7 @@ def forward(
     first, second = split_head_dim(head_dim)
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        q, k_new, v_new, k_cache, v_cache, cache_lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
+        q, k_new, v_new, k_cache, v_cache, lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
         parts, part_lse, counts, source_index,
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
         0 if block_table is None else block_table.stride(0), kv_offsets.stride(0) if kv_offsets.dim() == 2 else 0,
@@ -350,7 +350,7 @@ def forward(
     if splits > 1:
         rows = 4
         _merge_kernel[(triton.cdiv(new * heads, rows), batch)](
-            parts, part_lse, cache_lengths, out, lse, batch, new, heads, capacity, splits,
+            parts, part_lse, lengths, out, lse, batch, new, heads, capacity, splits,
             SPLITS=triton.next_power_of_2(splits), ROWS=rows, HEAD_DIM=head_dim,
             WIDTH=triton.next_power_of_2(head_dim), num_warps=4,
         )  # fmt: skip
@@ -368,7 +368,7 @@ def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
 
 
 def choose_splits(capacity: int, programs: int) -> int:
-    """Shares of a prefix so that `programs` of them at a time, those of one sequence, fill a GPU with little overhead.
+    """Splits of a prefix so that `programs` of them at a time, those of one sequence, fill a GPU with little overhead.
 
     >>> [choose_splits(capacity, 24) for capacity in (128, 4096, 65536)]
     [1, 5, 11]

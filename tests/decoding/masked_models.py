@@ -95,7 +95,7 @@ class Scripted:
             out[place, MASK] = -1e4
         return out[1:] if self.config.predicts == "next" else out[:-1]
 
-    def rewrite(
+    def recompute(
         self,
         tokens: Tensor,
         cache: Any,

@@ -99,7 +99,7 @@ class Remembering(Scripted):
         self.forwards = []
         return SimpleNamespace(batch=batch, capacity=capacity, texts=torch.full((batch, capacity), -1))
 
-    def rewrite(
+    def recompute(
         self,
         tokens: Tensor,
         cache: Any,

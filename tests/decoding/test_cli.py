@@ -112,7 +112,7 @@ def test_all_methods() -> None:
     result = run(*GENERATE, "--method", "all", "--window", "6", "--seed", "3", "--page-size", "4", "--check")
     assert result.exit_code == 0, result.output
     for method in decoding.available():
-        asks_more = "mask_token" in decoding.method_options(method) or not decoding.suits(method, None)
+        asks_more = "mask_token" in decoding.method_options(method) or not decoding.supports(method, None)
         assert (re.search(rf"^ +{method} +\d", result.stdout, re.M) is None) == asks_more
 
 
@@ -171,7 +171,7 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
 EVAL = ["eval", "--model", "tiny-code", "--task", "source", "--problems", "2"]
 
 
-def test_eval_shows_a_row_for_each_contender() -> None:
+def test_eval_shows_a_row_for_each_candidate() -> None:
     result = run(*EVAL, "--method", "jacobi", "--width", "4", "--width", "8", "--batch-size", "2")
     assert result.exit_code == 0, result.output
     assert re.search(r"^source: 2 prompts, batch size 2, threads 1 *$", result.stdout, re.M)
@@ -183,7 +183,7 @@ def test_eval_shows_a_row_for_each_contender() -> None:
 
 def test_eval_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
-    monkeypatch.setitem(evaluation.contender.WIDTH_OPTIONS, "quadratic_self_speculation", "block_size")
+    monkeypatch.setitem(evaluation.candidate.WIDTH_OPTIONS, "quadratic_self_speculation", "block_size")
     monkeypatch.setattr(evaluation.tasks, "_SUMS_LIMIT", 12)
     arguments = ["--task", "sums", "--method", "quadratic_self_speculation", "--width", "16"]
     result = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="80")
@@ -196,7 +196,7 @@ def test_eval_writes_figures_and_picture(tmp_path: Path) -> None:
     arguments = ["--method", "jacobi", "--width", "4", "--json", str(paths[0]), "--plot", str(paths[1])]
     assert run(*EVAL, *arguments).exit_code == 0
     rows = [benchmark["extra_info"] for benchmark in json.loads(paths[0].read_text())["benchmarks"]]
-    assert [(row["contender"], row["identical"], row["tokens"]) for row in rows] == [
+    assert [(row["candidate"], row["identical"], row["tokens"]) for row in rows] == [
         ("autoregressive", 2, 128),
         ("jacobi, 4", 2, 128),
     ]

@@ -81,20 +81,20 @@ def test_one_step_is_the_argmax_of_one_forward() -> None:
 
 
 def test_scores_differ() -> None:
-    """Where the law is flat but for its first, the margin is small and the probability is not; entropy looks at all of it."""
-    laws = {1: [0.5, 0.45, 0.05], 2: [0.45, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05], 3: [0.4, 0.2, 0.2, 0.2]}
+    """Where the distribution is flat but for its first, the margin is small and the probability is not; entropy looks at all of it."""
+    distributions = {1: [0.5, 0.45, 0.05], 2: [0.45, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05], 3: [0.4, 0.2, 0.2, 0.2]}
 
-    class Laws(Scripted):
+    class Distributions(Scripted):
         def rows(self, text: list[int]) -> torch.Tensor:
             out = torch.full((len(text), MASK + 1), -1e4, dtype=torch.float64)
-            for place, law in laws.items():
-                out[place, : len(law)] = torch.tensor(law, dtype=torch.float64).log()
+            for place, distribution in distributions.items():
+                out[place, : len(distribution)] = torch.tensor(distribution, dtype=torch.float64).log()
             return out
 
     first = {}
     for algorithm in ALGORITHMS[1:]:
         result = generate(
-            Laws(hashed(0)), [1], METHOD, max_new_tokens=3, steps=2, eps=0.3, algorithm=algorithm, trace=True
+            Distributions(hashed(0)), [1], METHOD, max_new_tokens=3, steps=2, eps=0.3, algorithm=algorithm, trace=True
         )
         first[algorithm] = sorted(result.stats.trace[0][0].committed)
     assert first == {"maskgit_plus": [1], "topk_margin": [2], "entropy": [1]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import pdkernels as pd
-from pdkernels.decoding import available, generate, is_lossless, method_options, suits
+from pdkernels.decoding import available, generate, is_lossless, method_options, supports
 from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
 from tests.decoding.tri_mode import small_transformer
 
@@ -24,7 +24,7 @@ class Letters:
 
 
 # Those that ask nothing special of the model; the others have these tests in their own files.
-ANY_MODEL = [method for method in available() if suits(method, None)]
+ANY_MODEL = [method for method in available() if supports(method, None)]
 METHODS = [method for method in ANY_MODEL if "mask_token" not in method_options(method)]
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import available, generate, suits
+from pdkernels.decoding import available, generate, supports
 from pdkernels.reference.llada import llada
 from tests.decoding import masked_models as shared
 from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
@@ -193,7 +193,7 @@ def test_errors() -> None:
     )
 
 
-@pytest.mark.parametrize("method", [name for name in available() if not suits(name, small_masked(0))])
+@pytest.mark.parametrize("method", [name for name in available() if not supports(name, small_masked(0))])
 def test_methods_for_other_models_say_so(method: str) -> None:
     with pytest.raises(
         TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"

@@ -29,7 +29,7 @@ needs_peaks = pytest.mark.skipif(
     not peak_can_be_reset(), reason="the system does not let a process forget its peak of memory"
 )
 
-METHODS = {"quadratic_self_speculation": {"draft_len": DRAFT}, "linear_self_speculation": {"block_size": DRAFT}}
+METHODS = {"quadratic_self_speculation": {"block_size": DRAFT}, "linear_self_speculation": {"block_size": DRAFT}}
 
 
 def random_model(heads: int, kv_heads: int, head_dim: int) -> Transformer:

@@ -42,13 +42,13 @@ METHOD = "quadratic_self_speculation"
 def shapes(draw: st.DrawFn, ensembles: bool = True) -> dict[str, Any]:
     """Widths and forms of drafts, groups and verifier."""
     shift = draw(st.integers(0, 1))
-    draft_len = draw(st.integers(1, 6))
+    block_size = draw(st.integers(1, 6))
     more = draw(st.sampled_from([None, 0, 0, 1, 2]))
     weight = draw(st.sampled_from([1.0, 1.0, 0.6, 0.0])) if ensembles and shift == 0 else 1.0
     return {
-        "draft_len": draft_len,
+        "block_size": block_size,
         "label_shift": shift,
-        "masks_per_group": None if more is None else draft_len - shift + more,
+        "masks_per_group": None if more is None else block_size - shift + more,
         "in_group": draw(st.sampled_from(["bidirectional", "causal"])),
         "ensemble_weight": weight,
         "ensemble": draw(st.sampled_from(["probability", "logit"])),
@@ -92,7 +92,7 @@ def test_equals_the_reference_on_scripts(
     if limit:  # a finished sequence stands still, and the cache holds draft tokens alone
         committed = [len(p) + sum(step.accepted for step in one.trace) for p, one in zip(batch, expected, strict=True)]
         assert model.cache.lengths.tolist() == committed
-    assert max(model.head_rows, default=0) <= shape["draft_len"]
+    assert max(model.head_rows, default=0) <= shape["block_size"]
 
 
 @settings(max_examples=60)
@@ -172,7 +172,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
 def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: int, shift: int) -> None:
     model = small_transformer(3)
     greedy = generate(model, batch, max_new_tokens=limit, trace=True)
-    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, draft_len=1, label_shift=shift)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, block_size=1, label_shift=shift)
     assert result.stats.trace == greedy.stats.trace
     assert result.stats.forwards == greedy.stats.forwards
 
@@ -180,9 +180,9 @@ def test_a_draft_of_one_token_is_autoregressive(batch: list[list[int]], limit: i
 END = 22
 
 
-@pytest.mark.parametrize("draft_len", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "never", "patchy"])
-def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
+def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
     """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
     for place in range(8):
         written = [*range(1, 1 + place), END, 3, 3, 3]
@@ -195,11 +195,11 @@ def test_an_end_token_at_every_place(draft_len: int, skill: str) -> None:
                 max_new_tokens=limit,
                 end_tokens=(END,),
                 trace=True,
-                draft_len=draft_len,
+                block_size=block_size,
             )
             assert result.tokens[0].tolist() == written[: place + 1][:limit]
             expected = quadratic_self_speculation(
-                fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), draft_len=draft_len
+                fake, [7, 7], limit, mask_token=MASK, end_tokens=(END,), block_size=block_size
             )
             assert_same(result, [expected], lockstep=True)
 
@@ -214,7 +214,7 @@ def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
 
 def test_accepts_what_is_drafted_well() -> None:
     fake = ScriptedTriMode(SCRIPTS["history"])
-    result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, draft_len=8)
+    result = generate(Cached(fake, MASK + 1), [3, 1], METHOD, max_new_tokens=33, block_size=8)
     assert result.stats.accepted == [[8, 8, 8, 8]] and result.stats.forwards == 5
 
 
@@ -222,7 +222,7 @@ def test_adapters_act_on_masks_alone() -> None:
     """The drafts differ, the tokens do not."""
     model, without = small_transformer(0, adapter=True), small_transformer(0)
     adapted, bare = (
-        generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, draft_len=4) for m in (model, without)
+        generate(m, [1, 2, 3], METHOD, max_new_tokens=20, trace=True, block_size=4) for m in (model, without)
     )
     assert torch.equal(adapted.tokens, bare.tokens)
     assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
@@ -238,7 +238,7 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
 
 def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
-    options: dict[str, Any] = {"max_new_tokens": 24, "draft_len": 5, "end_tokens": (4,)}
+    options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
     result = generate(model, [[1, 2], [5]], METHOD, **options)
     assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
@@ -246,10 +246,10 @@ def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_head_runs_on_rows_that_are_needed() -> None:
     """The draft's rows, then one group's; with an ensemble also the first mask of every group."""
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=9, draft_len=6)
+    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=9, block_size=6)
     assert model.head_rows == [6, 6, 5, 2, 5]
     model.head_rows.clear()
-    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=3, draft_len=6, ensemble_weight=0.5)
+    generate(model, [[1, 2, 3, 4], [5]], METHOD, max_new_tokens=3, block_size=6, ensemble_weight=0.5)
     assert model.head_rows == [2, 2, 2, 1]
 
 
@@ -257,10 +257,10 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 
 OP = "pdkernels.decoding.quadratic_self_speculation: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"draft_len": 0}, ValueError, "draft_len must be at least 1, got 0."),
-    ({"draft_len": 2.0}, TypeError, "draft_len must be an int, got float."),
+    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
     (
-        {"draft_len": 4, "masks_per_group": 3},
+        {"block_size": 4, "masks_per_group": 3},
         ValueError,
         "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask.",
     ),

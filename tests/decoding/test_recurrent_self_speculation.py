@@ -25,7 +25,7 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
     options=st.fixed_dictionaries(
         {},
         optional={
-            "draft_len": st.integers(0, 5),
+            "block_size": st.integers(0, 5),
             "draft_recurrences": st.integers(1, 4),
             "recurrences": st.integers(1, 8),
         },
@@ -80,16 +80,16 @@ def same_as_static(weights: tuple[int, float], temperature: float, **options: An
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_where_states_have_converged_the_tokens_are_those_of_static_decoding(temperature: float) -> None:
-    accepted, _ = same_as_static((2, 0.1), temperature, recurrences=40, draft_recurrences=2, draft_len=4)
+    accepted, _ = same_as_static((2, 0.1), temperature, recurrences=40, draft_recurrences=2, block_size=4)
     assert accepted > 0
 
 
 def test_one_recurrence_and_no_draft_are_static_decoding_by_construction() -> None:
-    accepted, cycles = same_as_static((2, 1.0), 0.0, recurrences=1, draft_recurrences=1, draft_len=3)
+    accepted, cycles = same_as_static((2, 1.0), 0.0, recurrences=1, draft_recurrences=1, block_size=3)
     assert accepted > cycles  # every draft is right
-    assert same_as_static((2, 1.0), 0.0, recurrences=RECURRENCES, draft_len=0) == (0, 33)
+    assert same_as_static((2, 1.0), 0.0, recurrences=RECURRENCES, block_size=0) == (0, 33)
 
 
 def test_a_draft_of_all_recurrences_from_converged_states_is_always_right() -> None:
-    accepted, cycles = same_as_static((2, 0.1), 0.0, recurrences=40, draft_recurrences=40, draft_len=3)
+    accepted, cycles = same_as_static((2, 0.1), 0.0, recurrences=40, draft_recurrences=40, block_size=3)
     assert (accepted, cycles) == (8 * 3, 9)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, suits
+from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, supports
 from pdkernels.decoding._recurrent import filtered
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
@@ -106,12 +106,12 @@ def test_filters_are_those_of_the_reference(
 
 @pytest.mark.parametrize("method", RECURRENT)
 def test_what_all_of_them_promise(method: str) -> None:
-    """Exact numbers of tokens, an end token at every place, streaming, the same alone and in a batch."""
+    """Exact numbers of tokens, an end token at every position, streaming, the same alone and in a batch."""
     model, _ = models(2, 0.3)
     batch = [[3, 1, 4], [1], [5, 9]]
     written = [tokens.tolist() for tokens in generate(model, batch, method, max_new_tokens=9).tokens]
     assert [len(tokens) for tokens in written] == [9, 9, 9]
-    assert suits(method, model) and not suits(method, FakeModel(SCRIPTS["bigram"])) and suits("jacobi", model)
+    assert supports(method, model) and not supports(method, FakeModel(SCRIPTS["bigram"])) and supports("jacobi", model)
     for limit in (0, 1, 2):
         result = generate(model, batch, method, max_new_tokens=limit, trace=True)
         assert [tokens.tolist() for tokens in result.tokens] == [tokens[:limit] for tokens in written]
@@ -194,9 +194,9 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_adaptive", {"check_every": 0}, ValueError, ADAPTIVE + "check_every must be at least 1, got 0."),
     (
         "recurrent_self_speculation",
-        {"draft_len": -1},
+        {"block_size": -1},
         ValueError,
-        SPECULATION + "draft_len must be at least 0, got -1.",
+        SPECULATION + "block_size must be at least 0, got -1.",
     ),
     (
         "recurrent_self_speculation",
@@ -285,7 +285,7 @@ def test_other_models_are_refused(method: str) -> None:
         generate(FakeModel(SCRIPTS["bigram"]), [1], method)
 
 
-@pytest.mark.parametrize("method", [name for name in available() if not suits(name, models(1)[0])])
+@pytest.mark.parametrize("method", [name for name in available() if not supports(name, models(1)[0])])
 def test_methods_that_need_other_models_say_so(method: str) -> None:
     with pytest.raises(
         TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"

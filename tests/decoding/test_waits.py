@@ -23,9 +23,9 @@ STEPS = [case for case in CASES if "published" not in case[1] and case[0] != "re
     ("jacobi_multiblock", {"block_size": 3, "blocks": 3, "spawn_ratio": 0.5}),
     ("linear_self_speculation", {"threshold": 0.9}),
     ("linear_self_speculation", {"threshold": 0.9, "block_size": 2}),
-    ("quadratic_self_speculation", {"draft_len": 4, "ensemble_weight": 0.5, "trace": True}),
+    ("quadratic_self_speculation", {"block_size": 4, "ensemble_weight": 0.5, "trace": True}),
     ("block_diffusion", {"block_size": 4, "refresh": "bidirectional"}),
-    ("recurrent_self_speculation", {"draft_len": 2, "trace": True}),
+    ("recurrent_self_speculation", {"block_size": 2, "trace": True}),
     ("recurrent_diffusion", {"headway": 2, "exit": "latent-acceleration", "trace": True}),
 ]
 

@@ -20,7 +20,7 @@ from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import DecodeResult, generate
 from pdkernels.masks import TilePlan
 from pdkernels.models.transformer import Transformer, TransformerConfig
-from pdkernels.reference.sampling import law, without
+from pdkernels.reference.sampling import distribution, without
 from tests.decoding.fake_models import SCRIPTS
 from tests.reference.tri_mode import MASK, SKILLS, Call, Recorded, ScriptedTriMode
 
@@ -104,7 +104,7 @@ def lowest_confidence() -> float:
     """Of a `ScriptedTriMode`: the model's least sure guess, the mask token ruled out."""
     row = torch.zeros(1, MASK + 1, dtype=torch.float64)
     row[0, 0] = 2.0
-    return float(law(without(row, MASK), 1.0)[0, 0])
+    return float(distribution(without(row, MASK), 1.0)[0, 0])
 
 
 def small_transformer(seed: int, size: int = 13, adapter: bool = False, head_dim: int = 8) -> Transformer:

@@ -45,10 +45,10 @@ def by_the_log(
 
     def decode() -> int:
         steps.start(session)
-        pd.record_step_(log, count, more, entry)
+        pd.log_step_(log, count, more, entry)
         while more:
             steps.step()
-            pd.record_step_(log, count, more, entry)
+            pd.log_step_(log, count, more, entry)
         return steps.recorded(session, log[: int(count)].tolist())
 
     return finished(session, single, "by the log", decode)

@@ -58,7 +58,7 @@ def planned(draw: st.DrawFn) -> Call:
 @st.composite
 def quadratic(draw: st.DrawFn) -> Call:
     return "quadratic", {
-        "draft_len": draw(sizes(5, 1)),
+        "block_size": draw(sizes(5, 1)),
         "masks_per_group": draw(st.one_of(st.none(), sizes(4))),
         "in_group": draw(st.sampled_from(["bidirectional", "causal"])),
         "layout": draw(st.sampled_from(["spec_first", "interleaved"])),

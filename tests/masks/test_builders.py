@@ -179,8 +179,8 @@ def test_quadratic_orders_hold_the_same_mask(call) -> None:
 def test_quadratic_drafts_verify_causally_and_masks_follow_a_draft_pass(call) -> None:
     mask = build(call)
     dense, draft = mask.dense(), mask.draft_rows
-    assert torch.equal(dense[draft][:, draft], masks.causal(mask.draft_len).dense())
-    assert dense[draft].sum() == mask.draft_len * (mask.draft_len + 1) // 2
+    assert torch.equal(dense[draft][:, draft], masks.causal(mask.block_size).dense())
+    assert dense[draft].sum() == mask.block_size * (mask.block_size + 1) // 2
     inside = masks.causal if mask.in_group == "causal" else masks.full
     for g, rows in zip(mask.groups, mask.mask_rows):
         assert dense[rows][:, draft[: g + 1]].all()
@@ -189,10 +189,10 @@ def test_quadratic_drafts_verify_causally_and_masks_follow_a_draft_pass(call) ->
         assert mask.positions[rows].tolist() == [g + r for r in range(1, 1 + len(rows))]
 
 
-@pytest.mark.parametrize("draft_len, pairs", [(8, 836), (16, 6408), (32, 50192)])
-def test_quadratic_pairs(draft_len: int, pairs: int) -> None:
-    mask = masks.quadratic(draft_len)
-    assert mask.plan().visible_pairs == pairs and mask.q_len == draft_len * (draft_len + 1)
+@pytest.mark.parametrize("block_size, pairs", [(8, 836), (16, 6408), (32, 50192)])
+def test_quadratic_pairs(block_size: int, pairs: int) -> None:
+    mask = masks.quadratic(block_size)
+    assert mask.plan().visible_pairs == pairs and mask.q_len == block_size * (block_size + 1)
 
 
 def test_quadratic_sizes_of_the_papers() -> None:

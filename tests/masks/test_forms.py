@@ -230,7 +230,7 @@ Segment = masks.Segment
         (lambda: masks.planned([(3, (4,), "no")]), TypeError, r"sync must be a bool, got str\."),
         (lambda: masks.planned([(3, (4,))], sparse=2), TypeError, r"sparse must be a bool, got int\."),
         (lambda: masks.quadratic(2, anchor_group="no"), TypeError, r"anchor_group must be a bool, got str\."),
-        (lambda: masks.quadratic(0), ValueError, r"draft_len must be 1 or more, got 0\."),
+        (lambda: masks.quadratic(0), ValueError, r"block_size must be 1 or more, got 0\."),
         (lambda: masks.tree([-1, 1]), ValueError, r"come before their child, so be in \[-1, 0\] for token 1, got 1\."),
         (lambda: masks.tree([-1, 0.5]), TypeError, r"masks.tree: parents must be an integer, got float\."),
         (

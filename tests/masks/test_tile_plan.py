@@ -127,12 +127,12 @@ def test_dual_stream_tiles(clean: str, pairs: int, work: float, order: str) -> N
 
 
 @pytest.mark.parametrize(
-    "tile, draft_len, interleaved, spec_first, of",
+    "tile, block_size, interleaved, spec_first, of",
     [(16, 16, 168, 33, 289), (64, 16, 18, 9, 25), (64, 32, 168, 33, 289), (128, 32, 52, 17, 81)],
 )
-def test_quadratic_tiles(tile: int, draft_len: int, interleaved: int, spec_first: int, of: int) -> None:
+def test_quadratic_tiles(tile: int, block_size: int, interleaved: int, spec_first: int, of: int) -> None:
     for layout, visited in (("interleaved", interleaved), ("spec_first", spec_first)):
-        plan = masks.quadratic(draft_len, layout=layout).plan(tile, tile)
+        plan = masks.quadratic(block_size, layout=layout).plan(tile, tile)
         assert plan.kv_tiles.numel() == visited and (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1) == of
 
 

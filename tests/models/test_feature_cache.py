@@ -92,7 +92,7 @@ def test_equals_the_reference_step_by_step(
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("qk_norm", [False, True])
-def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: int | None, qk_norm: bool) -> None:
+def test_without_intervals_it_is_recompute_bit_for_bit(predicts: str, page_size: int | None, qk_norm: bool) -> None:
     generator = torch.Generator().manual_seed(3)
     model, prompts = deep_masked(0, predicts, qk_norm=qk_norm), [4, 1, 3]
     ours = FeatureCache(model, 3, 4, 5, prompt_interval=1, gen_interval=1, transfer_ratio=0.25, page_size=page_size)
@@ -101,7 +101,7 @@ def test_without_intervals_it_is_rewrite_bit_for_bit(predicts: str, page_size: i
     for _ in range(3):
         tokens = next_canvas(generator, tokens, prompts, [5] * 3)
         hidden = ours.forward(tokens, lengths)
-        whole = model.rewrite(tokens, cache, starts, counts=lengths + 5, visible=lengths + 5)
+        whole = model.recompute(tokens, cache, starts, counts=lengths + 5, visible=lengths + 5)
         rows = lengths[:, None] + torch.arange(5) - (predicts == "next") * 1
         assert torch.equal(hidden, whole.gather(1, rows[..., None].expand(-1, -1, 16)))
 

@@ -15,7 +15,7 @@ from pdkernels.models import (
     recurrent_depth,
     to_huginn_state_dict,
 )
-from pdkernels.models.between import rms_norm
+from pdkernels.models.fused import rms_norm
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
@@ -124,24 +124,24 @@ def test_nothing_flows_back_in_time() -> None:
 
 def test_a_forward_is_its_parts() -> None:
     model, tokens = build(), random_tokens(2, 6)
-    place = model.place(6)
-    embedding = model.prelude(tokens, place)
-    state, term = model.begin(embedding, place, seed=3)
+    context = model.context(6)
+    embedding = model.prelude(tokens, context)
+    state, term = model.begin(embedding, context, seed=3)
     close(term, embedding @ model.adapter[:, CONFIG.hidden_size :].T)
     for _ in range(3):
-        x, residual = model.core_parts(state, term, place)
-        state = model.core(state, term, place)
+        x, residual = model.core_parts(state, term, context)
+        state = model.core(state, term, context)
         close(rms_norm(x + residual, model.exit_weight, CONFIG.norm_eps), state)
-    close(model.coda(state, place), model(tokens, seed=3))
+    close(model.coda(state, context), model(tokens, seed=3))
 
 
 def test_the_exit_op_ends_a_recurrence() -> None:
     model, tokens = build(dtype=torch.float32), random_tokens(2, 6)
-    place = model.place(6)
-    state, term = model.begin(model.prelude(tokens, place), place)
+    context = model.context(6)
+    state, term = model.begin(model.prelude(tokens, context), context)
     zeros = torch.zeros(2, dtype=torch.int64)
     ended = pd.recurrence_exit(
-        *model.core_parts(state, term, place),
+        *model.core_parts(state, term, context),
         model.exit_weight,
         state,
         torch.ones(2, 6, dtype=torch.int64),
@@ -150,17 +150,17 @@ def test_the_exit_op_ends_a_recurrence() -> None:
         threshold=0.1,
         eps=CONFIG.norm_eps,
     )
-    close(ended.state, model.core(state, term, place), 1e-5)
+    close(ended.state, model.core(state, term, context), 1e-5)
 
 
 @pytest.mark.parametrize("config", [CONFIG, PUBLISHED], ids=["small", "published shape"])
 def test_gradients_flow_through_the_parts(config: RecurrentDepthConfig) -> None:
     model, tokens = build(config).requires_grad_(True), random_tokens(2, 6)
-    place = model.place(6)
-    state, term = model.begin(model.prelude(tokens, place), place)
+    context = model.context(6)
+    state, term = model.begin(model.prelude(tokens, context), context)
     for _ in range(2):
-        state = model.core(state, term, place)
-    logits = model.coda(state, place)
+        state = model.core(state, term, context)
+    logits = model.coda(state, context)
     close(logits, model(tokens, recurrences=2))
     logits.square().sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
@@ -172,12 +172,12 @@ def test_a_model_that_trains_may_look_at_itself() -> None:
     logits = model(tokens)
     assert not logits.requires_grad
     close(logits, build()(tokens).float(), 2e-3)
-    place = model.place(6)
+    context = model.context(6)
     with torch.no_grad():
-        state, term = model.begin(model.prelude(tokens, place), place)
-        state = model.core(state, term, place)
-    term = model.embedding_term(model.prelude(tokens, place))
-    model.coda(model.core(state, term, place), place).sum().backward()
+        state, term = model.begin(model.prelude(tokens, context), context)
+        state = model.core(state, term, context)
+    term = model.embedding_term(model.prelude(tokens, context))
+    model.coda(model.core(state, term, context), context).sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
@@ -194,25 +194,25 @@ def test_initialization_keeps_states_apart_and_finite() -> None:
 
 def test_initial_states_belong_to_positions() -> None:
     model, tokens = build(), random_tokens(3, 7)
-    place = model.place(7)
-    state, _ = model.begin(model.prelude(tokens, place), place, seed=11)
+    context = model.context(7)
+    state, _ = model.begin(model.prelude(tokens, context), context, seed=11)
     expected = initial_state(torch.tensor(0), torch.arange(7), CONFIG.hidden_size, 11).double()
     assert torch.equal(state, expected.expand(3, -1, -1))
-    assert not torch.equal(state, model.begin(model.prelude(tokens, place), place, seed=12)[0])
+    assert not torch.equal(state, model.begin(model.prelude(tokens, context), context, seed=12)[0])
 
     cache = model.new_cache(3, 20)
     cache.lengths.copy_(torch.tensor([2, 0, 9]))
-    place = model.place(7, cache, torch.tensor([7, 4, 0]))
-    state, _ = model.begin(model.prelude(tokens, place), place, seed=11)
+    context = model.context(7, cache, torch.tensor([7, 4, 0]))
+    state, _ = model.begin(model.prelude(tokens, context), context, seed=11)
     longer = initial_state(torch.tensor(0), torch.arange(16), CONFIG.hidden_size, 11).double()
     assert torch.equal(state[0], longer[2:9]) and torch.equal(state[1, :4], longer[:4])
 
 
 def test_init_scale() -> None:
     model, tokens = build(), random_tokens(1, 4)
-    place = model.place(4)
-    embedding = model.prelude(tokens, place)
-    whole, half, none = (model.begin(embedding, place, 5, scale)[0] for scale in (1.0, 0.5, 0.0))
+    context = model.context(4)
+    embedding = model.prelude(tokens, context)
+    whole, half, none = (model.begin(embedding, context, 5, scale)[0] for scale in (1.0, 0.5, 0.0))
     close(half, whole / 2, 1e-6)
     assert not none.any() and whole.abs().max() <= 3 * recurrent_depth.STATE_STD + 1e-6
     assert torch.equal(model(tokens, init_scale=0.0, seed=1), model(tokens, init_scale=0.0, seed=2))
@@ -297,7 +297,7 @@ def test_bad_calls() -> None:
             r"counts must have shape \(3\)",
         ),
         (lambda: model(tokens, rows=[4]), ValueError, r"rows must lie in \[-4, 4\), got 4\."),
-        (lambda: model.place(0), ValueError, r"RecurrentDepth.place: rows must be at least 1, got 0\."),
+        (lambda: model.context(0), ValueError, r"RecurrentDepth.context: rows must be at least 1, got 0\."),
         (
             lambda: model.new_cache(1, 8, kind="ring"),
             ValueError,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.models import RecurrentDepth, between
+from pdkernels.models import RecurrentDepth, fused
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_recurrent_depth import (
     CONFIG,
@@ -143,11 +143,11 @@ def test_recurrences_overwrite_the_same_slots() -> None:
         assert torch.equal((few == 7).all(-1).all(-1).all(1).all(0), untouched)
         assert torch.equal((many == 7).all(-1).all(-1).all(1).all(0), untouched)
     # What stands there is what the last recurrence alone would leave.
-    place = model.place(5, cache)
-    state, term = model.begin(model.prelude(tokens, place), place)
+    context = model.context(5, cache)
+    state, term = model.begin(model.prelude(tokens, context), context)
     for _ in range(3):
-        state = model.core(state, term, place)
-    model.coda(state, place)
+        state = model.core(state, term, context)
+    model.coda(state, context)
     close(cache.k, longer.k)
     close(cache.v, longer.v)
 
@@ -174,35 +174,35 @@ def test_fused_layers_are_as_exact_as_plain_ones(
     model, tokens = build(WIDE, dtype), random_tokens(2, 8, 61)
     exact = copy.deepcopy(model).double()
 
-    def run(model: RecurrentDepth, fused: bool) -> list[Tensor]:
+    def run(model: RecurrentDepth, enabled: bool) -> list[Tensor]:
         """The prelude of pieces of the text: all rows, some of them, a lone one; and what it leaves in its slot."""
-        monkeypatch.setattr(between, "fused", lambda x: fused)
+        monkeypatch.setattr(fused, "enabled", lambda x: enabled)
         if kind == "uncached":
-            return [model.prelude(tokens, model.place(8))]
+            return [model.prelude(tokens, model.context(8))]
         cache = model.new_cache(2, 12, kind=kind, page_size=4)
         if kind == "paged":
             cache.reserve_([8, 8])
         counts = torch.tensor([8, 5])
-        first = model.prelude(tokens, model.place(8, cache, counts))[:, :5]
+        first = model.prelude(tokens, model.context(8, cache, counts))[:, :5]
         cache.commit_(counts)
         cache.trim_(4)
         if kind == "paged":
             cache.reserve_([7, 7])
-        second = model.prelude(tokens[:, :3], model.place(3, cache))
+        second = model.prelude(tokens[:, :3], model.context(3, cache))
         cache.commit_(torch.tensor([1, 1]))
-        third = model.prelude(tokens[:, 7:], model.place(1, cache))
+        third = model.prelude(tokens[:, 7:], model.context(1, cache))
         return [first, second, third, cache.k[0].clone(), cache.v[0].clone()]
 
-    for fused, oracle, plain in zip(run(model, True), run(exact, False), run(model, False), strict=True):
-        assert not fused.requires_grad and fused.dtype == dtype
-        assert_within_budget(fused, oracle, plain, name=kind)
+    for ours, oracle, plain in zip(run(model, True), run(exact, False), run(model, False), strict=True):
+        assert not ours.requires_grad and ours.dtype == dtype
+        assert_within_budget(ours, oracle, plain, name=kind)
 
 
 def test_ops_are_for_inference_in_kernel_dtypes() -> None:
     x = torch.ones(1)
-    assert not between.fused(x)
+    assert not fused.enabled(x)
     with torch.no_grad():
-        assert between.fused(x) and between.fused(x.bfloat16()) and not between.fused(x.double())
+        assert fused.enabled(x) and fused.enabled(x.bfloat16()) and not fused.enabled(x.double())
 
 
 def test_a_full_cache_takes_no_more() -> None:

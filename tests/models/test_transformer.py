@@ -19,8 +19,8 @@ from pdkernels.models import (
     transformer,
 )
 from pdkernels.models.attention import cached_visibility
-from pdkernels.models.between import rms_norm
-from pdkernels.models.rope import rope_tables, rotate
+from pdkernels.models.fused import rms_norm
+from pdkernels.models.rope import apply_rope, rope_tables
 from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 
 CONFIG = TransformerConfig(
@@ -124,7 +124,7 @@ def test_rotation_is_rounded_once(style: str, dtype: torch.dtype) -> None:
     x = torch.randn(1, 9, 2, 16, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     table = rope_tables(12, 16, theta=1e4, style=style, dtype=wide)
-    actual = rotate(x, table.span(3, 9), style)
+    actual = apply_rope(x, table.span(3, 9), style)
     assert actual.dtype == dtype
     expected = torch.stack(
         [rotate_pairs(x[0, :, head].double(), list(range(3, 12)), {}, style == "interleaved") for head in range(2)], 1
@@ -132,7 +132,7 @@ def test_rotation_is_rounded_once(style: str, dtype: torch.dtype) -> None:
     rounding = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(wide).eps
     assert ((actual[0].double() - expected).abs() <= rounding * 2 * x.abs().max()).all()
     if dtype in (torch.bfloat16, torch.float16):
-        assert torch.equal(actual, rotate(x.float(), table.span(3, 9), style).to(dtype))
+        assert torch.equal(actual, apply_rope(x.float(), table.span(3, 9), style).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.models import Transformer, rewriting, to_hf_state_dict
+from pdkernels.models import Transformer, recompute, to_hf_state_dict
 from reference.masked_model import MaskedTransformerReference
 from tests.harness.error_budget import assert_within_budget
 from tests.models.test_transformer import CONFIG, VARIANTS, build, close, random_tokens
@@ -65,10 +65,10 @@ def test_config_errors(field: str, message: str) -> None:
     assert str(caught.value) == message
 
 
-# ---- rewriting
+# ---- recompute
 
 
-class Rewrite(NamedTuple):
+class Recompute(NamedTuple):
     """Arguments of one call."""
 
     tokens: Tensor
@@ -78,7 +78,7 @@ class Rewrite(NamedTuple):
     visible: Tensor
 
     def run(self, model: Transformer, cache: Any) -> Tensor:
-        return model.rewrite(
+        return model.recompute(
             self.tokens, cache, self.starts, slots=self.slots, counts=self.counts, visible=self.visible
         )
 
@@ -90,11 +90,11 @@ class Rewrite(NamedTuple):
         start = int(self.starts[sequence])
         return [(row, start + int(slots[sequence, row])) for row in range(count) if slots[sequence, row] >= 0]
 
-    def alone(self, sequence: int) -> Rewrite:
-        return Rewrite(*(None if part is None else part[sequence : sequence + 1] for part in self))
+    def alone(self, sequence: int) -> Recompute:
+        return Recompute(*(None if part is None else part[sequence : sequence + 1] for part in self))
 
 
-def draw(seed: int, batch: int, rows: int, by_slots: bool, by_counts: bool) -> Rewrite:
+def draw(seed: int, batch: int, rows: int, by_slots: bool, by_counts: bool) -> Recompute:
     """Any places, in any order, with padding anywhere; a sequence may see less than what it writes, or nothing of it."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -107,7 +107,9 @@ def draw(seed: int, batch: int, rows: int, by_slots: bool, by_counts: bool) -> R
         slots = torch.stack([torch.randperm(CAPACITY - int(start), generator=generator)[:rows] for start in starts])
         slots[torch.rand(batch, rows, generator=generator) < 0.2] = -1
     counts = integers(0, rows, batch) if by_counts else None
-    return Rewrite(integers(0, CONFIG.vocab_size - 1, batch, rows), starts, slots, counts, integers(1, CAPACITY, batch))
+    return Recompute(
+        integers(0, CONFIG.vocab_size - 1, batch, rows), starts, slots, counts, integers(1, CAPACITY, batch)
+    )
 
 
 def new_cache(model: Transformer, batch: int, page_size: int | None, seed: int | None = 0) -> Any:
@@ -129,7 +131,7 @@ def stored(cache: Any) -> Tensor:
     return torch.stack([torch.stack(cache.layer(layer, CAPACITY)) for layer in range(cache.layers)], 1)
 
 
-def plain_rewrite(model: MaskedTransformerReference, past: Tensor, call: Rewrite, sequence: int) -> Tensor:
+def plain_recompute(model: MaskedTransformerReference, past: Tensor, call: Recompute, sequence: int) -> Tensor:
     """Logits of the rows that count; `past` (2, layers, places, kv_heads, head_dim) is changed."""
     rows = call.counted(sequence)
     places = torch.tensor([place for _, place in rows], dtype=torch.int64)
@@ -162,7 +164,7 @@ def test_equals_the_plain_computation(
         call = draw(seed, batch, rows, by_slots, by_counts)
         logits = model.logits(call.run(model, cache))
         for sequence in range(batch):
-            expected = plain_rewrite(plain, past[:, :, sequence], call, sequence)
+            expected = plain_recompute(plain, past[:, :, sequence], call, sequence)
             close(logits[sequence, [row for row, _ in call.counted(sequence)]], expected, 1e-9)
     close(stored(cache), past, 1e-9)
     assert not cache.lengths.any()
@@ -190,7 +192,7 @@ def test_kernels_are_within_the_error_of_dense_masks(
     exact_cache.v.copy_(cache.v)
     actual = call.run(model, cache)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewriting, "takes_head_dim", lambda head_dim: False)
+        patch.setattr(recompute, "takes_head_dim", lambda head_dim: False)
         dense, expected = call.run(model, dense_cache), call.run(exact, exact_cache)
     counted = [call.counted(sequence) for sequence in range(batch)]
     kept = tuple(torch.tensor([(sequence, row) for sequence in range(batch) for row, _ in counted[sequence]]).T)
@@ -211,10 +213,10 @@ def test_a_whole_text_is_a_forward_without_a_cache(variant: str, dtype: torch.dt
     texts, tokens = [9, 4], random_tokens(2, 9)
     cache, lengths = new_cache(model, 2, 4), torch.tensor(texts)
     zeros = torch.zeros(2, dtype=torch.int64)
-    logits = model.logits(model.rewrite(tokens, cache, zeros, counts=lengths, visible=lengths))
+    logits = model.logits(model.recompute(tokens, cache, zeros, counts=lengths, visible=lengths))
     # In two halves: the second sees both, the first one then as well.
-    model.rewrite(tokens[:, :5], cache, zeros, counts=lengths.clamp(max=5), visible=lengths)
-    model.rewrite(tokens[:, 5:], cache, zeros + 5, counts=(lengths - 5).clamp(min=0), visible=lengths)
+    model.recompute(tokens[:, :5], cache, zeros, counts=lengths.clamp(max=5), visible=lengths)
+    model.recompute(tokens[:, 5:], cache, zeros + 5, counts=(lengths - 5).clamp(min=0), visible=lengths)
     assert stored(cache).isfinite().all()
     alone = [torch.cat([m(tokens[i : i + 1, :length])[0] for i, length in enumerate(texts)]) for m in (model, exact)]
     assert_same(torch.cat([logits[i, :length] for i, length in enumerate(texts)]), *alone)
@@ -265,7 +267,7 @@ def test_kernels_read_where_rows_lie_and_only_what_is_visible(
 
 def test_index_dtypes() -> None:
     model, call = build(PLAIN), draw(7, 2, 4, by_slots=True, by_counts=True)
-    narrow = Rewrite(*(part.int() for part in call))
+    narrow = Recompute(*(part.int() for part in call))
     for own in (model, build(replace(PLAIN, head_dim=16), torch.float32)):
         caches = [new_cache(own, 2, 5) for _ in range(2)]
         assert torch.equal(narrow.run(own, caches[0]), call.run(own, caches[1]))
@@ -298,7 +300,7 @@ def test_errors_come_before_anything_is_written(changes: dict[str, Tensor], mess
         cache, two = new_cache(model, 2, None), torch.zeros(2, 2, dtype=torch.int64)
         arguments = {"tokens": two, "starts": two[0], "visible": two[0] + 4} | changes
         with pytest.raises((ValueError, TypeError)) as caught:
-            model.rewrite(arguments.pop("tokens"), cache, arguments.pop("starts"), **arguments)
+            model.recompute(arguments.pop("tokens"), cache, arguments.pop("starts"), **arguments)
         assert str(caught.value).endswith(message) and str(caught.value).startswith("pdkernels.Transformer")
         assert torch.equal(stored(cache), stored(new_cache(model, 2, None)))
 
@@ -309,13 +311,13 @@ def test_places_need_pages() -> None:
         cache = model.new_cache(2, CAPACITY, kind="paged", page_size=4)
         cache.reserve_([12, 5])
         tokens, zeros = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-        model.rewrite(tokens, cache, torch.tensor([9, 5]), visible=torch.tensor([12, 8]))
+        model.recompute(tokens, cache, torch.tensor([9, 5]), visible=torch.tensor([12, 8]))
         before = stored(cache).clone()
         for starts, seen, needed in ((zeros + 6, zeros + 8, [9, 9]), (zeros, torch.tensor([12, 9]), [12, 9])):
             with pytest.raises(ValueError) as caught:
-                model.rewrite(tokens, cache, starts, visible=seen)
+                model.recompute(tokens, cache, starts, visible=seen)
             assert str(caught.value) == (
-                f"pdkernels.Transformer.rewrite: cache must own pages of {needed} places, got [12, 8]. "
+                f"pdkernels.Transformer.recompute: cache must own pages of {needed} places, got [12, 8]. "
                 "Call cache.reserve_ before."
             )
         assert torch.equal(stored(cache), before)

@@ -1,4 +1,4 @@
-"""Calls of value_drift_select_ and add_cached_rows_ over every layout, inside storages whose every byte is watched."""
+"""Calls of select_stale_rows_ and add_cached_rows_ over every layout, inside storages whose every byte is watched."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torch.utils import cpp_extension
 
 import pdkernels as pd
 from pdkernels.ops._library import SCHEMAS
-from pdkernels.ops.record_step import signed
+from pdkernels.ops.log_step import signed
 from tests.cudasim.build import ROOT, SCHEDULES, build_library, schedule
 
 
@@ -37,15 +37,19 @@ class Public:
         self.raises = device == "cpu"
         self.kv_append_, self.kv_commit_, self.kv_trim_ = pd.kv_append_, pd.kv_commit_, pd.kv_trim_
         self.verify_draft = pd.verify_draft
-        self.record_step_ = pd.record_step_
+        self.log_step_ = pd.log_step_
         self.recurrence_inject, self.recurrence_exit = pd.recurrence_inject, pd.recurrence_exit
         self.recurrence_advance_ = pd.recurrence_advance_
-        self.add_rms_norm, self.silu_gate, self.rotate_append_ = pd.add_rms_norm, pd.silu_gate, pd.rotate_append_
-        self.rotate_ = pd.rotate_
-        self.logit_drift = pd.logit_drift
+        self.add_rms_norm, self.silu_and_mul, self.apply_rope_append_ = (
+            pd.add_rms_norm,
+            pd.silu_and_mul,
+            pd.apply_rope_append_,
+        )
+        self.apply_rope_ = pd.apply_rope_
+        self.logit_divergence = pd.logit_divergence
         self.unmask_ = pd.unmask_
-        self.value_drift_select_, self.gather_rows, self.add_cached_rows_ = (
-            pd.value_drift_select_,
+        self.select_stale_rows_, self.gather_rows, self.add_cached_rows_ = (
+            pd.select_stale_rows_,
             pd.gather_rows,
             pd.add_cached_rows_,
         )
@@ -72,8 +76,8 @@ class Simulated:
     def verify_draft(self, draft, predictions, *, draft_lengths=None, end_tokens=None, refill=None) -> pd.DraftVerdict:
         return pd.DraftVerdict(*self.ops.verify_draft(draft, predictions, draft_lengths, end_tokens, refill))
 
-    def record_step_(self, log, count, more, entry, *, handle=None) -> None:
-        self.ops.record_step_(log, count, more, entry, signed(handle))
+    def log_step_(self, log, count, more, entry, *, handle=None) -> None:
+        self.ops.log_step_(log, count, more, entry, signed(handle))
 
     def recurrence_inject(
         self,
@@ -130,19 +134,21 @@ class Simulated:
         y, following = self.ops.add_rms_norm(x, residual, weight, next_weight, eps)
         return y, None if next_weight is None else following
 
-    def silu_gate(self, x) -> Tensor:
-        return self.ops.silu_gate(x)
+    def silu_and_mul(self, x) -> Tensor:
+        return self.ops.silu_and_mul(x)
 
-    def rotate_append_(
+    def apply_rope_append_(
         self, qkv, bias, cos, sin, k, v, lengths, *, counts=None, block_table=None, style="interleaved", slots=None
     ) -> None:
-        self.ops.rotate_append_(qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved", slots)
+        self.ops.apply_rope_append_(
+            qkv, bias, cos, sin, k, v, lengths, counts, block_table, style == "interleaved", slots
+        )
 
-    def rotate_(self, x, cos, sin, positions, *, style="half") -> None:
-        self.ops.rotate_(x, cos, sin, positions, style == "interleaved")
+    def apply_rope_(self, x, cos, sin, positions, *, style="half") -> None:
+        self.ops.apply_rope_(x, cos, sin, positions, style == "interleaved")
 
-    def logit_drift(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDrift:
-        return pd.LogitDrift(*self.ops.logit_drift(logits, previous, min_p))
+    def logit_divergence(self, logits, previous=None, *, min_p=0.1) -> pd.LogitDivergence:
+        return pd.LogitDivergence(*self.ops.logit_divergence(logits, previous, min_p))
 
     def unmask_(
         self,
@@ -167,10 +173,10 @@ class Simulated:
             *self.ops.unmask_(tokens, ids, confidence, mask_token, positions, windows, *rule, seed, step, steps)
         )
 
-    def value_drift_select_(
+    def select_stale_rows_(
         self, v, v_cache, starts, *, count, wanted=None, counts=None, update="all", block_table=None
     ) -> Tensor:
-        return self.ops.value_drift_select_(v, v_cache, starts, count, wanted, counts, update, block_table)
+        return self.ops.select_stale_rows_(v, v_cache, starts, count, wanted, counts, update, block_table)
 
     def gather_rows(self, x, index) -> Tensor:
         return self.ops.gather_rows(x, index)
@@ -191,7 +197,7 @@ class Simulated:
         top_k=5,
         top_p=1.0,
         min_p=0.0,
-        law="model",
+        distribution="model",
     ) -> pd.TokenStatistics:
         steps = (
             step.expand(logits.shape[:-1] if row_index is None else row_index.shape)
@@ -199,7 +205,9 @@ class Simulated:
             else None
         )
         draw = (temperature, seed, 0 if steps is not None else step, steps, positions, row_index)
-        return pd.TokenStatistics(*self.ops.token_statistics(logits, *draw, list(suppress), top_k, top_p, min_p, law))
+        return pd.TokenStatistics(
+            *self.ops.token_statistics(logits, *draw, list(suppress), top_k, top_p, min_p, distribution)
+        )
 
     def schedules(self) -> Iterator[contextlib.AbstractContextManager[None]]:
         """Orders in which threads and blocks may run: a missing barrier shows as different results."""

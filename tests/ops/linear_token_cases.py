@@ -52,11 +52,18 @@ def check(
     step: int = 0,
     suppress: tuple[int, ...] = (),
     top_k: int = 5,
-    law: str = "model",
+    distribution: str = "model",
 ) -> None:
     """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two
     logits may have: that of the product in this dtype, by the same budget."""
-    options = {"temperature": temperature, "seed": seed, "step": step, "suppress": suppress, "top_k": top_k, "law": law}
+    options = {
+        "temperature": temperature,
+        "seed": seed,
+        "step": step,
+        "suppress": suppress,
+        "top_k": top_k,
+        "distribution": distribution,
+    }
     exact = pd.TokenStatistics(*reference(hidden.double(), weight.double(), **options))
     same = pd.TokenStatistics(*reference(hidden, weight, **options))
     for name in ("top_probs", "margin", "entropy", "logsumexp"):
@@ -79,6 +86,6 @@ def check(
     assert (logits.gather(1, found.top_ids) >= ranked - 2 * error).all()
     assert all(len(set(ids)) == top_k for ids in found.top_ids.tolist())
 
-    heat = temperature if law == "sampling" and temperature > 0 else 1.0
+    heat = temperature if distribution == "sampling" and temperature > 0 else 1.0
     of_chosen = [torch.softmax(x / heat, 1).gather(1, found.ids[:, None])[:, 0] for x in (logits, plain)]
     assert_within_budget(found.probs, of_chosen[0], of_chosen[1].float(), name="probs")

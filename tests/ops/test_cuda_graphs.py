@@ -172,26 +172,26 @@ CASES = {
         normal(x=(5, 64), residual=(5, 64), weight=(64,)),
         lambda t: pd.add_rms_norm(*t.values(), next_weight=t["weight"]),
     ),
-    "silu_gate": Case(normal(x=(5, 128)), lambda t: pd.silu_gate(t["x"])),
-    "rotate_append_": Case(
+    "silu_and_mul": Case(normal(x=(5, 128)), lambda t: pd.silu_and_mul(t["x"])),
+    "apply_rope_append_": Case(
         both(
             normal(qkv=(2, 3, 6, 16), k=(2, 20, 2, 16), v=(2, 20, 2, 16)),
             normal(torch.float32, cos=(20, 16), sin=(20, 16)),
             whole(17, lengths=(2,)),
         ),
-        lambda t: pd.rotate_append_(t["qkv"], None, t["cos"], t["sin"], t["k"], t["v"], t["lengths"]),
+        lambda t: pd.apply_rope_append_(t["qkv"], None, t["cos"], t["sin"], t["k"], t["v"], t["lengths"]),
         ("qkv", "k", "v"),
     ),
-    "rotate_": Case(
+    "apply_rope_": Case(
         both(normal(x=(2, 3, 6, 16)), normal(torch.float32, cos=(20, 16), sin=(20, 16)), whole(20, positions=(2, 3))),
-        lambda t: pd.rotate_(*t.values()),
+        lambda t: pd.apply_rope_(*t.values()),
         ("x",),
     ),
-    "logit_drift": Case(normal(now=(3, 900), then=(3, 900)), lambda t: pd.logit_drift(*t.values())),
+    "logit_divergence": Case(normal(now=(3, 900), then=(3, 900)), lambda t: pd.logit_divergence(*t.values())),
     "unmask_": Case(canvas, lambda t: pd.unmask_(*t.values(), mask_token=99, quota=3), ("tokens",)),
-    "value_drift_select_": Case(
+    "select_stale_rows_": Case(
         both(normal(v=(2, 12, 2, 8), cache=(2, 20, 2, 8)), whole(8, starts=(2,))),
-        lambda t: pd.value_drift_select_(*t.values(), count=4),
+        lambda t: pd.select_stale_rows_(*t.values(), count=4),
         ("cache",),
     ),
     "gather_rows": Case(both(normal(x=(2, 12, 16)), chosen), lambda t: pd.gather_rows(*t.values())),
@@ -200,14 +200,14 @@ CASES = {
         lambda t: pd.add_cached_rows_(*t.values()),
         ("cached",),
     ),
-    "record_step_": Case(
+    "log_step_": Case(
         lambda g: {
             "log": torch.zeros(4, 2, 3, dtype=torch.int64),
             "count": torch.ones(1, dtype=torch.int64),
             "more": torch.zeros(1, dtype=torch.bool),
             "entry": torch.randint(0, 9, (2, 3), generator=g),
         },
-        lambda t: pd.record_step_(*t.values()),
+        lambda t: pd.log_step_(*t.values()),
         ("log", "count", "more"),
     ),
     "token_statistics": Case(

@@ -17,7 +17,7 @@ Call = Callable[..., Any]
 PLAN = pd.masks.causal(4).plan(16, 16)
 ZERO, ONE, TWO = (torch.full((1,), n) for n in range(3))
 # Not one of them has an input whose derivative means something.
-OF_INTEGERS = {"kv_trim_", "verify_draft", "record_step_", "recurrence_advance_"}
+OF_INTEGERS = {"kv_trim_", "verify_draft", "log_step_", "recurrence_advance_"}
 
 
 def kv(heads: int = 1) -> Tensor:
@@ -38,9 +38,11 @@ def inject(x: Tensor, **options: Any) -> Any:
     return pd.recurrence_inject(None, x, None, *vectors, seed=0, **options)
 
 
-def rotate(x: Tensor, **options: Any) -> Any:
+def apply_rope_append(x: Tensor, **options: Any) -> Any:
     table = torch.ones(8, 16)
-    return pd.rotate_append_(x[:, :, None].expand(1, 4, 3, 16).clone(), None, table, table, kv(), kv(), ONE, **options)
+    return pd.apply_rope_append_(
+        x[:, :, None].expand(1, 4, 3, 16).clone(), None, table, table, kv(), kv(), ONE, **options
+    )
 
 
 # The op with its first float input: ``(1, 4, 16)``.
@@ -56,22 +58,22 @@ CALLS: dict[str, Call] = {
     "speculative_attention_append_": lambda x, **o: attention(x[:, :, None], pd.speculative_attention_append_, **o),
     "token_statistics": pd.token_statistics,
     "linear_token_statistics": lambda x, **o: pd.linear_token_statistics(x, torch.randn(9, 16), **o),
-    "logit_drift": lambda x, **o: pd.logit_drift(torch.randn(1, 4, 16), x, **o),
+    "logit_divergence": lambda x, **o: pd.logit_divergence(torch.randn(1, 4, 16), x, **o),
     "add_rms_norm": lambda x, **o: pd.add_rms_norm(torch.randn(1, 4, 16), x, torch.ones(16), **o),
-    "silu_gate": pd.silu_gate,
-    "rotate_append_": rotate,
-    "rotate_": lambda x, **o: pd.rotate_(x[:, :, None].clone(), *[torch.ones(8, 16)] * 2, torch.arange(4), **o),
+    "silu_and_mul": pd.silu_and_mul,
+    "apply_rope_append_": apply_rope_append,
+    "apply_rope_": lambda x, **o: pd.apply_rope_(x[:, :, None].clone(), *[torch.ones(8, 16)] * 2, torch.arange(4), **o),
     "recurrence_inject": inject,
     "recurrence_exit": exit_,
     "unmask_": lambda x, **o: pd.unmask_(
         torch.zeros(4, 16, dtype=torch.int64), torch.ones(4, 16, dtype=torch.int64), x[0], mask_token=0, **o
     ),
-    "value_drift_select_": lambda x, **o: pd.value_drift_select_(x[:, :, None], kv(), ZERO, count=2, **o),
+    "select_stale_rows_": lambda x, **o: pd.select_stale_rows_(x[:, :, None], kv(), ZERO, count=2, **o),
     "gather_rows": lambda x, **o: pd.gather_rows(x, torch.tensor([[0, 2]]), **o),
     "add_cached_rows_": lambda x, **o: pd.add_cached_rows_(x, torch.randn(1, 4, 16), **o),
 }
 # Those that a caller may train beside: their results are no part of a graph, as the documentation says.
-CUT = {"token_statistics", "linear_token_statistics", "logit_drift", "unmask_"}
+CUT = {"token_statistics", "linear_token_statistics", "logit_divergence", "unmask_"}
 REFUSE = sorted(set(CALLS) - CUT - {"block_sparse_attention"})
 
 
@@ -99,7 +101,9 @@ def test_a_tangent_is_refused(op: str, level: None) -> None:
 
 @pytest.mark.parametrize(
     "op",
-    sorted(set(CALLS) - {"unmask_", "value_drift_select_", "rotate_append_", "rotate_", "kv_append_", "kv_commit_"}),
+    sorted(
+        set(CALLS) - {"unmask_", "select_stale_rows_", "apply_rope_append_", "apply_rope_", "kv_append_", "kv_commit_"}
+    ),
 )
 def test_the_reference_has_it(op: str, level: None) -> None:
     """All but ops that return no floats."""

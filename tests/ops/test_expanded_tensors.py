@@ -28,8 +28,8 @@ def attention(k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
     pd.speculative_attention_append_(*new, k_cache, v_cache, ints(2), PLAN, backend=backend)
 
 
-def rotate(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
-    pd.rotate_append_(qkv, None, TABLE, TABLE, k_cache, v_cache, ints(2), backend=backend)
+def apply_rope_append(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
+    pd.apply_rope_append_(qkv, None, TABLE, TABLE, k_cache, v_cache, ints(2), backend=backend)
 
 
 def advance(
@@ -67,11 +67,11 @@ CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
     ),
     "kv_trim_": (lambda lengths, backend: pd.kv_trim_(lengths, ints(2), backend=backend), {"lengths": ints(2) + 1}),
     "speculative_attention_append_": (attention, {"k_cache": kv(), "v_cache": kv()}),
-    "rotate_append_": (rotate, {"qkv": kv(4, 6), "k_cache": kv(), "v_cache": kv()}),
-    "rotate_": (lambda x, backend: pd.rotate_(x, TABLE, TABLE, ints(4), backend=backend), {"x": kv(4)}),
+    "apply_rope_append_": (apply_rope_append, {"qkv": kv(4, 6), "k_cache": kv(), "v_cache": kv()}),
+    "apply_rope_": (lambda x, backend: pd.apply_rope_(x, TABLE, TABLE, ints(4), backend=backend), {"x": kv(4)}),
     "unmask_": (unmask, {"tokens": ints(2, 4)}),
-    "value_drift_select_": (
-        lambda v_cache, backend: pd.value_drift_select_(kv(4), v_cache, ints(2), count=2, backend=backend),
+    "select_stale_rows_": (
+        lambda v_cache, backend: pd.select_stale_rows_(kv(4), v_cache, ints(2), count=2, backend=backend),
         {"v_cache": kv()},
     ),
     "add_cached_rows_": (
@@ -104,7 +104,7 @@ CASES = [
 
 def test_every_op_that_writes_is_looked_at() -> None:
     writes = {name for name, schema in SCHEMAS.items() if "!" in schema}
-    assert writes == {*CALLS, "record_step_"}  # which takes contiguous tensors alone
+    assert writes == {*CALLS, "log_step_"}  # which takes contiguous tensors alone
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])

@@ -23,17 +23,17 @@ NAN, INF = math.nan, math.inf
 def check(case: Selection, actual: Selection, index: Tensor) -> None:
     """What a call on a copy of the case gave and left."""
     expected = case.moved(CPU)
-    assert torch.equal(index.cpu(), case.moved(CPU).doubled().run(reference.value_drift_select_))
-    assert torch.equal(index.cpu(), expected.run(reference.value_drift_select_)) and index.dtype == torch.int64
+    assert torch.equal(index.cpu(), case.moved(CPU).doubled().run(reference.select_stale_rows_))
+    assert torch.equal(index.cpu(), expected.run(reference.select_stale_rows_)) and index.dtype == torch.int64
     assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
 
 
 def check_run(impl, case: Selection) -> None:
     actual = case.moved(impl.device)
-    check(case, actual, actual.run(impl.value_drift_select_))
+    check(case, actual, actual.run(impl.select_stale_rows_))
 
 
-# --- value_drift_select_ -----------------------------------------------------------------------------------------------
+# --- select_stale_rows_ -----------------------------------------------------------------------------------------------
 
 
 @given(case=selections())
@@ -74,7 +74,7 @@ def test_select_empty_and_single(impl, batch: int, rows: int, count: int, update
 
 def test_select_from_values_of_no_size(impl) -> None:
     v, cache = torch.zeros(2, 3, 1, 0, device=impl.device), torch.zeros(2, 4, 1, 0, device=impl.device)
-    index = impl.value_drift_select_(v, cache, torch.zeros(2, dtype=torch.int64, device=impl.device), count=2)
+    index = impl.select_stale_rows_(v, cache, torch.zeros(2, dtype=torch.int64, device=impl.device), count=2)
     assert index.tolist() == [[0, 1], [0, 1]]
 
 
@@ -103,7 +103,7 @@ def test_ties_and_numbers_that_are_none(impl, dtype: torch.dtype) -> None:
     start = torch.zeros(1, dtype=torch.int64, device=impl.device)
     for count in range(len(pairs) + 2):
         left = cache.clone()
-        index = impl.value_drift_select_(v, left, start, count=count)
+        index = impl.select_stale_rows_(v, left, start, count=count)
         assert index.tolist() == [sorted(order[:count]) + [-1] * (count - len(pairs))]
         assert torch.equal(left.nan_to_num(7), v.nan_to_num(7))
 
@@ -118,7 +118,7 @@ def test_selection_does_not_see_the_dtype_of_similarities(impl) -> None:
     ).bfloat16()
     similarity = torch.cosine_similarity(v.double().flatten(2), cache.double().flatten(2), dim=-1)[0]
     assert similarity.bfloat16().unique().numel() < 4 and similarity.sort().values.diff().min() > 1e-7
-    index = impl.value_drift_select_(
+    index = impl.select_stale_rows_(
         v.to(impl.device), cache.to(impl.device), torch.zeros(1, dtype=torch.int64, device=impl.device), count=16
     )
     assert index[0].tolist() == similarity.argsort()[:16].sort().values.tolist()
@@ -128,9 +128,9 @@ def test_selection_does_not_see_the_dtype_of_similarities(impl) -> None:
 @settings(max_examples=20)
 def test_a_sequence_does_not_depend_on_the_others(impl, case: Selection) -> None:
     together, again, alone = (case.moved(impl.device) for _ in range(3))
-    index = together.run(impl.value_drift_select_)
-    assert torch.equal(index, again.run(impl.value_drift_select_))
-    parts = [alone.sequence(b).run(impl.value_drift_select_) for b in range(len(index))]
+    index = together.run(impl.select_stale_rows_)
+    assert torch.equal(index, again.run(impl.select_stale_rows_))
+    parts = [alone.sequence(b).run(impl.select_stale_rows_) for b in range(len(index))]
     assert torch.equal(index, torch.cat(parts))
     assert all(
         torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(together.bytes(), again.bytes(), alone.bytes())
@@ -188,7 +188,7 @@ def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> N
         actual.update,
         actual.block_table,
     )
-    check(case, actual, level_ops.value_drift_select_(*tensors))
+    check(case, actual, level_ops.select_stale_rows_(*tensors))
     total = make_sum(17, width=34, dtype=dtype, pad=pad).moved(CPU)
     expected = total.moved(CPU)
     assert same(
@@ -279,7 +279,7 @@ def test_opcheck() -> None:
         for options in ({}, {"wanted": False, "counts": False, "page_size": 3, "update": "selected"}):
             c = make_selection(19, **options).moved(device)
             call = (c.v, c.v_cache, c.starts, c.count, c.wanted, c.counts, c.update, c.block_table)
-            torch.library.opcheck(ops.value_drift_select_.default, call)
+            torch.library.opcheck(ops.select_stale_rows_.default, call)
         s = make_sum(19).moved(device)
         s.x.zero_(), s.cached.zero_(), s.rows.fill_(1)
         torch.library.opcheck(ops.add_cached_rows_.default, (s.x, s.cached, s.rows, s.index))
@@ -292,7 +292,7 @@ def test_fullgraph_without_recompiles() -> None:
     counter = CompileCounter()
 
     def step(v, v_cache, starts, wanted, x, cached):
-        index = pd.value_drift_select_(v, v_cache, starts, count=v.shape[1] // 2, wanted=wanted)
+        index = pd.select_stale_rows_(v, v_cache, starts, count=v.shape[1] // 2, wanted=wanted)
         return index, pd.add_cached_rows_(x, cached, pd.gather_rows(x, index) * 2, index)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
@@ -313,7 +313,7 @@ def test_reference_backend() -> None:
     check(
         case,
         actual,
-        actual.run(lambda *tensors, **options: pd.value_drift_select_(*tensors, **options, backend="reference")),
+        actual.run(lambda *tensors, **options: pd.select_stale_rows_(*tensors, **options, backend="reference")),
     )
     x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
     pd.gather_rows(x, torch.tensor([[1], [2]]), backend="reference").sum().backward()

@@ -130,7 +130,7 @@ def good_selection(page_size: int | None = None) -> Selection:
 def test_tables_start_from_good_calls(page_size: int | None) -> None:
     case = good_selection(page_size)
     actual = case.moved(CPU)
-    check(case, actual, actual.run(pd.value_drift_select_))
+    check(case, actual, actual.run(pd.select_stale_rows_))
     good_sum().run(pd.add_cached_rows_)
     pd.gather_rows(X, INDEX)
 
@@ -145,8 +145,8 @@ def test_bad_selection(page_size: int | None, spoil, kind: type[Exception], text
     bad = replace(case, **spoil(case))
     before = [t.clone() for t in case.bytes()]
     with pytest.raises(kind, match=text) as error:
-        bad.run(pd.value_drift_select_)
-    assert str(error.value).startswith("pdkernels.value_drift_select_: ")
+        bad.run(pd.select_stale_rows_)
+    assert str(error.value).startswith("pdkernels.select_stale_rows_: ")
     assert all(torch.equal(a, b) for a, b in zip(case.bytes(), before))
 
 
@@ -293,16 +293,16 @@ def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int
     actual, expected = case.moved(impl.device if not impl.raises else CPU), case.moved(CPU)
     if impl.raises:
         try:
-            expected.moved(CPU).run(reference.value_drift_select_)
+            expected.moved(CPU).run(reference.select_stale_rows_)
         except ValueError:
-            with pytest.raises(ValueError, match=r"pdkernels\.value_drift_select_: "):
-                actual.run(impl.value_drift_select_)
+            with pytest.raises(ValueError, match=r"pdkernels\.select_stale_rows_: "):
+                actual.run(impl.select_stale_rows_)
             assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), case.bytes()))
             return
-    index = actual.run(impl.value_drift_select_).cpu()
+    index = actual.run(impl.select_stale_rows_).cpu()
     for b in range(3):
         try:
-            assert torch.equal(expected.sequence(b).run(reference.value_drift_select_)[0], index[b])
+            assert torch.equal(expected.sequence(b).run(reference.select_stale_rows_)[0], index[b])
         except ValueError:
             assert index[b].tolist() == [-1, -1]
     assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))

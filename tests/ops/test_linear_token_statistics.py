@@ -43,32 +43,44 @@ def same_bits(a: pd.TokenStatistics, b: pd.TokenStatistics) -> bool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("temperature, law", DRAWS)
+@pytest.mark.parametrize("temperature, distribution", DRAWS)
 @pytest.mark.parametrize("rows, width, depth", [(150, 37, 8), (64, 1031, 48)])
 def test_within_the_error_budget(
-    device: str, rows: int, width: int, depth: int, temperature: float, law: str, dtype: torch.dtype
+    device: str, rows: int, width: int, depth: int, temperature: float, distribution: str, dtype: torch.dtype
 ) -> None:
     hidden, weight = inputs(rows, width, depth, dtype)
-    options = {"temperature": temperature, "law": law, "seed": 11, "step": 7, "suppress": (4, width - 1)}
+    options = {
+        "temperature": temperature,
+        "distribution": distribution,
+        "seed": 11,
+        "step": 7,
+        "suppress": (4, width - 1),
+    }
     cases.check(run(device, hidden, weight, **options), hidden, weight, **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("temperature, law", DRAWS)
+@pytest.mark.parametrize("temperature, distribution", DRAWS)
 @pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16)])
 def test_ties_go_to_the_lowest_id(
-    device: str, rows: int, width: int, depth: int, top_k: int, temperature: float, law: str
+    device: str, rows: int, width: int, depth: int, top_k: int, temperature: float, distribution: str
 ) -> None:
     hidden, weight = whole_numbers(rows, width, depth)
-    options = {"temperature": temperature, "law": law, "top_k": top_k, "seed": 2**40, "step": 2**32 - 1}
+    options = {
+        "temperature": temperature,
+        "distribution": distribution,
+        "top_k": top_k,
+        "seed": 2**40,
+        "step": 2**32 - 1,
+    }
     cases.check_exactly(run(device, hidden, weight, **options), hidden, weight, **options)
 
 
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.8, "seed": 3, "step": 2, "suppress": 5},
-    {"temperature": 1.2, "top_p": 0.8, "law": "sampling", "positions": torch.arange(24).view(4, 6) + 50},
-    {"min_p": 0.05, "law": "sampling", "top_k": 2},
+    {"temperature": 1.2, "top_p": 0.8, "distribution": "sampling", "positions": torch.arange(24).view(4, 6) + 50},
+    {"min_p": 0.05, "distribution": "sampling", "top_k": 2},
     {"temperature": 0.5, "step": torch.arange(6), "top_p": 0.9, "min_p": 0.01, "suppress": [0, 9]},
 ]
 
@@ -270,7 +282,7 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
         ({"temperature": -1.0}, ValueError, r"temperature must be in \[0, 1e30\], got -1\.0"),
         ({"top_k": 10}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 9, got 10"),
         ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1\.5"),
-        ({"law": "any"}, ValueError, r"law must be 'model' or 'sampling', got 'any'"),
+        ({"distribution": "any"}, ValueError, r"distribution must be 'model' or 'sampling', got 'any'"),
         ({"suppress": 9}, ValueError, r"suppress must be ids in 0 \.\. 8, got 9"),
         (
             {"step": torch.zeros(3, dtype=torch.int64)},

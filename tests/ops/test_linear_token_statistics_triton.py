@@ -49,20 +49,26 @@ def few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 CASES = [(dtype, *draw) for i, dtype in enumerate(dot_dtypes()) for draw in DRAWS[i % 2 :: 2]]
 
 
-@pytest.mark.parametrize("dtype, temperature, law", CASES)
-def test_within_the_error_budget(dtype: torch.dtype, temperature: float, law: str) -> None:
+@pytest.mark.parametrize("dtype, temperature, distribution", CASES)
+def test_within_the_error_budget(dtype: torch.dtype, temperature: float, distribution: str) -> None:
     hidden, weight = inputs(40, 331, 72, dtype)
-    options = {"temperature": temperature, "law": law, "seed": 2**40 + 3, "step": 7, "suppress": (4, 330)}
+    options = {
+        "temperature": temperature,
+        "distribution": distribution,
+        "seed": 2**40 + 3,
+        "step": 7,
+        "suppress": (4, 330),
+    }
     cases.check(run(hidden, weight, **options), hidden, weight, **options)
 
 
-@pytest.mark.parametrize("temperature, law", DRAWS)
+@pytest.mark.parametrize("temperature, distribution", DRAWS)
 @pytest.mark.parametrize("rows, width, depth, top_k", [(1, 1, 1, 1), (3, 2, 5, 2), (9, 700, 3, 16), (33, 129, 3, 1)])
 def test_ties_go_to_the_lowest_id(
-    rows: int, width: int, depth: int, top_k: int, temperature: float, law: str, few_parts: None
+    rows: int, width: int, depth: int, top_k: int, temperature: float, distribution: str, few_parts: None
 ) -> None:
     hidden, weight = whole_numbers(rows, width, depth)
-    options = {"temperature": temperature, "law": law, "top_k": top_k, "seed": -5, "step": 2**32 - 1}
+    options = {"temperature": temperature, "distribution": distribution, "top_k": top_k, "seed": -5, "step": 2**32 - 1}
     cases.check_exactly(run(hidden, weight, **options), hidden, weight, **options)
 
 
@@ -99,12 +105,12 @@ def test_values_that_are_no_ordinary_numbers(few_parts: None) -> None:
         strange = weight.clone()
         for token, value in values.items():
             strange[token, 0] = value
-        for options in ({"temperature": 0.8, "law": "sampling"}, {"suppress": (3, 7, 290, 299)}):
+        for options in ({"temperature": 0.8, "distribution": "sampling"}, {"suppress": (3, 7, 290, 299)}):
             found = run(hidden, strange, **options)
             logits = hidden.double() @ strange.double().T
             logits[:, list(options.get("suppress", ()))] = -INF
-            lawless = (logits.isnan() | (logits == INF)).any(1)
-            assert torch.equal(found.probs.isnan(), lawless) and torch.equal(found.entropy.isnan(), lawless)
+            undefined = (logits.isnan() | (logits == INF)).any(1)
+            assert torch.equal(found.probs.isnan(), undefined) and torch.equal(found.entropy.isnan(), undefined)
             cases.check_exactly(found, hidden, strange, **options)
 
 
@@ -117,12 +123,12 @@ def test_nothing_left() -> None:
 
 
 def test_far_apart_and_far_out() -> None:
-    """Logits of any size have a law: only differences count."""
+    """Logits of any size have a distribution: only differences count."""
     hidden = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1e-30]])
     weight = torch.tensor([[3e38, 0.0], [3e38, 1.0], [-3e38, -1.0], [0.0, 1e8]])
     cases.check_exactly(run(hidden, weight, top_k=4), hidden, weight, top_k=4)
     for temperature in (1e-42, 1e30):
-        found = run(hidden[1:], weight[1:], temperature=temperature, law="sampling", top_k=3)
+        found = run(hidden[1:], weight[1:], temperature=temperature, distribution="sampling", top_k=3)
         assert all(t.isfinite().all() for t in (found.probs, found.margin, found.entropy))
         assert torch.allclose(found.top_probs[1], torch.tensor([1.0, 0.0, 0.0] if temperature < 1 else [1 / 3] * 3))
 

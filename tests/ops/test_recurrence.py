@@ -28,7 +28,7 @@ def check_inject(impl, rows: Rows, **options: object) -> Tensor:
     return actual
 
 
-# --- the law of a state --------------------------------------------------------------------------------------------------------
+# --- the distribution of a state --------------------------------------------------------------------------------------------------------
 
 
 def test_quantile_is_the_normal_one_cut_at_three() -> None:
@@ -64,7 +64,9 @@ def test_a_state_is_philox_under_a_counter_of_its_own(impl) -> None:
 def test_moments_of_a_state() -> None:
     state = reference.initial_state(torch.tensor(1), torch.arange(200), 5280).double()
     assert state.abs().max() <= 3 * 0.4**0.5
-    assert abs(state.mean()) < 3e-3 and abs(state.var() / 0.4 - 0.97334) < 3e-3  # 0.97334: variance of the cut law
+    assert (
+        abs(state.mean()) < 3e-3 and abs(state.var() / 0.4 - 0.97334) < 3e-3
+    )  # 0.97334: variance of the cut distribution
     assert abs((state[:-1] * state[1:]).mean()) < 3e-3 and abs((state[:, :-1] * state[:, 1:]).mean()) < 3e-3
 
 

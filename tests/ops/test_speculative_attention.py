@@ -82,7 +82,7 @@ def test_pages_give_the_bits_of_one_piece(backend: str, page_size: int) -> None:
 @pytest.mark.parametrize("page_size", [0, 16])
 @pytest.mark.parametrize("lengths, slots", [([2100, 700], 2101), ([9000, 0, 4096, 4097, 8191, 8193], 9000)])
 def test_long_prefixes(backend: str, lengths: list[int], slots: int, page_size: int, dtype: torch.dtype) -> None:
-    """Kernels cut long prefixes into shares; capacity and length fall into different ones."""
+    """Kernels cut long prefixes into splits; capacity and length fall into different ones."""
     mask = masks.quadratic(3)
     check(backend, make_inputs(mask.q_len, lengths, slots=slots, page_size=page_size, dtype=dtype), mask)
 
@@ -240,7 +240,7 @@ def test_strides(backend: str, how: str, page_size: int) -> None:
     )
 
 
-def test_sequences_may_share_their_prefix(backend: str) -> None:
+def test_sequences_may_split_their_prefix(backend: str) -> None:
     """A cache expanded over the batch, or one page in many tables."""
     one = make_inputs(9, [70])
     many = one.map(lambda x: x.expand(3, *x.shape[1:]))

@@ -102,7 +102,7 @@ def test_any_shape(backend: str, case: tuple[Inputs, Rows, int]) -> None:
 
 
 def test_long_prefixes(backend: str) -> None:
-    """Kernels cut them into shares, of which one stores."""
+    """Kernels cut them into splits, of which one stores."""
     inputs, rows = make(12, [9000, 0, 4096, 8191, 4095], slots=9012, heads=2, kv_heads=1)
     check_append(backend, inputs, masks.causal(12), rows)
 
@@ -231,12 +231,12 @@ BAD_VALUES = {
     "room": (
         GOOD._replace(lengths=torch.tensor([3, 20])),
         Rows(),
-        "cache_lengths + counts must be at most the capacity 24, got 26 for sequence 1. Make the cache larger, reserve more pages, or",
+        "lengths + counts must be at most the capacity 24, got 26 for sequence 1. Make the cache larger, reserve more pages, or",
     ),
     "length": (
         GOOD._replace(lengths=torch.tensor([25, 3])),
         Rows(COUNTS),
-        "cache_lengths must be in [0, 24], got 25 for sequence 0.",
+        "lengths must be in [0, 24], got 25 for sequence 0.",
     ),
     "source": (
         GOOD,
@@ -307,7 +307,7 @@ BAD_CALLS = {
 def test_bad_calls(name: str, case: str) -> None:
     changed, kind, text = BAD_CALLS[case]
     arguments = {
-        **dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "cache_lengths"), GOOD)),
+        **dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "lengths"), GOOD)),
         "plan": MASK.plan(16, 16),
         **changed,
     }

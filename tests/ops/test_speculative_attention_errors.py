@@ -23,7 +23,7 @@ PLAN = MASK.plan(16, 32)
 GOOD = make_inputs(20, [24, 7], slots=24, heads=4, kv_heads=2, head_dim=16)
 PAGED = in_pages(GOOD, 4)
 Q, K_NEW, V_NEW, K_CACHE, V_CACHE, LENGTHS, _ = GOOD
-NAMES = ("q", "k_new", "v_new", "k_cache", "v_cache", "cache_lengths", "block_table")
+NAMES = ("q", "k_new", "v_new", "k_cache", "v_cache", "lengths", "block_table")
 
 CASES = {
     "q no tensor": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
@@ -115,18 +115,18 @@ CASES = {
         "k_cache must have the batch 2 of q, got (15, 4, 2, 16). Pass the block_table of a paged cache.",
     ),
     "lengths no tensor": (
-        {"cache_lengths": [24, 7]},
+        {"lengths": [24, 7]},
         TypeError,
-        "cache_lengths must be an int32 or int64 tensor, got list. Convert it with .to(torch.int64).",
+        "lengths must be an int32 or int64 tensor, got list. Convert it with .to(torch.int64).",
     ),
     "lengths' dtype": (
-        {"cache_lengths": LENGTHS.float()},
+        {"lengths": LENGTHS.float()},
         TypeError,
-        "cache_lengths must be an int32 or int64 tensor, got torch.float32.",
+        "lengths must be an int32 or int64 tensor, got torch.float32.",
     ),
-    "lengths' shape": ({"cache_lengths": LENGTHS[:1]}, ValueError, "cache_lengths must have shape (2), got (1,)"),
-    "one length": ({"cache_lengths": LENGTHS[0]}, ValueError, "cache_lengths must have shape (2), got ()"),
-    "lengths' device": ({"cache_lengths": LENGTHS.to("meta")}, ValueError, "cache_lengths must be on cpu, got meta."),
+    "lengths' shape": ({"lengths": LENGTHS[:1]}, ValueError, "lengths must have shape (2), got (1,)"),
+    "one length": ({"lengths": LENGTHS[0]}, ValueError, "lengths must have shape (2), got ()"),
+    "lengths' device": ({"lengths": LENGTHS.to("meta")}, ValueError, "lengths must be on cpu, got meta."),
     "table's dtype": (
         {**PAGED._asdict(), "block_table": PAGED.block_table.short()},
         TypeError,
@@ -156,7 +156,7 @@ CASES = {
     "samples": (
         {"plan": masks.TilePlan.stack([PLAN] * 3)},
         ValueError,
-        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
+        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples split.",
     ),
     "plan's device": (
         {"plan": PLAN.to("meta")},
@@ -168,22 +168,18 @@ CASES = {
     "scale no number": ({"scale": "1"}, TypeError, "scale must be a number, got str"),
     "backend": ({"backend": "fast"}, ValueError, "backend must be one of auto, native, triton, reference, got 'fast'"),
     "too long": (
-        {"cache_lengths": torch.tensor([24, 30])},
+        {"lengths": torch.tensor([24, 30])},
         ValueError,
-        "cache_lengths must be in [0, 24], got 30 for sequence 1. The cache holds 24 rows a sequence.",
+        "lengths must be in [0, 24], got 30 for sequence 1. The cache holds 24 rows a sequence.",
     ),
-    "negative": (
-        {"cache_lengths": torch.tensor([-1, 3])},
-        ValueError,
-        "cache_lengths must be in [0, 24], got -1 for sequence 0.",
-    ),
+    "negative": ({"lengths": torch.tensor([-1, 3])}, ValueError, "lengths must be in [0, 24], got -1 for sequence 0."),
     "too long for the table": (
-        {**PAGED._asdict(), "cache_lengths": torch.tensor([25, 0])},
+        {**PAGED._asdict(), "lengths": torch.tensor([25, 0])},
         ValueError,
-        "cache_lengths must be in [0, 24], got 25 for sequence 0. The cache holds 24 rows a sequence.",
+        "lengths must be in [0, 24], got 25 for sequence 0. The cache holds 24 rows a sequence.",
     ),
     "no such page": (
-        {**PAGED._asdict(), "cache_lengths": torch.tensor([24, 9])},
+        {**PAGED._asdict(), "lengths": torch.tensor([24, 9])},
         ValueError,
         f"block_table[1, 2] must be in [0, 14], got {-(2**20)} for sequence 1. Every page of the prefix must exist.",
     ),
@@ -210,7 +206,7 @@ NOT_TRACED |= {"too long", "negative", "too long for the table", "no such page",
 
 def arguments_of(case: str) -> dict[str, object]:
     # `Inputs` says "lengths".
-    changed = {("cache_lengths" if name == "lengths" else name): value for name, value in CASES[case][0].items()}
+    changed = {("lengths" if name == "lengths" else name): value for name, value in CASES[case][0].items()}
     return {**dict(zip(NAMES, GOOD)), "plan": PLAN, **changed}
 
 
@@ -303,7 +299,7 @@ def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> N
     arguments[5] = torch.tensor([24, 30])
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
     with pytest.raises(
-        ValueError, match=r"cache_lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"
+        ValueError, match=r"lengths must be in \[0, 24\], got 30 for sequence 1\. The cache holds 24 rows"
     ):
         module._by_triton(module.OP, *arguments)
 

@@ -40,8 +40,8 @@ def test_within_the_error_budget(level_ops: object, tail: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_shares_of_a_long_prefix(level_ops: object, dtype: torch.dtype) -> None:
-    """Beyond 4096 slots there are several shares, whatever the length; a sequence by itself gets the same bits."""
+def test_splits_of_a_long_prefix(level_ops: object, dtype: torch.dtype) -> None:
+    """Beyond 4096 slots there are several splits, whatever the length; a sequence by itself gets the same bits."""
     inputs = make_inputs(42, (4200, 0, 90), slots=4300, heads=2, kv_heads=1, head_dim=32, dtype=dtype)
     results = run(level_ops, inputs, "quadratic")
     dense = TAILS["quadratic"].dense()

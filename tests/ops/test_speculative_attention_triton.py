@@ -77,7 +77,7 @@ def test_tile_sizes(blocks: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1100, 3, 1024, 257]])
-def test_many_shares(lengths: list[int]) -> None:
+def test_many_splits(lengths: list[int]) -> None:
     assert kernels.choose_splits(2048, 2) == 8
     for page_size in (0, 64):
         check(make_inputs(9, lengths, slots=2048, page_size=page_size), pd.masks.candidates(3, 3))
@@ -208,7 +208,7 @@ def test_rows_are_stored_behind_the_prefix(how: str, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [0, 16])
-def test_one_of_many_shares_stores(page_size: int) -> None:
+def test_one_of_many_splits_stores(page_size: int) -> None:
     inputs = cases.make_inputs(3, [700, 3, 512], slots=1024, head_dim=16, dtype=torch.float16)
     rows = cases.make_rows(inputs, "both")
     cases.check_append(

@@ -141,7 +141,7 @@ def test_a_row_that_is_not_there_is_not_read(impl) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("width", [20, 1000, 20_000])
-def test_rows_without_a_law(impl, width: int, temperature: float) -> None:
+def test_rows_without_a_distribution(impl, width: int, temperature: float) -> None:
     logits = rows_of(7, width)
     logits[0] = -INF
     logits[1, [3, width // 2]] = NAN
@@ -151,7 +151,7 @@ def test_rows_without_a_law(impl, width: int, temperature: float) -> None:
     logits[4] = NAN
     logits[5] = -INF
     logits[5, width - 2] = INF
-    for options in ({}, {"top_p": 0.8, "min_p": 0.1}, {"law": "sampling", "top_p": 0.5}):
+    for options in ({}, {"top_p": 0.8, "min_p": 0.1}, {"distribution": "sampling", "top_p": 0.5}):
         found = run(impl, logits, temperature=temperature, **options)
         assert found.ids[:6].tolist() == [-1, 3, 5, width - 1, 0, width - 2]
         expected = logits[1:6].sort(dim=-1, descending=True, stable=True).indices[:, :5]
@@ -206,7 +206,7 @@ def test_empty_and_single(impl, shape: tuple[int, ...]) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(impl) -> None:
-    logits, options = rows_of(9, 9001), {"temperature": 0.8, "top_p": 0.9, "law": "sampling"}
+    logits, options = rows_of(9, 9001), {"temperature": 0.8, "top_p": 0.9, "distribution": "sampling"}
     together, again = run(impl, logits, **options), run(impl, logits, **options)
     alone = run(impl, logits[4:5], positions=torch.tensor([4]), **options)
     assert all(torch.equal(a, b) and torch.equal(a[4:5], c) for a, b, c in zip(together, again, alone))
@@ -226,7 +226,7 @@ def test_threads_give_the_same_bits() -> None:
 def test_result_does_not_depend_on_the_order_of_threads() -> None:
     impl, logits = implementation("cudasim"), rows_of(3, 9000)
     logits[1, 600] = NAN
-    options = {"temperature": 0.8, "top_p": 0.9, "law": "sampling", "suppress": [17]}
+    options = {"temperature": 0.8, "top_p": 0.9, "distribution": "sampling", "suppress": [17]}
     expected = run(impl, logits, **options)
     for order in impl.schedules():
         with order:
@@ -319,7 +319,7 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
         ({"top_k": 0}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),
         ({"top_k": 17}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17"),
         ({"logits": X[:, :3], "top_k": 4}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4"),
-        ({"law": "dream"}, ValueError, r"law must be 'model' or 'sampling', got 'dream'"),
+        ({"distribution": "dream"}, ValueError, r"distribution must be 'model' or 'sampling', got 'dream'"),
         (
             {"backend": "triton"},
             NotImplementedError,

@@ -1,4 +1,4 @@
-"""Draws of token_statistics: their numbers, their law, and the filters."""
+"""Draws of token_statistics: their numbers, their distribution, and the filters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ INF = math.inf
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, width", [(300, 7), (100, 1031), (20, 8200)])
-@pytest.mark.parametrize("temperature, law", [(0.3, "model"), (1.0, "sampling"), (2.5, "sampling")])
-def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype, temperature: float, law: str) -> None:
+@pytest.mark.parametrize("temperature, distribution", [(0.3, "model"), (1.0, "sampling"), (2.5, "sampling")])
+def test_within_the_error_budget(
+    impl, rows: int, width: int, dtype: torch.dtype, temperature: float, distribution: str
+) -> None:
     logits, options = (
         rows_of(rows, width, dtype),
-        {"temperature": temperature, "law": law, "seed": 2**40 + 3, "step": 9},
+        {"temperature": temperature, "distribution": distribution, "seed": 2**40 + 3, "step": 9},
     )
     check(run(impl, logits, **options), logits, **options)
 
@@ -47,7 +49,7 @@ def test_any_temperature(impl, temperature: float) -> None:
     found = run(impl, logits, temperature=temperature)
     expected = logits.argmax(-1) if temperature < 1 else torch.tensor(draw(torch.zeros(50, 200), range(50), 1.0, 0, 0))
     assert torch.equal(found.ids, expected)
-    assert run(impl, logits, temperature=temperature, law="sampling").entropy.isfinite().all()
+    assert run(impl, logits, temperature=temperature, distribution="sampling").entropy.isfinite().all()
 
 
 def test_equal_scores_go_to_the_lowest_id(impl) -> None:
@@ -57,16 +59,20 @@ def test_equal_scores_go_to_the_lowest_id(impl) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"top_p": 0.8}, {"min_p": 0.2}], ids=str)
-def test_the_law_of_the_draw(options: dict[str, float]) -> None:
-    """Chi-square of 40 000 draws against the filtered and tempered law."""
+def test_the_distribution_of_the_draw(options: dict[str, float]) -> None:
+    """Chi-square of 40 000 draws against the filtered and tempered distribution."""
     logits, temperature, count = torch.tensor([2.0, -1.0, 0.5, 0.5, 1.0, -3.0, 0.0, -INF]), 1.7, 40_000
     ids = pd.token_statistics(logits.expand(count, 8).contiguous(), temperature=temperature, seed=11, **options).ids
     keep = kept(logits[None], temperature, options.get("top_p", 1.0), options.get("min_p", 0.0))[0]
-    law = torch.softmax(torch.where(keep, logits.double() / temperature, -INF), -1)
+    distribution = torch.softmax(torch.where(keep, logits.double() / temperature, -INF), -1)
     seen = ids.bincount(minlength=8).double()
-    assert (seen[law == 0] == 0).all()
-    deviation = ((seen - count * law)[law > 0].square() / (count * law[law > 0])).sum().item()
-    degrees = int((law > 0).sum()) - 1
+    assert (seen[distribution == 0] == 0).all()
+    deviation = (
+        ((seen - count * distribution)[distribution > 0].square() / (count * distribution[distribution > 0]))
+        .sum()
+        .item()
+    )
+    degrees = int((distribution > 0).sum()) - 1
     assert deviation < degrees + 4 * math.sqrt(2 * degrees)
 
 
@@ -78,10 +84,10 @@ def test_the_law_of_the_draw(options: dict[str, float]) -> None:
 @pytest.mark.parametrize(
     "options", [{"top_p": 0.9}, {"min_p": 0.03}, {"top_p": 0.5, "min_p": 0.2}, {"top_p": 0.97}], ids=str
 )
-def test_filtered_laws(impl, dtype: torch.dtype, width: int, options: dict[str, float]) -> None:
+def test_filtered_distributions(impl, dtype: torch.dtype, width: int, options: dict[str, float]) -> None:
     logits = rows_of(30, width, dtype)
     for temperature in (0.0, 0.6):
-        call = {"temperature": temperature, "law": "sampling", "suppress": [2], **options}
+        call = {"temperature": temperature, "distribution": "sampling", "suppress": [2], **options}
         check(run(impl, logits, **call), logits, **call)
     call = {"temperature": 0.6, "suppress": [2], **options}
     check(run(impl, logits, **call), logits, **call)
@@ -103,11 +109,11 @@ def test_the_edge_of_the_nucleus(impl) -> None:
         (0.95, 5),
         (1.0, 5),
     ):
-        found = run(impl, logits, top_p=top_p, law="sampling")
+        found = run(impl, logits, top_p=top_p, distribution="sampling")
         assert int((found.top_probs > 0).sum()) == stay, top_p
         assert found.top_ids[0, :2].tolist() == [1, 4 if stay > 1 else 0]
     for min_p, stay in ((1.0, 1), (0.51, 1), (0.49, 2), (0.26, 2), (0.24, 3), (0.126, 3), (0.124, 5)):
-        assert int((run(impl, logits, min_p=min_p, law="sampling").top_probs > 0).sum()) == stay, min_p
+        assert int((run(impl, logits, min_p=min_p, distribution="sampling").top_probs > 0).sum()) == stay, min_p
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,15 +123,15 @@ def test_many_equals_at_the_edge(impl, dtype: torch.dtype) -> None:
     logits[:, 4500:] = -40.0
     logits[0, 77] = -0.75 + math.log(4500)
     logits[1, 78] = -0.5
-    found = run(impl, logits, law="sampling", top_p=0.7)
+    found = run(impl, logits, distribution="sampling", top_p=0.7)
     assert found.entropy[0].item() == pytest.approx(0.5 * math.log(4500) + math.log(2), rel=1e-2)
-    check(found, logits, law="sampling", top_p=0.7)
-    few = run(impl, logits, law="sampling", top_p=0.3)
+    check(found, logits, distribution="sampling", top_p=0.7)
+    few = run(impl, logits, distribution="sampling", top_p=0.3)
     assert few.probs[0] == 1 and few.entropy[0] == 0
-    assert (run(impl, logits, law="sampling", top_p=0.0).probs == 1).all()
+    assert (run(impl, logits, distribution="sampling", top_p=0.0).probs == 1).all()
 
 
-def test_filters_leave_the_models_law_alone(impl) -> None:
+def test_filters_leave_the_models_distribution_alone(impl) -> None:
     logits = rows_of(20, 300)
     plain, filtered = run(impl, logits, temperature=0.9), run(impl, logits, temperature=0.9, top_p=0.4)
     assert all(torch.equal(a, b) for a, b in list(zip(plain, filtered))[2:])

@@ -14,5 +14,8 @@ from tests.ops.token_cases import DTYPES, check, rows_of
 def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torch.dtype) -> None:
     logits = rows_of(rows, width, dtype)
     check(pd.TokenStatistics(*level_ops.token_statistics(logits)), logits)
-    for options in ({"temperature": 0.8}, {"temperature": 0.8, "top_p": 0.9, "law": "sampling", "suppress": [3]}):
+    for options in (
+        {"temperature": 0.8},
+        {"temperature": 0.8, "top_p": 0.9, "distribution": "sampling", "suppress": [3]},
+    ):
         check(pd.TokenStatistics(*level_ops.token_statistics(logits, **options)), logits, **options)

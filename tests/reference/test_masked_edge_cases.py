@@ -130,7 +130,7 @@ def test_ties_go_to_the_lowest_place_and_the_lowest_id() -> None:
 
 
 def test_certain_guesses_tie_at_one() -> None:
-    """In half precision everything above 0.998 is 1; in fp64 it takes a law without anything else."""
+    """In half precision everything above 0.998 is 1; in fp64 it takes a distribution without anything else."""
     certain = flat(6, level=math.inf)
 
     def model(tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:

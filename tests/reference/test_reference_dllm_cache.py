@@ -200,10 +200,10 @@ def test_a_run_is_lladas_loop_over_the_caches_logits(
     for step in result.trace:
         logits = lean(step.tokens)[:, :12]
         masks = [p for p in range(*step.window) if step.tokens[p] == 12]
-        law = logits[[p - 5 for p in masks]].softmax(-1)
-        assert step.confidence == pytest.approx(dict(zip(masks, law.amax(-1).tolist())))
+        distribution = logits[[p - 5 for p in masks]].softmax(-1)
+        assert step.confidence == pytest.approx(dict(zip(masks, distribution.amax(-1).tolist())))
         best = max(masks, key=lambda p: step.confidence[p])
-        assert step.committed == {best: law[masks.index(best)].argmax().item()}
+        assert step.committed == {best: distribution[masks.index(best)].argmax().item()}
     if not ends:
         assert result.forwards == len(result.tokens) == limit
 
@@ -216,8 +216,8 @@ def test_guidance_compares_two_caches() -> None:
     given, free = LeanCache(MODELS["own"], intervals, 0.25), LeanCache(MODELS["own"], intervals, 0.25)
     for step in result.trace:
         c, u = given(step.tokens), free([12] * 5 + step.tokens[5:])
-        law = (u + 1.7 * (c - u))[:, :12].softmax(-1)
-        assert step.confidence == pytest.approx({p: law[p - 5].max().item() for p in step.confidence})
+        distribution = (u + 1.7 * (c - u))[:, :12].softmax(-1)
+        assert step.confidence == pytest.approx({p: distribution[p - 5].max().item() for p in step.confidence})
 
 
 def test_a_shorter_forward_leaves_the_rows_behind_it_as_they_were() -> None:

@@ -1,4 +1,4 @@
-"""Dream's sampler: its times, its scores of the law that is drawn from, and the orders that chance decides."""
+"""Dream's sampler: its times, its scores of the distribution that is drawn from, and the orders that chance decides."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_what_holds_for_every_run(
 @pytest.mark.parametrize("algorithm", ["maskgit_plus", "topk_margin", "entropy"])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 9])
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (0.0, 0.7), (0.8, 1.0), (0.8, 0.7)])
-def test_scores_are_of_the_law_that_is_drawn_from(
+def test_scores_are_of_the_distribution_that_is_drawn_from(
     algorithm: str, temperature: float, top_p: float, top_k: int | None
 ) -> None:
     model = Tabled(7, "next", seed=3)
@@ -110,15 +110,15 @@ def test_scores_are_of_the_law_that_is_drawn_from(
         logits = model(torch.tensor([step.tokens]), torch.arange(7)[None], torch.ones(7, 7, dtype=torch.bool))[0]
         scores, tokens = {}, {}
         for p in step.confidence:
-            law = (logits[p - 1, :6] / (temperature or 1)).softmax(-1).tolist()
-            kept = [v for v in range(6) if sum(q for q in law if q > law[v]) < top_p]
-            kept = sorted(kept, key=lambda v: -law[v])[:top_k]
+            distribution = (logits[p - 1, :6] / (temperature or 1)).softmax(-1).tolist()
+            kept = [v for v in range(6) if sum(q for q in distribution if q > distribution[v]) < top_p]
+            kept = sorted(kept, key=lambda v: -distribution[v])[:top_k]
             noise = -torch.log(-torch.log(uniforms(2, number, torch.tensor(p), torch.arange(6))))
             tokens[p] = max(kept, key=lambda v: logits[p - 1, v].item() + temperature * noise[v].item())
-            mass = sum(law[v] for v in kept)
-            probs = sorted(((law[v] / mass) for v in kept), reverse=True)
+            mass = sum(distribution[v] for v in kept)
+            probs = sorted(((distribution[v] / mass) for v in kept), reverse=True)
             scores[p] = {
-                "maskgit_plus": law[tokens[p]] / mass,
+                "maskgit_plus": distribution[tokens[p]] / mass,
                 "topk_margin": probs[0] - (probs[1] if len(probs) > 1 else 0),
                 "entropy": sum(q * math.log(q) for q in probs),
             }[algorithm]
@@ -128,7 +128,7 @@ def test_scores_are_of_the_law_that_is_drawn_from(
 
 
 def test_the_order_is_drawn_by_the_scores() -> None:
-    """Two of three places; the law of the pair is that of drawing without putting back."""
+    """Two of three places; the distribution of the pair is that of drawing without putting back."""
     confidence = [0.9, 0.5, 0.3]
     model = ScriptedMasked(fixed(confidence))
     seen: collections.Counter[tuple[int, ...]] = collections.Counter()

@@ -57,9 +57,9 @@ def test_caches_are_old_rows(predicts: str, cache: str, threshold: float) -> Non
         single = first and cache != "none" and predicts == "next"
         assert step.window == (start, start + 1 if single else stop)
         masks = [p for p in range(*step.window) if step.tokens[p] == 12]
-        law = logits[masks].softmax(-1)
-        assert step.confidence == pytest.approx(dict(zip(masks, law.amax(-1).tolist())), rel=1e-9)
-        guesses = dict(zip(masks, law.argmax(-1).tolist()))
+        distribution = logits[masks].softmax(-1)
+        assert step.confidence == pytest.approx(dict(zip(masks, distribution.amax(-1).tolist())), rel=1e-9)
+        guesses = dict(zip(masks, distribution.argmax(-1).tolist()))
         chosen = [p for p in masks if step.confidence[p] >= threshold] or [max(masks, key=lambda p: step.confidence[p])]
         assert step.committed == {p: guesses[p] for p in (masks if single else chosen)}
         several += len(step.committed) > 1

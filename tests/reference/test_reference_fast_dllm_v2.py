@@ -53,11 +53,13 @@ def replay(
         step = next(steps)
         assert step.tokens == canvas and step.window == window
         open_places = [p for p in range(max(window[0], len(prompt)), window[1]) if canvas[p] == MASK]
-        laws = {p: logits[p - 1 - first, :MASK].softmax(-1) for p in open_places}
-        assert step.confidence == pytest.approx({p: law.max().item() for p, law in laws.items()})
+        distributions = {p: logits[p - 1 - first, :MASK].softmax(-1) for p in open_places}
+        assert step.confidence == pytest.approx(
+            {p: distribution.max().item() for p, distribution in distributions.items()}
+        )
         best = max(open_places, key=lambda p: step.confidence[p], default=None)
         chosen = {p for p in open_places if step.confidence[p] > threshold or p == best}
-        assert step.committed == {p: laws[p].argmax().item() for p in chosen}
+        assert step.committed == {p: distributions[p].argmax().item() for p in chosen}
         for p, token in step.committed.items():
             canvas[p] = token
 
@@ -167,11 +169,11 @@ def test_sampling_and_its_confidence(top_p: float) -> None:
     full = torch.ones(8, 8, dtype=torch.bool)
     logits = MODEL(torch.tensor([step.tokens]), torch.arange(8)[None], full)[0, :, :MASK]
     for place, token in step.committed.items():
-        law = (logits[place - 1] / 1.2).softmax(-1)
-        kept = torch.tensor([law[law > p].sum().item() < top_p for p in law.tolist()])
+        distribution = (logits[place - 1] / 1.2).softmax(-1)
+        kept = torch.tensor([distribution[distribution > p].sum().item() < top_p for p in distribution.tolist()])
         noise = torch.log(-torch.log(uniforms(4, 1, torch.tensor(place), torch.arange(MASK))))
         assert token == (logits[place - 1] - 1.2 * noise).masked_fill(~kept, -torch.inf).argmax().item()
-        assert step.confidence[place] == pytest.approx((law[token] / law[kept].sum()).item())
+        assert step.confidence[place] == pytest.approx((distribution[token] / distribution[kept].sum()).item())
 
 
 def test_refusals() -> None:

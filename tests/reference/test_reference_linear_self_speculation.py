@@ -1,4 +1,4 @@
-"""Linear self-speculation against autoregressive decoding, against its law, and against steps written out by hand."""
+"""Linear self-speculation against autoregressive decoding, against its distribution, and against steps written out by hand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.reference.tri_mode import (
     follows,
     never,
     patchy,
-    sequence_law,
+    sequence_distribution,
 )
 
 token = st.integers(0, MASK - 1)
@@ -154,17 +154,17 @@ def outcomes(model: Table, runs: int, temperature: float, **options: Any) -> tup
     return counts, accepted / cycles
 
 
-def test_law_of_both_verifications(small: Table) -> None:
-    expected = sequence_law(small, [1], 3, 1.2)
+def test_distribution_of_both_verifications(small: Table) -> None:
+    expected = sequence_distribution(small, [1], 3, 1.2)
     assert len(expected) == 27 and abs(sum(expected.values()) - 1) < 1e-12
     compare, compared = outcomes(small, 400, 1.2, block_size=4, verification="compare")
     reject, tested = outcomes(small, 400, 1.2, block_size=4, verification="rejection")
     assert follows(compare, expected) and follows(reject, expected)
     assert tested > compared + 0.05  # sum of min(p, q) against sum of p q
-    assert not follows(reject, sequence_law(small, [1], 3, 0.8))  # the test does tell laws apart
+    assert not follows(reject, sequence_distribution(small, [1], 3, 0.8))  # the test does tell distributions apart
 
 
-def test_verdict_is_the_law_of_the_verifier() -> None:
+def test_verdict_is_the_distribution_of_the_verifier() -> None:
     p, q = torch.tensor([0.5, 0.2, 0.3, 0.0]).double(), torch.tensor([0.1, 0.6, 0.2, 0.1]).double()
     places = range(3000)
     guesses = draw(q.log().expand(3000, 4), places, 1.0, 7, 3)

@@ -1,4 +1,4 @@
-"""LLaDA's sampler and what all samplers share: quotas, ranks, laws, ends, and steps written out by hand."""
+"""LLaDA's sampler and what all samplers share: quotas, ranks, distributions, ends, and steps written out by hand."""
 
 from __future__ import annotations
 
@@ -81,10 +81,12 @@ def test_ranks(confidence: list[float]) -> None:
 
 
 def test_scores() -> None:
-    law = torch.tensor([[0.5, 0.3, 0.2, 0.0]], dtype=torch.float64)
-    assert shared.probability(law, [1]).item() == 0.3
-    assert shared.margin(law, [1]).item() == pytest.approx(0.2)
-    assert shared.negative_entropy(law, [1]).item() == pytest.approx(sum(p * math.log(p) for p in (0.5, 0.3, 0.2)))
+    distribution = torch.tensor([[0.5, 0.3, 0.2, 0.0]], dtype=torch.float64)
+    assert shared.probability(distribution, [1]).item() == 0.3
+    assert shared.margin(distribution, [1]).item() == pytest.approx(0.2)
+    assert shared.negative_entropy(distribution, [1]).item() == pytest.approx(
+        sum(p * math.log(p) for p in (0.5, 0.3, 0.2))
+    )
     one = torch.ones(1, 1, dtype=torch.float64)
     assert shared.margin(one, [0]).item() == 1.0 and shared.negative_entropy(one, [0]).item() == 0.0
 
@@ -174,8 +176,8 @@ def test_sampling_draws_the_guess_and_ranks_it_without_the_noise() -> None:
         logits = model(torch.tensor([step.tokens]), torch.arange(6)[None], torch.ones(6, 6, dtype=torch.bool))[0, :, :5]
         noise = torch.log(-torch.log(uniforms(9, number, torch.arange(6)[:, None], torch.arange(6))))[:, :5]
         guesses = (logits - 1.3 * noise).argmax(-1).tolist()
-        law = logits.softmax(-1)
-        assert step.confidence == pytest.approx({p: law[p, guesses[p]].item() for p in step.confidence})
+        distribution = logits.softmax(-1)
+        assert step.confidence == pytest.approx({p: distribution[p, guesses[p]].item() for p in step.confidence})
         best = max(step.confidence, key=step.confidence.__getitem__)
         assert step.committed == {best: guesses[best]}
     assert len({tuple(llada(model, [1], 5, mask_token=5, temperature=1.3, seed=s).tokens) for s in range(8)}) > 4
@@ -191,8 +193,8 @@ def test_guidance() -> None:
             model(torch.tensor([tokens]), torch.arange(5)[None], full)[0, :, :5]
             for tokens in (step.tokens, [5, 5, *step.tokens[2:]])
         )
-        law = (unconditional + 1.8 * (conditional - unconditional)).softmax(-1)
-        assert step.confidence == pytest.approx({p: law[p].max().item() for p in step.confidence})
+        distribution = (unconditional + 1.8 * (conditional - unconditional)).softmax(-1)
+        assert step.confidence == pytest.approx({p: distribution[p].max().item() for p in step.confidence})
     scripted = ScriptedMasked(fixed([0.5]))
     llada(scripted, [3], 1, mask_token=MASK, guidance=0.5)
     llada(scripted, [3], 1, mask_token=MASK)

@@ -17,7 +17,7 @@ from pdkernels.reference.quadratic_self_speculation import (
     quadratic_self_speculation,
     verifier,
 )
-from pdkernels.reference.sampling import causal_logits, law, sampled_autoregressive
+from pdkernels.reference.sampling import causal_logits, distribution, sampled_autoregressive
 from tests.decoding.fake_models import SCRIPTS, from_list
 from tests.harness.error_budget import assert_within_budget
 from tests.reference.tri_mode import (
@@ -30,7 +30,7 @@ from tests.reference.tri_mode import (
     follows,
     never,
     patchy,
-    sequence_law,
+    sequence_distribution,
 )
 
 token = st.integers(0, MASK - 1)
@@ -42,7 +42,7 @@ token = st.integers(0, MASK - 1)
     skill=st.sampled_from(sorted(SKILLS)),
     prompt=st.lists(token, min_size=1, max_size=5),
     limit=st.integers(0, 14),
-    draft_len=st.integers(1, 5),
+    block_size=st.integers(1, 5),
     more=st.integers(0, 2),
     label_shift=st.integers(0, 1),
     in_group=st.sampled_from(["bidirectional", "causal"]),
@@ -54,7 +54,7 @@ def test_greedy_equals_autoregressive(
     skill: str,
     prompt: list[int],
     limit: int,
-    draft_len: int,
+    block_size: int,
     more: int,
     label_shift: int,
     in_group: str,
@@ -69,8 +69,8 @@ def test_greedy_equals_autoregressive(
         prompt,
         limit,
         mask_token=MASK,
-        draft_len=draft_len,
-        masks_per_group=draft_len - label_shift + more,
+        block_size=block_size,
+        masks_per_group=block_size - label_shift + more,
         label_shift=label_shift,
         in_group=in_group,
         layout=layout,
@@ -79,7 +79,7 @@ def test_greedy_equals_autoregressive(
     )
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0) <= greedy.forwards
-    assert all(1 <= step.accepted <= len(step.draft) == len(step.predictions) <= draft_len for step in result.trace)
+    assert all(1 <= step.accepted <= len(step.draft) == len(step.predictions) <= block_size for step in result.trace)
     assert_clean_rows_see_no_noise(model.calls, MASK)
 
 
@@ -87,10 +87,10 @@ def test_greedy_equals_autoregressive(
 @given(
     seed=st.integers(0, 99),
     prompt=st.lists(st.integers(0, 5), min_size=1, max_size=5),
-    draft_len=st.integers(1, 4),
+    block_size=st.integers(1, 4),
     in_group=st.sampled_from(["bidirectional", "causal"]),
 )
-def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], draft_len: int, in_group: str) -> None:
+def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], block_size: int, in_group: str) -> None:
     model = TinyTransformer(6, seed)
     greedy = autoregressive(model, prompt, 7)
     for drafter in (None, model):
@@ -100,7 +100,7 @@ def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], d
                 prompt,
                 7,
                 mask_token=5,
-                draft_len=draft_len,
+                block_size=block_size,
                 in_group=in_group,
                 layout=layout,
                 draft_model=drafter,
@@ -115,29 +115,31 @@ def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], d
 @given(
     seed=st.integers(0, 2**64 - 1),
     temperature=st.sampled_from([0.3, 1.0, 2.5]),
-    draft_len=st.integers(1, 4),
+    block_size=st.integers(1, 4),
     ends=st.lists(st.integers(0, 3), max_size=1),
     limit=st.integers(0, 7),
 )
 def test_sampling_writes_the_sampled_tokens(
-    seed: int, temperature: float, draft_len: int, ends: list[int], limit: int
+    seed: int, temperature: float, block_size: int, ends: list[int], limit: int
 ) -> None:
     model = Table(5)
     sampled = sampled_autoregressive(model, [2, 0], limit, temperature=temperature, end_tokens=ends, seed=seed)
     result = quadratic_self_speculation(
-        model, [2, 0], limit, mask_token=4, draft_len=draft_len, temperature=temperature, end_tokens=ends, seed=seed
+        model, [2, 0], limit, mask_token=4, block_size=block_size, temperature=temperature, end_tokens=ends, seed=seed
     )
     assert result.tokens == sampled.tokens
 
 
-def test_law_of_the_sampled_tokens() -> None:
+def test_distribution_of_the_sampled_tokens() -> None:
     model = Table(4, seed=5)
     run = lambda seed: quadratic_self_speculation(  # noqa: E731
-        model, [1], 3, mask_token=3, draft_len=3, temperature=1.2, seed=seed
+        model, [1], 3, mask_token=3, block_size=3, temperature=1.2, seed=seed
     )
     results = [run(seed) for seed in range(400)]
     counts = Counter(tuple(result.tokens) for result in results)
-    assert follows(counts, sequence_law(model, [1], 3, 1.2)) and not follows(counts, sequence_law(model, [1], 3, 0.7))
+    assert follows(counts, sequence_distribution(model, [1], 3, 1.2)) and not follows(
+        counts, sequence_distribution(model, [1], 3, 0.7)
+    )
     assert {step.accepted for result in results for step in result.trace} == {1, 2}
 
 
@@ -151,7 +153,7 @@ def test_the_mask_of_every_forward(layout: str, in_group: str, label_shift: int)
         [3, 1, 4],
         12,
         mask_token=MASK,
-        draft_len=4,
+        block_size=4,
         label_shift=label_shift,
         in_group=in_group,
         layout=layout,
@@ -210,7 +212,7 @@ def test_a_walk_through() -> None:
     """Draft A B C D behind ten tokens, verified as B C X: three are committed, and group 2 gives the next draft."""
     prompt, (a, b, c, x), wrong = list(range(10)), (11, 12, 13, 14), 15
     model = ScriptedTriMode(from_list([a, b, c, x, 16, 17, 18, 19, 20], 10), lambda history, position: position != 13)
-    result = quadratic_self_speculation(model, prompt, 9, mask_token=MASK, draft_len=4)
+    result = quadratic_self_speculation(model, prompt, 9, mask_token=MASK, block_size=4)
     first, second = result.trace[:2]
     assert first.draft == [a, b, c, wrong] and first.predictions[:3] == [b, c, x] and first.accepted == 3
     assert second.draft == [x, 16, 17, 18]  # masks 2, 3, 4 of group 2 at positions 14, 15, 16
@@ -220,7 +222,7 @@ def test_a_walk_through() -> None:
 def test_nothing_accepted_and_all_accepted() -> None:
     written = [1, 2, 3, 4, 5, 6, 7, 8]
     result = quadratic_self_speculation(
-        ScriptedTriMode(from_list(written, 2), never), [9, 8], 4, mask_token=MASK, draft_len=3
+        ScriptedTriMode(from_list(written, 2), never), [9, 8], 4, mask_token=MASK, block_size=3
     )
     assert result == (
         [1, 2, 3, 4],
@@ -228,7 +230,9 @@ def test_nothing_accepted_and_all_accepted() -> None:
         # Group 0 guesses behind the anchor; a guess is the right token plus one. Off its track the script says 0.
         [QuadraticStep([1, 3, 4], [2, 0, 0], 1), QuadraticStep([2, 4], [3, 0], 1), QuadraticStep([3], [4], 1)],
     )
-    result = quadratic_self_speculation(ScriptedTriMode(from_list(written, 2)), [9, 8], 8, mask_token=MASK, draft_len=3)
+    result = quadratic_self_speculation(
+        ScriptedTriMode(from_list(written, 2)), [9, 8], 8, mask_token=MASK, block_size=3
+    )
     assert result == (
         written,
         4,
@@ -253,7 +257,7 @@ def test_nothing_accepted_and_all_accepted() -> None:
 )
 def test_where_it_stops(ends: tuple[int, ...], limit: int, tokens: list[int], accepted: list[int]) -> None:
     model = ScriptedTriMode(from_list([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], 2))
-    result = quadratic_self_speculation(model, [9, 8], limit, mask_token=MASK, draft_len=4, end_tokens=ends)
+    result = quadratic_self_speculation(model, [9, 8], limit, mask_token=MASK, block_size=4, end_tokens=ends)
     assert result.tokens == tokens and [step.accepted for step in result.trace] == accepted
     assert result.forwards == 1 + len(accepted)
 
@@ -280,7 +284,9 @@ def test_both_ensembles() -> None:
 def test_weight_zero_lets_the_masks_decide(form: str) -> None:
     """The diffusion rows are wrong by one everywhere. The prompt's own token still comes from the autoregressive row."""
     model = ScriptedTriMode(SCRIPTS["position"], never)
-    result = quadratic_self_speculation(model, [3], 7, mask_token=MASK, draft_len=3, ensemble_weight=0.0, ensemble=form)
+    result = quadratic_self_speculation(
+        model, [3], 7, mask_token=MASK, block_size=3, ensemble_weight=0.0, ensemble=form
+    )
     right = autoregressive(model, [3], 7).tokens
     assert result.tokens == right[:1] + [(token + 1) % MASK for token in right[1:]]
     assert [step.accepted for step in result.trace] == [3, 3]  # guesses and verifier agree
@@ -288,14 +294,14 @@ def test_weight_zero_lets_the_masks_decide(form: str) -> None:
 
 def test_the_ensemble_replaces_the_verifier_and_the_next_anchor() -> None:
     model = Table(3, seed=4)
-    result = quadratic_self_speculation(model, [0, 1], 12, mask_token=2, draft_len=3, ensemble_weight=0.4)
+    result = quadratic_self_speculation(model, [0, 1], 12, mask_token=2, block_size=3, ensemble_weight=0.4)
     start = 2
     for step, following in zip(result.trace, result.trace[1:]):
         tokens, positions, mask, rank = quadratic_input(
             [0, 1, *result.tokens][:start], step.draft, 2, 3, "bidirectional", "interleaved"
         )
         logits = model(torch.tensor([tokens]), positions[None], mask)[0, start:].unflatten(0, (-1, 4))[..., :2]
-        own, first = law(logits[:, 0], 1.0), law(logits[:, 1], 1.0)
+        own, first = distribution(logits[:, 0], 1.0), distribution(logits[:, 1], 1.0)
         assert step.predictions == (0.4 * own + 0.6 * first).argmax(-1).tolist()
         guesses = logits[step.accepted - 1, 2:].argmax(-1).tolist()
         assert following.draft == [step.predictions[step.accepted - 1], *guesses][: len(following.draft)]
@@ -304,7 +310,7 @@ def test_the_ensemble_replaces_the_verifier_and_the_next_anchor() -> None:
 
 
 def test_refusals() -> None:
-    run = lambda **options: quadratic_self_speculation(Table(4), [1], 3, mask_token=3, draft_len=4, **options)  # noqa: E731
+    run = lambda **options: quadratic_self_speculation(Table(4), [1], 3, mask_token=3, block_size=4, **options)  # noqa: E731
     with pytest.raises(ValueError, match="masks_per_group must be at least 4, got 3"):
         run(masks_per_group=3)
     with pytest.raises(ValueError, match="ensemble_weight must be 1 with label_shift=1, got 0.5"):

@@ -43,8 +43,10 @@ def logits_by_hand(model: RecurrentDepthReference, tokens: list[int], recurrence
                 keys[h].append(turned(k[part] + bias[1, 0, h], position))
                 values[h].append(v[part])
                 query = turned(q[part] + bias[0, 0, h], position)
-                law = torch.stack([query @ key / head_dim**0.5 for key in keys[h]]).softmax(0)
-                mixed.append(sum((p * value for p, value in zip(law, values[h])), torch.zeros(head_dim).double()))
+                distribution = torch.stack([query @ key / head_dim**0.5 for key in keys[h]]).softmax(0)
+                mixed.append(
+                    sum((p * value for p, value in zip(distribution, values[h])), torch.zeros(head_dim).double())
+                )
             y = norm(w[f"transformer.{name}.attn.proj.weight"] @ torch.cat(mixed) + x, f"{name}.norm_2")
             gate, up = (w[f"transformer.{name}.mlp.fc.weight"] @ norm(y, f"{name}.norm_3")).chunk(2)
             mlp = w[f"transformer.{name}.mlp.proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)

@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkernels.reference.recurrence import initial_state
-from pdkernels.reference.recurrent_adaptive import THRESHOLDS, at_first, change, minp_law, observed, recurrent_adaptive
+from pdkernels.reference.recurrent_adaptive import (
+    THRESHOLDS,
+    at_first,
+    change,
+    minp_distribution,
+    observed,
+    recurrent_adaptive,
+)
 from pdkernels.reference.recurrent_sampling import choose, filtered, forward, position_states, refine, rows
 from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation
 from pdkernels.reference.recurrent_static import recurrent_static
@@ -36,16 +43,16 @@ def test_initial_states_belong_to_positions() -> None:
 # ---- draws
 
 
-def filtered_by_hand(law: list[float], top_p: float, min_p: float, top_k: int) -> list[bool]:
-    order = sorted(range(len(law)), key=lambda v: (-law[v], v))
-    least = law[order[:top_k][-1]]
-    order = [v for v in order if law[v] >= least]
+def filtered_by_hand(distribution: list[float], top_p: float, min_p: float, top_k: int) -> list[bool]:
+    order = sorted(range(len(distribution)), key=lambda v: (-distribution[v], v))
+    least = distribution[order[:top_k][-1]]
+    order = [v for v in order if distribution[v] >= least]
     kept, mass = {order[0]}, 0.0
     for v in order:
-        mass += law[v]
+        mass += distribution[v]
         if mass <= top_p:
             kept.add(v)
-    return [v in kept and law[v] >= min_p * law[order[0]] for v in range(len(law))]
+    return [v in kept and distribution[v] >= min_p * distribution[order[0]] for v in range(len(distribution))]
 
 
 @given(
@@ -57,9 +64,9 @@ def filtered_by_hand(law: list[float], top_p: float, min_p: float, top_k: int) -
 )
 def test_filters(counts: list[int], top_p: float, min_p: float, temperature: float, top_k: int) -> None:
     logits = torch.tensor([counts], dtype=torch.float64).log() * temperature
-    law = torch.softmax(logits / temperature, -1)[0].tolist()
+    distribution = torch.softmax(logits / temperature, -1)[0].tolist()
     assert filtered(logits, temperature, top_p, min_p, top_k).isfinite()[0].tolist() == filtered_by_hand(
-        law, top_p, min_p, top_k
+        distribution, top_p, min_p, top_k
     )
     assert torch.equal(filtered(logits, temperature, 1.0, 0.0), logits)
     assert torch.equal(filtered(logits, temperature, None, None), logits)
@@ -73,7 +80,7 @@ def test_top_p_drops_the_token_that_crosses_the_line() -> None:
     assert filtered(logits, 1.0, 0.1, None).isfinite()[0].tolist() == [True, False, False, False]
 
 
-def test_choices_follow_the_filtered_law() -> None:
+def test_choices_follow_the_filtered_distribution() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     counts = Counter((token,) for token in choose(logits.expand(3000, 4), range(3000), 1.0, 0.95, 0.4, seed=7))
     assert follows(counts, {(0,): 0.4 / 0.9, (1,): 0.3 / 0.9, (2,): 0.2 / 0.9})
@@ -95,7 +102,7 @@ def test_every_method_writes_the_script(name: str, limit: int, ends: list[int]) 
     for method, options in (
         (recurrent_static, {}),
         (recurrent_adaptive, {"threshold": 0.1}),
-        (recurrent_self_speculation, {"draft_len": 3, "draft_recurrences": 1}),
+        (recurrent_self_speculation, {"block_size": 3, "draft_recurrences": 1}),
     ):
         model = Scripted(SCRIPTS[name], lambda position: position % 3)
         result = method(model, PROMPT, limit, init=zeros, recurrences=4, end_tokens=ends, **options)  # type: ignore[operator]
@@ -147,10 +154,10 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
         for _ in range(most):
             states.append(model.core(states[-1][None], e, past.length, past)[0])
             logits.append(model.coda(states[-1][None], past.length, past)[0])
-        laws = [torch.full((13,), 1 / 13, dtype=torch.float64), *torch.softmax(torch.stack(logits), -1)]
-        entropies = [100.0, *(-(p * torch.log(p + 1e-10)).sum().item() for p in laws[1:])]
-        sharp = [laws[0]]
-        for p in laws[1:]:
+        distributions = [torch.full((13,), 1 / 13, dtype=torch.float64), *torch.softmax(torch.stack(logits), -1)]
+        entropies = [100.0, *(-(p * torch.log(p + 1e-10)).sum().item() for p in distributions[1:])]
+        sharp = [distributions[0]]
+        for p in distributions[1:]:
             q = torch.tensor([v if v >= 0.1 * p.max() else 1 / 13 for v in p.tolist()], dtype=torch.float64)
             sharp.append(q / q.sum())
         ids = [-1, *(row.argmax().item() for row in logits)]
@@ -163,7 +170,7 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
                 "latent-diff": ((a - b).norm() / a.norm()).item(),
                 "cosine": 1 - torch.nn.functional.cosine_similarity(a, b, 0).item(),
                 "entropy-diff": abs(entropies[now] - entropies[last]),
-                "kl": torch.nn.functional.kl_div(laws[now].log(), laws[last], reduction="sum").item(),
+                "kl": torch.nn.functional.kl_div(distributions[now].log(), distributions[last], reduction="sum").item(),
                 "minp-kl": torch.nn.functional.kl_div(sharp[now].log(), sharp[last], reduction="sum").item(),
                 "argmax-stability": float(stable),
             }[criterion]
@@ -182,7 +189,7 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
     assert result.recurrences == 5 + sum(step.recurrences for step in result.trace)
 
 
-def test_criteria_on_known_laws() -> None:
+def test_criteria_on_known_distributions() -> None:
     state = torch.tensor([3.0, 4.0])
     assert change("latent-diff", state, torch.tensor([0.0, 4.0])) == pytest.approx(0.6)
     assert change("latent-diff", torch.zeros(2), torch.zeros(2)) == 0
@@ -191,7 +198,7 @@ def test_criteria_on_known_laws() -> None:
     assert observed("entropy-diff", state, flat).item() == pytest.approx(math.log(4))
     assert change("kl", observed("kl", state, flat), at_first("kl", state, 4)) == pytest.approx(0, abs=1e-12)
     assert change("kl", observed("kl", state, sharp), observed("kl", state, flat)) == pytest.approx(75 - math.log(4))
-    assert minp_law(sharp).tolist() == pytest.approx([4 / 7, 1 / 7, 1 / 7, 1 / 7])
+    assert minp_distribution(sharp).tolist() == pytest.approx([4 / 7, 1 / 7, 1 / 7, 1 / 7])
     for criterion, first in (("entropy-diff", 100), ("argmax-stability", 1)):
         assert change(criterion, observed(criterion, state, sharp), at_first(criterion, state, 4)) == pytest.approx(
             first
@@ -222,7 +229,7 @@ def test_adaptive_says_what_it_does_not_know() -> None:
 @given(
     seed=st.integers(0, 5),
     limit=st.integers(0, 7),
-    draft_len=st.integers(0, 4),
+    block_size=st.integers(0, 4),
     draft_recurrences=st.integers(1, 3),
     temperature=st.sampled_from([0.0, 0.7]),
     ends=st.lists(st.integers(0, 12), max_size=2),
@@ -232,7 +239,7 @@ def test_adaptive_says_what_it_does_not_know() -> None:
 def test_self_speculation_writes_static_decodings_text(
     seed: int,
     limit: int,
-    draft_len: int,
+    block_size: int,
     draft_recurrences: int,
     temperature: float,
     ends: list[int],
@@ -245,13 +252,13 @@ def test_self_speculation_writes_static_decodings_text(
     options |= {"temperature": temperature, "top_p": 0.95}
     static = recurrent_static(model, PROMPT, limit, **options)
     result = recurrent_self_speculation(
-        model, PROMPT, limit, draft_len=draft_len, draft_recurrences=draft_recurrences, **options
+        model, PROMPT, limit, block_size=block_size, draft_recurrences=draft_recurrences, **options
     )
     assert result.tokens == static.tokens
     drafted = sum(len(step.draft) - 1 for step in result.trace)
     assert result.forwards == (limit > 0) + drafted + len(result.trace)
     assert result.recurrences == draft_recurrences * drafted + recurrences * (result.forwards - drafted)
-    assert all(1 <= step.accepted <= len(step.draft) <= draft_len + 1 for step in result.trace)
+    assert all(1 <= step.accepted <= len(step.draft) <= block_size + 1 for step in result.trace)
     if state_scale == 0.0:
         assert all(step.accepted == len(step.draft) or step.draft[step.accepted - 1] in ends for step in result.trace)
 
@@ -274,6 +281,6 @@ def test_self_speculation_is_not_static_decoding_before_convergence() -> None:
 def test_no_recurrence_left_of_the_draft() -> None:
     """The prefix that a verify forward sees is that of static decoding, whatever was drafted before."""
     model = tiny(3)
-    a = recurrent_self_speculation(model, PROMPT, 8, init=init, recurrences=1, draft_len=3, draft_recurrences=2)
-    b = recurrent_self_speculation(model, PROMPT, 8, init=init, recurrences=1, draft_len=3, draft_recurrences=3)
+    a = recurrent_self_speculation(model, PROMPT, 8, init=init, recurrences=1, block_size=3, draft_recurrences=2)
+    b = recurrent_self_speculation(model, PROMPT, 8, init=init, recurrences=1, block_size=3, draft_recurrences=3)
     assert a.tokens == b.tokens and [step.draft for step in a.trace] != [step.draft for step in b.trace]

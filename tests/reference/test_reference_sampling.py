@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import pdkernels.reference
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.philox import random_words
-from pdkernels.reference.sampling import OWN, draw, law, sampled_autoregressive, uniforms, without
+from pdkernels.reference.sampling import OWN, distribution, draw, sampled_autoregressive, uniforms, without
 from tests.decoding.fake_models import SCRIPTS
-from tests.reference.tri_mode import ScriptedTriMode, Table, follows, sequence_law
+from tests.reference.tri_mode import ScriptedTriMode, Table, follows, sequence_distribution
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(pdkernels.reference.__path__))
 
@@ -47,19 +47,19 @@ def test_a_row_draws_the_same_alone(seed: int, temperature: float, first: int) -
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
-def test_draws_follow_their_law(temperature: float) -> None:
+def test_draws_follow_their_distribution(temperature: float) -> None:
     logits = torch.tensor([[1.0, -torch.inf, 0.2, -0.5]])
-    p = law(logits, temperature)[0]
+    p = distribution(logits, temperature)[0]
     assert abs(p.sum().item() - 1) < 1e-12 and p[1] == 0
     counts = Counter((token,) for token in draw(logits.expand(4000, 4), range(4000), temperature, 11, OWN))
     assert follows(counts, {(v,): p[v].item() for v in (0, 2, 3)})
-    other = law(logits, temperature + 0.5)[0]
+    other = distribution(logits, temperature + 0.5)[0]
     assert not follows(counts, {(v,): other[v].item() for v in (0, 2, 3)})
 
 
-def test_law_at_temperature_zero_and_ties() -> None:
+def test_distribution_at_temperature_zero_and_ties() -> None:
     logits = torch.tensor([[0.0, 2.0, 2.0], [5.0, 1.0, 5.0]])
-    assert law(logits, 0.0).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
+    assert distribution(logits, 0.0).tolist() == [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
     assert draw(logits, [0, 1], 0.0, 9, OWN) == [1, 0]
 
 
@@ -73,9 +73,9 @@ def test_sampled_autoregressive() -> None:
     model = ScriptedTriMode(SCRIPTS["history"])
     assert sampled_autoregressive(model, [3, 1], 9, temperature=0.0) == autoregressive(model, [3, 1], 9)
     table = Table(4, seed=1)
-    expected = sequence_law(table, [1], 2, 1.1)
+    expected = sequence_distribution(table, [1], 2, 1.1)
     runs = [tuple(sampled_autoregressive(table, [1], 2, temperature=1.1, seed=seed).tokens) for seed in range(250)]
-    assert follows(Counter(runs), expected) and not follows(Counter(runs), sequence_law(table, [1], 2, 0.6))
+    assert follows(Counter(runs), expected) and not follows(Counter(runs), sequence_distribution(table, [1], 2, 0.6))
     # Going on from where a run stopped, with its seed, is the same run.
     whole = sampled_autoregressive(table, [1], 6, temperature=1.1, seed=4).tokens
     assert sampled_autoregressive(table, [1, *whole[:2]], 4, temperature=1.1, seed=4).tokens == whole[2:]

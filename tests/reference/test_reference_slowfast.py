@@ -319,8 +319,8 @@ def test_every_forward_goes_through_the_feature_cache(
     for step in result.trace:
         # Behind its first forward a fast phase stops with its span; the last cycle's slow phase has the same window.
         rows = step.window[1] if drop and behind and step.window[1] < 15 else 15
-        law = cache(step.tokens[:rows])[:, :12].softmax(-1)
-        assert step.confidence == pytest.approx({p: law[p].max().item() for p in step.confidence})
+        distribution = cache(step.tokens[:rows])[:, :12].softmax(-1)
+        assert step.confidence == pytest.approx({p: distribution[p].max().item() for p in step.confidence})
         behind, short = step.window[1] < 15, short + (rows < 15)
     assert short or not drop
 

@@ -45,8 +45,8 @@ def softmax_by_hand(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float)
 @pytest.mark.parametrize("group", [1, 3])
 def test_equals_one_pass_over_all_keys(tail: str, group: int) -> None:
     mask, lengths = TAILS[tail].dense(), [0, 5, 11]
-    q, k_new, v_new, k_cache, v_cache, cache_lengths = inputs(len(mask), lengths, 11, group)
-    out, lse = speculative_attention(q, k_new, v_new, k_cache, v_cache, cache_lengths, mask, scale=0.3)
+    q, k_new, v_new, k_cache, v_cache, lengths = inputs(len(mask), lengths, 11, group)
+    out, lse = speculative_attention(q, k_new, v_new, k_cache, v_cache, lengths, mask, scale=0.3)
     for b, length in enumerate(lengths):
         whole = torch.cat([torch.ones(len(mask), length, dtype=torch.bool), mask], dim=1)
         for head in range(q.shape[2]):
@@ -103,8 +103,8 @@ def test_rows_that_see_nothing_are_zero() -> None:
 def test_dtypes_and_no_sequences(dtype: torch.dtype) -> None:
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     for lengths in ([2, 6], []):
-        *tensors, cache_lengths = inputs(3, lengths, 6)
+        *tensors, lengths = inputs(3, lengths, 6)
         tensors = [x.to(dtype) for x in tensors]
-        out, lse = speculative_attention(*tensors, cache_lengths, pd.masks.full(3).dense())
+        out, lse = speculative_attention(*tensors, lengths, pd.masks.full(3).dense())
         assert out.shape == tensors[0].shape and out.dtype == dtype
         assert lse.shape == (len(lengths), 4, 3) and lse.dtype == statistics

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdkernels.reference.autoregressive import Model
-from pdkernels.reference.sampling import causal_logits, law
+from pdkernels.reference.sampling import causal_logits, distribution
 from tests.decoding.fake_models import VOCABULARY, Script
 
 MASK = VOCABULARY  # the id behind those that scripts write
@@ -148,7 +148,7 @@ class TinyTransformer(Recorded):
     def logits(self, call: Call) -> Tensor:
         return self.run(torch.tensor(call.tokens), torch.tensor(call.positions), call.mask, call.adapted)[0]
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+    def apply_rope(self, x: Tensor, positions: Tensor) -> Tensor:
         half = self.HEAD_DIM // 2
         angle = positions[:, None, None] / 100.0 ** (torch.arange(half, dtype=torch.float64) / half)
         a, b = x[..., :half], x[..., half:]
@@ -167,7 +167,7 @@ class TinyTransformer(Recorded):
         cache = []
         for index, layer in enumerate(self.layers):
             heads = lambda name: (x @ layer[name]).unflatten(-1, (self.HEADS, self.HEAD_DIM))  # noqa: B023, E731
-            q, k, v = self.rotate(heads("q"), positions), self.rotate(heads("k"), positions), heads("v")
+            q, k, v = self.apply_rope(heads("q"), positions), self.apply_rope(heads("k"), positions), heads("v")
             if past:
                 k, v = torch.cat([past[index][0], k]), torch.cat([past[index][1], v])
             cache.append((k, v))
@@ -195,17 +195,21 @@ def assert_clean_rows_see_no_noise(calls: Sequence[Call], mask_token: int) -> No
         assert (call.mask[plain].sum(1) == positions[plain] + 1).all(), "a clean row misses something"
 
 
-def sequence_law(model: Model, prompt: Sequence[int], length: int, temperature: float) -> dict[tuple[int, ...], float]:
+def sequence_distribution(
+    model: Model, prompt: Sequence[int], length: int, temperature: float
+) -> dict[tuple[int, ...], float]:
     """The probability of every continuation of `length` tokens under autoregressive sampling, by enumeration."""
-    laws = {(): 1.0}
+    distributions = {(): 1.0}
     for _ in range(length):
-        laws = {
+        distributions = {
             (*tokens, token): probability * p
-            for tokens, probability in laws.items()
-            for token, p in enumerate(law(causal_logits(model, [*prompt, *tokens])[-1:], temperature)[0].tolist())
+            for tokens, probability in distributions.items()
+            for token, p in enumerate(
+                distribution(causal_logits(model, [*prompt, *tokens])[-1:], temperature)[0].tolist()
+            )
             if p > 0
         }
-    return laws
+    return distributions
 
 
 def follows(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> bool:

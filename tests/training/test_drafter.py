@@ -17,7 +17,7 @@ from pdkernels.training import attach_drafter_, drafter_loss
 from tests.harness.error_budget import assert_within_budget
 
 
-def law(row: list[float], support: list[int], temperature: float) -> dict[int, float]:
+def distribution(row: list[float], support: list[int], temperature: float) -> dict[int, float]:
     """Softmax on a support."""
     top = max(row[v] for v in support)
     weights = {v: math.exp((row[v] - top) / temperature) for v in support}
@@ -44,13 +44,13 @@ def by_the_book(
             ]
             if not support:
                 continue
-            p, q = law(targets[j], support, temperature), law(zs[j], support, temperature)
+            p, q = distribution(targets[j], support, temperature), distribution(zs[j], support, temperature)
             share = math.exp(-eta * sum(min(p[v], q[v]) for v in support))
             divergence = sum(p[v] * math.log(p[v] / q[v]) for v in support)
             lk += share * divergence + (1 - share) * sum(abs(p[v] - q[v]) for v in support) / 2
             label = targets[j].index(max(targets[j]))
             if label in support:
-                ce -= math.log(law(zs[j], support, 1.0)[label])
+                ce -= math.log(distribution(zs[j], support, 1.0)[label])
                 hits += 1
         matching, entropies, blocks = matching + lk / len(rows), entropies + ce / max(hits, 1), blocks + 1
     return matching / max(blocks, 1), entropies / max(blocks, 1)
@@ -102,7 +102,7 @@ def test_equations(
     assert gradient.isfinite().all()
     rows = torch.arange(width) <= counts[:, None]
     assert not gradient[~rows].any()
-    # Adding a constant to a row changes no law.
+    # Adding a constant to a row changes no distribution.
     assert gradient.sum(-1).abs().max().item() < 1e-12 if gradient.numel() else True
 
 
@@ -160,7 +160,7 @@ def test_float32_is_as_exact_as_the_plain_form() -> None:
     )
 
 
-def test_extreme_laws_stay_finite() -> None:
+def test_extreme_distributions_stay_finite() -> None:
     draft = torch.tensor([[[1e4, 0.0, -1e4, 0.0], [-1e30, 1e30, 0.0, 0.0]]], requires_grad=True)
     verifier = torch.tensor([[[-1e4, 0.0, 1e4, 0.0], [1e4, 0.0, 0.0, 0.0]]])
     loss = drafter_loss(draft, verifier, torch.tensor([2]), top_k=2)

@@ -94,10 +94,10 @@ def test_the_loss_is_the_weighted_one_of_what_is_hidden(causal: Transformer) -> 
     rows = next(script.batches(6, 0))
     assert script.SHORTEST_ROW < rows.tokens.shape[1] <= script.CANVAS + script.LONGEST_PROMPT
     loss, sure = script.loss_of(model, rows)
-    law = model(torch.where(rows.hidden, MASK, rows.tokens)).log_softmax(-1)
-    expected = -(law.gather(-1, rows.tokens[..., None])[..., 0] * rows.weights * rows.hidden).sum() / 6
+    distribution = model(torch.where(rows.hidden, MASK, rows.tokens)).log_softmax(-1)
+    expected = -(distribution.gather(-1, rows.tokens[..., None])[..., 0] * rows.weights * rows.hidden).sum() / 6
     torch.testing.assert_close(loss, expected)
-    probability = law.exp().amax(-1) * rows.hidden
+    probability = distribution.exp().amax(-1) * rows.hidden
     torch.testing.assert_close(sure, probability)
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())

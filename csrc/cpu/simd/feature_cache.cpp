@@ -8,7 +8,7 @@ namespace {
 
 // The three sums of a cosine in one read of both rows.
 template <class T>
-uint32_t key_of(const ValueDriftArgs& args, const char* fresh, const char* cached) {
+uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached) {
   const int64_t dim = args.v_row.head_bytes / static_cast<int64_t>(sizeof(T));
   Vec of_fresh{}, of_cached{}, dot{};
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
@@ -21,10 +21,10 @@ uint32_t key_of(const ValueDriftArgs& args, const char* fresh, const char* cache
       dot += x * y;
     });
   }
-  return drift_key(sum_of(dot), __builtin_sqrtf(sum_of(of_fresh)) * __builtin_sqrtf(sum_of(of_cached)));
+  return stale_key(sum_of(dot), __builtin_sqrtf(sum_of(of_fresh)) * __builtin_sqrtf(sum_of(of_cached)));
 }
 
-void replace(const ValueDriftArgs& args, const char* fresh, char* cached) {
+void replace(const StaleRowsArgs& args, const char* fresh, char* cached) {
   if (args.v_row.head_bytes == 0) return;  // then there may be no address either
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
     __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride,
@@ -32,7 +32,7 @@ void replace(const ValueDriftArgs& args, const char* fresh, char* cached) {
   }
 }
 
-void choose_rows(const ValueDriftArgs& args, int64_t b) {
+void choose_rows(const StaleRowsArgs& args, int64_t b) {
   const int64_t count = args.count(b), n = args.chosen(b, count);
   const uint32_t* keys = args.keys + b * args.rows;
   int64_t *to = args.index + b * args.most, *const end = to + args.most;
@@ -50,7 +50,7 @@ void choose_rows(const ValueDriftArgs& args, int64_t b) {
 }
 
 template <class T>
-void value_drift_select_of(const ValueDriftArgs& args) {
+void select_stale_rows_of(const StaleRowsArgs& args) {
   const int64_t width = args.v_row.row_bytes() / static_cast<int64_t>(sizeof(T));
   for_rows(args.batch * args.rows, width, [&](int64_t item) {
     const int64_t b = item / args.rows, i = item % args.rows;
@@ -98,7 +98,7 @@ void add_cached_rows_of(const AddCachedArgs& args) {
 
 }  // namespace
 
-void value_drift_select(const ValueDriftArgs& args) { PDK_BY_ELEMENT(value_drift_select_of, args) }
+void select_stale_rows(const StaleRowsArgs& args) { PDK_BY_ELEMENT(select_stale_rows_of, args) }
 void add_cached_rows(const AddCachedArgs& args) { PDK_BY_ELEMENT(add_cached_rows_of, args) }
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -5,11 +5,11 @@
 #include <cstdint>
 
 #include "pdkernels/feature_cache.h"
-#include "pdkernels/logit_drift.h"
+#include "pdkernels/logit_divergence.h"
 #include "pdkernels/recurrence.h"
-#include "pdkernels/sandwich.h"
 #include "pdkernels/speculative_attention.h"
 #include "pdkernels/token_statistics.h"
+#include "pdkernels/transformer_ops.h"
 
 namespace pdkernels::cpu {
 
@@ -25,11 +25,11 @@ char* thread_scratch(int64_t bytes);
   void block_sparse_attention_backward(const AttentionGradArgs& args); \
   void speculative_attention(const SpeculativeArgs& args);             \
   void add_rms_norm(const AddRmsNormArgs& args);                       \
-  void silu_gate(const SiluGateArgs& args);                            \
-  void rotate_append(const RotateAppendArgs& args);                    \
-  void rotate(const RotateArgs& args);                                 \
-  void logit_drift(const LogitDriftArgs& args);                        \
-  void value_drift_select(const ValueDriftArgs& args);                 \
+  void silu_and_mul(const SiluAndMulArgs& args);                       \
+  void apply_rope_append(const ApplyRopeAppendArgs& args);             \
+  void apply_rope(const ApplyRopeArgs& args);                          \
+  void logit_divergence(const LogitDivergenceArgs& args);              \
+  void select_stale_rows(const StaleRowsArgs& args);                   \
   void add_cached_rows(const AddCachedArgs& args);                     \
   void token_statistics(const TokenStatisticsArgs& args);              \
   }

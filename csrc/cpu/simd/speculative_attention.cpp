@@ -1,4 +1,4 @@
-// Speculative attention: a work item is one query tile of one KV head over one share of the prefix; the first share has
+// Speculative attention: a work item is one query tile of one KV head over one split of the prefix; the first split has
 // the tail.
 #include "pdkernels/speculative_attention.h"
 #include "forward.h"
@@ -22,20 +22,20 @@ void for_cached(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int
   }
 }
 
-// Softmax over all shares: each has its own result and log-sum-exp, summed up in the order of the shares.
+// Softmax over all splits: each has its own result and log-sum-exp, summed up in the order of the splits.
 template <class T>
-void merge_shares(const SpeculativeArgs& args) {
+void merge_splits(const SpeculativeArgs& args) {
   const int64_t rows = args.batch * args.q_heads * args.q_len, dim = args.head_dim;
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t batch = row / (args.q_heads * args.q_len), head = row / args.q_len % args.q_heads,
                     token = row % args.q_len;
       float largest = -kInfinity, total = 0, sums[256] = {};
-      for (int64_t s = 0; s < args.shares; ++s) {
+      for (int64_t s = 0; s < args.splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         largest = lse > largest ? lse : largest;
       }
-      for (int64_t s = 0; s < args.shares; ++s) {
+      for (int64_t s = 0; s < args.splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         if (lse == -kInfinity) continue;
         const float weight = __builtin_expf(lse - largest);
@@ -64,21 +64,21 @@ void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, in
 }
 
 template <class T, class Tiles>
-void attend_to_shares(const SpeculativeArgs& args) {
+void attend_splits(const SpeculativeArgs& args) {
   const int64_t bytes = Memory<Tiles>(nullptr, args.head_dim).bytes;
-  const int64_t heads = args.batch * args.kv_heads, share = share_tokens(args.pages.capacity());
+  const int64_t heads = args.batch * args.kv_heads, split = split_tokens(args.pages.capacity());
   const int64_t rows = args.batch * args.q_heads * args.q_len;
-  for_items<Tiles>(heads * args.of_q.num_tiles * args.shares, bytes, [&](int64_t item, char* base) {
+  for_items<Tiles>(heads * args.of_q.num_tiles * args.splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
-    const int64_t end = smaller(args.lengths.load(batch), (s + 1) * share);
+    const int64_t end = smaller(args.lengths.load(batch), (s + 1) * split);
     if (s == 0) append_rows<T>(args, batch, kv_head, tile);
     Memory<Tiles> memory(base, args.head_dim);
     const auto chunks = [&](const auto& consume) {
-      for_cached<T>(args, batch, kv_head, s * share, end, consume);
+      for_cached<T>(args, batch, kv_head, s * split, end, consume);
       if (s == 0) for_keys<T>(args, batch, kv_head, tile, consume);
     };
-    if (args.shares == 1) {
+    if (args.splits == 1) {
       attend<T>(args, batch, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
         finish<T>(args, args.out, args.lse, batch, head, token, panel);
       });
@@ -90,16 +90,16 @@ void attend_to_shares(const SpeculativeArgs& args) {
       finish<float>(args, part, args.parts_lse + s * rows, batch, head, token, panel);
     });
   });
-  if (args.shares > 1) merge_shares<T>(args);
+  if (args.splits > 1) merge_splits<T>(args);
 }
 
 }  // namespace
 
 void speculative_attention(const SpeculativeArgs& args) {
   switch (args.element) {
-    case Element::kFloat: return attend_to_shares<float, VectorTiles>(args);
-    case Element::kHalf: return attend_to_shares<Half, VectorTiles>(args);
-    case Element::kBfloat16: return attend_to_shares<Bfloat16, Bfloat16Tiles>(args);
+    case Element::kFloat: return attend_splits<float, VectorTiles>(args);
+    case Element::kHalf: return attend_splits<Half, VectorTiles>(args);
+    case Element::kBfloat16: return attend_splits<Bfloat16, Bfloat16Tiles>(args);
   }
 }
 

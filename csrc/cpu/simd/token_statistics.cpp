@@ -100,8 +100,8 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
 
 // Sums of e^x and x e^x, x = (logit - largest) inverse. `peaks` are the largest logits of each strip, lane by lane.
 template <bool kTempered, class T>
-PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips], float inverse,
-                           float rest) {
+PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips],
+                                    float inverse, float rest) {
   const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
   VectorSums sums;
   for_strips(0, count, [&](int64_t begin, int64_t end) {
@@ -116,9 +116,9 @@ PDK_INLINE LawSums sums_of(const T* logits, int64_t count, float largest, const 
 
 // Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The
 // bits of a float are a lower bound of its logarithm, as a multiple of 2^-23.
-class Contest {
+class Comparison {
  public:
-  explicit PDK_INLINE Contest(double temperature)
+  explicit PDK_INLINE Comparison(double temperature)
       : scale_(static_cast<float>(0x1p23 / (temperature * 0.6931471805599453))) {}
 
   PDK_INLINE void set_best(double score) {
@@ -143,14 +143,15 @@ template <class T>
 PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id,
                           Runners& runners, TokenPart& part) {
   const RandomWords random(args.key, args.step_of(r), args.position(r), 0);
-  Contest contest(args.temperature);
-  contest.set_best(runners.score);
+  Comparison comparison(args.temperature);
+  comparison.set_best(runners.score);
   alignas(64) uint32_t words[kStrip];
   for_strips(0, count, [&](int64_t first, int64_t last) {
     random.write(words, first_id + first, last - first);
     Vec best = splat(-1.0f);
     const auto chance = [&](int64_t at, auto lanes) {
-      return contest.chance(load(logits + at, lanes, -kInfinity), *reinterpret_cast<const Ints*>(words + (at - first)));
+      return comparison.chance(load(logits + at, lanes, -kInfinity),
+                               *reinterpret_cast<const Ints*>(words + (at - first)));
     };
     for_vectors(first, last, [&](int64_t at, auto lanes) { best = larger(chance(at, lanes), best); });
     if (bits_of(best >= 0) == 0) return;
@@ -161,7 +162,7 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
         if (!(score > runners.score)) return;
         runners.score = part.score = score;
         part.drawn = token_key(logit, first_id + place);
-        contest.set_best(score);
+        comparison.set_best(score);
       });
     });
   });
@@ -175,8 +176,8 @@ void statistics_of(const TokenStatisticsArgs& args, const T* logits, int64_t cou
   const float inverse = static_cast<float>(args.inverse());
   part.sums = inverse == 1 ? sums_of<false>(logits, count, largest, peaks, inverse, 0)
                            : sums_of<true>(logits, count, largest, peaks, inverse, args.inverse_rest());
-  part.lawless = part.sums.total != part.sums.total;
-  if (!part.lawless) return;
+  part.undefined = part.sums.total != part.sums.total;
+  if (!part.undefined) return;
   for (uint64_t& key : part.top) key = 0;
   for (int64_t i = 0; i < count; ++i) insert(part.top, args.num_ranked(), token_key(to_float(logits[i]), first_id + i));
 }
@@ -250,7 +251,7 @@ struct Nucleus {
   }
 };
 
-// The smallest logit that a draw may take, -inf where nothing is dropped or the row has no law.
+// The smallest logit that a draw may take, -inf where nothing is dropped or the row has no distribution.
 template <class T>
 float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   const double heat = args.heat();

@@ -10,7 +10,7 @@ namespace pdkernels {
 enum class Update : int32_t { kAll, kSelected, kNone };
 
 // The cosine of two rows as a key of the same order: 0 where it is no number, and equal keys for equal cosines.
-PDK_HD uint32_t drift_key(float dot, float lengths) {
+PDK_HD uint32_t stale_key(float dot, float lengths) {
   constexpr float kLargest = 3.4028235e38f;
   if (!(lengths <= kLargest) || dot != dot) return 0;
   const float similarity = dot / (lengths > 1e-8f ? lengths : 1e-8f) + 0.0f;  // -0 becomes 0
@@ -35,7 +35,7 @@ PDK_HD Cut lowest(int64_t n, const Below& below) {
 }
 
 // Fresh values beside the cached ones of one layer.
-struct ValueDriftArgs {
+struct StaleRowsArgs {
   Element element;
   char* v;  // (batch, rows): a sequence is laid out as a page
   RowLayout v_row;

@@ -1,5 +1,5 @@
 // A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which,
-// how much noise it gets, the truncated normal law, and the bookkeeping of rows that freeze.
+// how much noise it gets, the truncated normal distribution, and the bookkeeping of rows that freeze.
 //
 // What recurrence_inject computes is the same to the last bit everywhere. The formulas are therefore templates over
 // `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by
@@ -24,7 +24,7 @@ struct BatchedRows {
   }
 };
 
-// --- the normal law cut at +-3
+// --- the normal distribution cut at +-3
 // ---------------------------------------------------------------------------------------------
 
 // The fourth word of a counter: latent noise shares no draw with sampled tokens, which have 0 there.

@@ -8,21 +8,21 @@
 
 namespace pdkernels {
 
-// The prefix is attended to in shares, so that a long one keeps many threads busy even for a single sequence. How many
+// The prefix is attended to in splits, so that a long one keeps many threads busy even for a single sequence. How many
 // there are follows from the capacity alone: a sequence gets the same bits in any batch and at any length of the
 // others.
-constexpr int64_t kShareTokens = 4096;
-constexpr int64_t kMostShares = 64;
+constexpr int64_t kSplitTokens = 4096;
+constexpr int64_t kMaxSplits = 64;
 
-inline int64_t share_tokens(int64_t capacity) {
-  const int64_t even = (capacity + kMostShares - 1) / kMostShares;
-  return even > kShareTokens ? (even + 127) / 128 * 128 : kShareTokens;
+inline int64_t split_tokens(int64_t capacity) {
+  const int64_t even = (capacity + kMaxSplits - 1) / kMaxSplits;
+  return even > kSplitTokens ? (even + 127) / 128 * 128 : kSplitTokens;
 }
 
-inline int64_t count_shares(int64_t capacity) {
-  const int64_t tokens = share_tokens(capacity);
-  const int64_t shares = (capacity + tokens - 1) / tokens;
-  return shares > 1 ? shares : 1;
+inline int64_t count_splits(int64_t capacity) {
+  const int64_t tokens = split_tokens(capacity);
+  const int64_t splits = (capacity + tokens - 1) / tokens;
+  return splits > 1 ? splits : 1;
 }
 
 struct SpeculativeArgs
@@ -30,11 +30,11 @@ struct SpeculativeArgs
   HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
   PageMap pages;
   IndexView lengths;
-  int64_t shares;
-  float* parts;      // (shares, batch, q_len, q_heads, head_dim), where there is more than one share
-  float* parts_lse;  // (shares, batch, q_heads, q_len)
+  int64_t splits;
+  float* parts;      // (splits, batch, q_len, q_heads, head_dim), where there is more than one split
+  float* parts_lse;  // (splits, batch, q_heads, q_len)
 
-  // What goes to the cache behind the prefix, where no share reads: new token source(b, i) to position lengths[b] + i
+  // What goes to the cache behind the prefix, where no split reads: new token source(b, i) to position lengths[b] + i
   // for all i < count(b).
   const char* op;          // as errors name the call
   IndexView counts;        // not given: append_rows

@@ -23,12 +23,12 @@ namespace pdkernels {
 // All arrays lie in one block, so that one copy moves a plan; each begins at a multiple of 32 words (128 bytes).
 struct TilePlan {
   enum Part { kKvOffsets, kKvTiles, kKvBitmaps, kQOffsets, kQTiles, kQBitmaps, kQOrder, kKOrder, kBitmaps, kParts };
-  struct Place {
+  struct Extent {
     int64_t begin, size;
   };
 
   std::vector<int32_t> words;
-  std::array<Place, kParts> places{};
+  std::array<Extent, kParts> extents{};
   int64_t visible_pairs = 0;
 };
 
@@ -229,12 +229,12 @@ class TilePlanner {
     plan.visible_pairs = visible_pairs_;
     int64_t end = 0;
     for (int part = 0; part < TilePlan::kParts; ++part) {
-      plan.places[part] = {end, static_cast<int64_t>(parts[part]->size())};
-      end += (plan.places[part].size + 31) / 32 * 32;
+      plan.extents[part] = {end, static_cast<int64_t>(parts[part]->size())};
+      end += (plan.extents[part].size + 31) / 32 * 32;
     }
     plan.words.resize(end);
     for (int part = 0; part < TilePlan::kParts; ++part) {
-      std::copy(parts[part]->begin(), parts[part]->end(), plan.words.begin() + plan.places[part].begin);
+      std::copy(parts[part]->begin(), parts[part]->end(), plan.words.begin() + plan.extents[part].begin);
     }
     return plan;
   }

@@ -4,7 +4,7 @@
 
 #include "pdkernels/index_view.h"
 #include "pdkernels/philox.h"
-#include "pdkernels/sandwich.h"
+#include "pdkernels/transformer_ops.h"
 
 namespace pdkernels {
 
@@ -55,19 +55,19 @@ PDK_HD double draw_score(float logit, double temperature, uint32_t word) {
   return logit - temperature * logarithm(-logarithm(u));
 }
 
-// --- a law in parts
+// --- a distribution in parts
 // ---------------------------------------------------------------------------------------------------------
 
 // Sums over tokens of e^x and x e^x, x = (logit - largest) / temperature.
-struct LawSums {
+struct DistributionSums {
   float largest;
   double total, weighted;
 
   // Sums of two sets of tokens. A set without any has a largest of -inf.
   template <class Exponential>
-  PDK_HD void join(LawSums other, double inverse, const Exponential& exponential) {
+  PDK_HD void join(DistributionSums other, double inverse, const Exponential& exponential) {
     if (other.largest > largest) {
-      const LawSums mine = *this;
+      const DistributionSums mine = *this;
       *this = other;
       other = mine;
     }
@@ -84,8 +84,8 @@ struct TokenPart {
                            // row's may be left out
   uint64_t drawn;          // key of the token with the largest score, 0 for none
   double score;
-  LawSums sums;
-  bool lawless;  // a NaN or +inf is among the tokens
+  DistributionSums sums;
+  bool undefined;  // a NaN or +inf is among the tokens
 };
 
 struct TokenStatisticsArgs {
@@ -97,7 +97,7 @@ struct TokenStatisticsArgs {
   uint32_t step, key[2];
   double temperature;  // 0: no draw
   double top_p, min_p;
-  bool sampling;  // statistics of the law that is drawn from
+  bool sampling;  // statistics of the distribution that is drawn from
   int top_k, num_suppressed;
   int64_t suppress[kMaxSuppressed];
   int64_t *ids, *top_ids;
@@ -110,7 +110,9 @@ struct TokenStatisticsArgs {
   PDK_HD bool draws() const { return temperature > 0; }
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
   PDK_HD double heat() const { return draws() ? temperature : 1; }
-  PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // what the law's logits are multiplied by
+  PDK_HD double inverse() const {
+    return sampling ? 1 / heat() : 1;
+  }  // what the distribution's logits are multiplied by
   // What a float of it lacks, as a share: over long distances that is more than a rounding.
   PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
   // The row of logits behind an entry, -1 for none.

@@ -1,7 +1,7 @@
 """Lets `DeviceLoop` run on tensors of the CPU, in a process that has loaded the fake driver.
 
 Real are: cuda-python and how it passes arguments, the assembly of the graph, the decoders' steps, and the CUDA source of
-`record_step_`, executed by tests/cudasim. The fake driver executes the graph. PyTorch's capture of a step is a kernel that calls it.
+`log_step_`, executed by tests/cudasim. The fake driver executes the graph. PyTorch's capture of a step is a kernel that calls it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def install(driver: FakeDriver) -> None:
 
     def record(*tensors: torch.Tensor, handle: int | None) -> None:
         def kernel() -> None:
-            simulated.record_step_(*tensors, handle=handle)
+            simulated.log_step_(*tensors, handle=handle)
             if handle is not None:
                 driver.library.fake_set_condition(handle, simulated.library.cudasim_condition(handle))
 
@@ -86,7 +86,7 @@ def install(driver: FakeDriver) -> None:
     device_loop.WhileGraph.launch = lambda graph: (launch(graph), driver.raise_failures())
     require = device_loop.require
     device_loop.require = lambda op, device: require(op, torch.device("cuda"))
-    device_loop.record_step_ = record
+    device_loop.log_step_ = record
     device_loop.capture = lambda step, stream: driver.captured(step)
     torch.cuda.Stream = Stream
     torch.cuda.current_stream = Stream

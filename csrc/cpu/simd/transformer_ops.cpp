@@ -1,0 +1,116 @@
+// What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a
+// single row is too short to be cut.
+#include "kernels.h"
+#include "rms_norm.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+template <class T>
+void add_rms_norm_of(const AddRmsNormArgs& args) {
+  for_rows(args.rows, args.width, [&](int64_t i) {
+    float* row = reinterpret_cast<float*>(thread_scratch(args.width * static_cast<int64_t>(sizeof(float))));
+    const auto norm = [&](Vec squares, const void* weight, T* to) {
+      return scale_row(row, scale_of(squares, args.width, args.eps), static_cast<const T*>(weight), to, args.width,
+                       [&](int64_t at, auto lanes, Vec scaled) { store(row + at, scaled, lanes); });
+    };
+    const T *x = args.x.row<const T>(i), *weight = static_cast<const T*>(args.weight);
+    T* y = args.y.row<T>(i);
+    Vec squares = args.residual.given() ? add_rows(x, args.residual.row<const T>(i), row, args.width)
+                                        : widen_row(x, row, args.width);
+    squares = weight != nullptr ? norm(squares, weight, y) : round_row(row, y, args.width);
+    if (args.next_weight != nullptr) norm(squares, args.next_weight, args.next.row<T>(i));
+  });
+}
+
+// x / (1 + e^-x) with an exponent that never grows.
+template <class T>
+PDK_INLINE Vec silu(Vec x) {
+  const Vec e = exponential<sizeof(T) == 4>(choose(x > 0, -x, x));
+  return choose(x > 0, x, x * e) / (1.0f + e);
+}
+
+template <class T>
+void silu_and_mul_of(const SiluAndMulArgs& args) {
+  // A row is cut, so that a single one keeps more than one thread busy: its parts have nothing in common.
+  constexpr int64_t kPart = 4096;
+  const int64_t parts = (args.width + kPart - 1) / kPart;
+  for_rows(args.rows * parts, smaller(kPart, args.width), [&](int64_t item) {
+    const int64_t row = item / parts, begin = item % parts * kPart;
+    const T* x = args.x.row<const T>(row);
+    T* out = args.out.row<T>(row);
+    for_vectors(begin, smaller(begin + kPart, args.width), [&](int64_t at, auto lanes) {
+      store(out + at, silu<T>(load(x + at, lanes)) * load(x + args.width + at, lanes), lanes);
+    });
+  });
+}
+
+typedef uint64_t Couples __attribute__((vector_size(4 * PDK_LANES), may_alias));
+
+// Neighbours in each other's place.
+PDK_INLINE Vec swapped(Vec x) {
+  const Couples couples = reinterpret_cast<Couples>(x);
+  return reinterpret_cast<Vec>(couples << 32 | couples >> 32);
+}
+
+// One head in place, in floats: x + bias (nullptr: none) times its cosine, and its partner times its sine. Only one of
+// the products may be fused with the sum, so that a number does not depend on the loop that it is computed in.
+template <class T>
+PDK_INLINE void turn(T* x, const T* bias, const float* cos, const float* sin, int64_t dim, bool interleaved) {
+  const auto wide = [&](int64_t at, auto lanes) {
+    return bias == nullptr ? load(x + at, lanes) : load(x + at, lanes) + load(bias + at, lanes);
+  };
+  const auto put = [&](int64_t at, Vec own, Vec partner, auto lanes) {
+    store(x + at, own * load(cos + at, lanes) + rounded(partner * load(sin + at, lanes)), lanes);
+  };
+  const int64_t half = dim / 2;
+  if (interleaved) {
+    for_vectors(0, dim, [&](int64_t at, auto lanes) {
+      const Vec own = wide(at, lanes);
+      put(at, own, swapped(own), lanes);
+    });
+  } else {
+    for_vectors(0, half, [&](int64_t at, auto lanes) {
+      const Vec first = wide(at, lanes), second = wide(half + at, lanes);
+      put(at, first, second, lanes);
+      put(half + at, second, first, lanes);
+    });
+  }
+}
+
+template <class T>
+void apply_rope_append_of(const ApplyRopeAppendArgs& args) {
+  const int64_t dim = args.head_dim, heads = args.all_heads(), bytes = dim * static_cast<int64_t>(sizeof(T));
+  for_rows(args.batch * args.rows * heads, dim, [&](int64_t item) {
+    const int64_t head = item % heads, i = item / heads % args.rows, b = item / heads / args.rows;
+    const int64_t length = args.lengths.load(b), slot = args.slot(b, i);
+    if (slot < 0) return;
+    T* x = static_cast<T*>(args.qkv) + args.head_offset(b, i, head);
+    if (head < args.turned_heads()) {
+      const T* bias = args.bias == nullptr ? nullptr : static_cast<const T*>(args.bias) + head * dim;
+      const int64_t at = args.table_row(length, slot);
+      turn(x, bias, args.cos + at, args.sin + at, dim, args.interleaved);
+    }
+    if (head >= args.heads && i < args.count(b)) __builtin_memcpy(args.target(b, length + slot, head), x, bytes);
+  });
+}
+
+template <class T>
+void apply_rope_of(const ApplyRopeArgs& args) {
+  for_rows(args.batch * args.rows, args.heads * args.head_dim, [&](int64_t item) {
+    const int64_t b = item / args.rows, row = item % args.rows, at = args.positions.load(b, row) * args.head_dim;
+    T* x = static_cast<T*>(args.x) + args.row_offset(b, row);
+    for (int64_t head = 0; head < args.heads; ++head) {
+      turn<T>(x + head * args.head_stride, nullptr, args.cos + at, args.sin + at, args.head_dim, args.interleaved);
+    }
+  });
+}
+
+}  // namespace
+
+void add_rms_norm(const AddRmsNormArgs& args) { PDK_BY_ELEMENT(add_rms_norm_of, args) }
+void silu_and_mul(const SiluAndMulArgs& args) { PDK_BY_ELEMENT(silu_and_mul_of, args) }
+void apply_rope_append(const ApplyRopeAppendArgs& args) { PDK_BY_ELEMENT(apply_rope_append_of, args) }
+void apply_rope(const ApplyRopeArgs& args) { PDK_BY_ELEMENT(apply_rope_of, args) }
+
+}  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,35 @@
+// Keeping a step's entry on CUDA, and telling a conditional node of a graph whether there is another step: one block.
+#include "kernels.h"
+#include "launch.h"
+
+namespace pdkernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+__global__ void __launch_bounds__(kThreads)
+    log_step_kernel(LogStepArgs args, bool conditional, cudaGraphConditionalHandle handle) {
+  const int64_t at = *args.count;
+  const bool room = args.has_room(at);
+  const int64_t size = args.size();
+  for (int64_t i = threadIdx.x; room && i < size; i += kThreads) args.log[at * size + i] = args.entry[i];
+  bool mine = false;
+  for (int64_t b = threadIdx.x; b < args.batch; b += kThreads) mine |= args.going(b);
+  // Also the barrier behind which nobody reads the count any more.
+  const bool any = __syncthreads_or(mine) != 0;
+  if (threadIdx.x != 0) return;
+  const bool more = room && args.goes_on(at, any);
+  if (room) *args.count = at + 1;
+  *args.more = more;
+  if (conditional) cudaGraphSetConditional(handle, more ? 1 : 0);
+}
+
+}  // namespace
+
+cudaError_t log_step(const LogStepArgs& args, const uint64_t* handle, cudaStream_t stream) {
+  PDK_LAUNCH(log_step_kernel, dim3(1), dim3(kThreads), 0, stream, args, handle != nullptr,
+             static_cast<cudaGraphConditionalHandle>(handle != nullptr ? *handle : 0));
+  return cudaGetLastError();
+}
+
+}  // namespace pdkernels::cuda

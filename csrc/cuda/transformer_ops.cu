@@ -1,0 +1,256 @@
+// What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that
+// counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
+#include "kernels.h"
+#include "launch.h"
+#include "packs.h"
+
+namespace pdkernels::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// A block a row. kAdds: there is a residual; kNorms: there is a first weight.
+template <class T, int kSize, bool kAdds, bool kNorms>
+__global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs args) {
+  using Elements = Pack<T, kSize>;
+  __shared__ float room[kThreads / 32];
+  const int64_t row = blockIdx.x, packs = args.width / kSize;
+  const T *x = args.x.row<const T>(row), *residual = args.residual.row<const T>(row);
+  const auto sum = [&](int64_t pack, float* sums) {
+    const Elements a = Elements::load(x, pack);
+    if constexpr (kAdds) {
+      const Elements b = Elements::load(residual, pack);
+      for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]) + to_float(b.at[j]);
+    } else {
+      for (int j = 0; j < kSize; ++j) sums[j] = to_float(a.at[j]);
+    }
+  };
+  const auto scale_of = [&](float squares) {
+    return 1.0f / sqrtf(block_sum<kThreads>(squares, room) / static_cast<float>(args.width) + args.eps);
+  };
+  float squares = 0, scale = 1;
+  if constexpr (kNorms) {
+    for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+      float sums[kSize];
+      sum(pack, sums);
+      for (int j = 0; j < kSize; ++j) squares += sums[j] * sums[j];
+    }
+    scale = scale_of(squares);
+  }
+  // The pack of y, computed where it is needed: cheaper than reading back what has just been written.
+  const auto normed = [&](int64_t pack) {
+    float sums[kSize];
+    sum(pack, sums);
+    Elements y;
+    if constexpr (kNorms) {
+      const Elements weights = Elements::load(static_cast<const T*>(args.weight), pack);
+      for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(rounded<T>(sums[j] * scale) * to_float(weights.at[j]));
+    } else {
+      for (int j = 0; j < kSize; ++j) y.at[j] = from_float<T>(sums[j]);
+    }
+    return y;
+  };
+  squares = 0;
+  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+    const Elements y = normed(pack);
+    y.store(args.y.row<T>(row), pack);
+    for (int j = 0; j < kSize; ++j) squares += to_float(y.at[j]) * to_float(y.at[j]);
+  }
+  if (args.next_weight == nullptr) return;
+  const float next_scale = scale_of(squares);
+  for (int64_t pack = threadIdx.x; pack < packs; pack += kThreads) {
+    const Elements y = normed(pack), weights = Elements::load(static_cast<const T*>(args.next_weight), pack);
+    Elements next;
+    for (int j = 0; j < kSize; ++j)
+      next.at[j] = from_float<T>(rounded<T>(to_float(y.at[j]) * next_scale) * to_float(weights.at[j]));
+    next.store(args.next.row<T>(row), pack);
+  }
+}
+
+// A thread a pack.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs args) {
+  using Elements = Pack<T, kSize>;
+  const int64_t packs = args.width / kSize, item = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (item >= args.rows * packs) return;
+  const int64_t row = item / packs, pack = item % packs;
+  const T* x = args.x.row<const T>(row);
+  const Elements gate = Elements::load(x, pack), up = Elements::load(x + args.width, pack);
+  Elements out;
+  for (int j = 0; j < kSize; ++j) {
+    const float value = to_float(gate.at[j]);
+    const float e = expf(value > 0 ? -value : value);  // never grows
+    out.at[j] = from_float<T>((value > 0 ? value : value * e) / (1.0f + e) * to_float(up.at[j]));
+  }
+  out.store(args.out.row<T>(row), pack);
+}
+
+// One of the two packs that hold kSize pairs, as floats in `x`: each number times its cosine, its partner times its
+// sine. The sum is spelled out as one fused operation, so that every kernel gets the same bits.
+template <class T, int kSize>
+__device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const float* cos, const float* sin,
+                                 bool interleaved) {
+  constexpr int kFloats = kSize < 4 ? kSize : 4;
+  Pack<T, kSize> out;
+  for (int begin = 0; begin < kSize; begin += kFloats) {
+    const auto cosines = Pack<float, kFloats>::load(cos + begin, 0), sines = Pack<float, kFloats>::load(sin + begin, 0);
+    for (int j = 0; j < kFloats; ++j) {
+      const int at = side * kSize + begin + j;
+      const float partner = interleaved ? x[at ^ 1] : x[(at + kSize) % (2 * kSize)];
+      out.at[begin + j] = from_float<T>(fmaf(x[at], cosines.at[j], partner * sines.at[j]));
+    }
+  }
+  return out;
+}
+
+// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are
+// pairs, otherwise one pack of each half. A row whose position is not in the tables is left alone.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_constant__ ApplyRopeArgs args) {
+  using Elements = Pack<T, kSize>;
+  const unsigned rows = static_cast<unsigned>(args.rows), packs = static_cast<unsigned>(args.head_dim / (2 * kSize));
+  const unsigned b = blockIdx.x / rows, row = blockIdx.x % rows;
+  const unsigned item = blockIdx.y * blockDim.x + threadIdx.x, head = item / packs, pack = item % packs;
+  const int64_t position = args.positions.load(b, row);
+  if (head >= args.heads || !args.in_tables(position)) return;
+
+  T* x = static_cast<T*>(args.x) + args.row_offset(b, row) + head * args.head_stride;
+  const unsigned low = args.interleaved ? 2 * pack : pack, high = args.interleaved ? low + 1 : low + packs;
+  const Elements first = Elements::load(x, low), second = Elements::load(x, high);
+  float wide[2 * kSize];
+  for (int j = 0; j < kSize; ++j) {
+    wide[j] = to_float(first.at[j]);
+    wide[kSize + j] = to_float(second.at[j]);
+  }
+  const float *cos = args.cos + position * args.head_dim, *sin = args.sin + position * args.head_dim;
+  turned<T, kSize>(wide, 0, cos + low * kSize, sin + low * kSize, args.interleaved).store(x, low);
+  turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved).store(x, high);
+}
+
+constexpr int kHeadsPerBlock = 8;
+
+// A block has some heads of one row; a thread takes one pair of components at a time, which it alone reads and writes.
+template <class T>
+__global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __grid_constant__ ApplyRopeAppendArgs args) {
+  const int64_t b = blockIdx.z, row = blockIdx.x;
+  const int64_t length = args.lengths.load(b), count = args.count(b);
+  // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
+  if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count)))
+    return;
+  bool fine = true;
+  for (int64_t i = threadIdx.x; i < args.rows; i += kThreads) fine = fine && args.row_fits(b, i, length, count);
+  if (!__syncthreads_and(fine)) return;
+  const int64_t slot = args.slot(b, row);
+  if (slot < 0) return;
+
+  const int64_t half = args.head_dim / 2, apart = args.interleaved ? 1 : half;
+  const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeadsPerBlock;
+  const int64_t heads = args.all_heads() - first_head < kHeadsPerBlock ? args.all_heads() - first_head : kHeadsPerBlock;
+  const float *cos = args.cos + args.table_row(length, slot), *sin = args.sin + args.table_row(length, slot);
+  for (int64_t item = threadIdx.x; item < heads * half; item += kThreads) {
+    const int64_t head = first_head + item / half, pair = item % half;
+    const int64_t low = args.interleaved ? 2 * pair : pair, high = low + apart;
+    T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
+    T first = x[low], second = x[high];
+    if (head < args.turned_heads()) {
+      float pair[2] = {to_float(first), to_float(second)};
+      if (args.bias != nullptr) {
+        const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
+        pair[0] += to_float(bias[low]);
+        pair[1] += to_float(bias[high]);
+      }
+      first = turned<T, 1>(pair, 0, cos + low, sin + low, args.interleaved).at[0];
+      second = turned<T, 1>(pair, 1, cos + high, sin + high, args.interleaved).at[0];
+      x[low] = first;
+      x[high] = second;
+    }
+    if (head >= args.heads && row < count) {
+      T* to = reinterpret_cast<T*>(args.target(b, length + slot, head));
+      to[low] = first;
+      to[high] = second;
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t add_rms_norm(const AddRmsNormArgs& args, cudaStream_t stream) {
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const RowsView weights[2] = {{args.weight, 0}, {args.next_weight, 0}};
+    const bool packs = args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.residual) &&
+                       in_packs<T>(args.y) && in_packs<T>(args.next) && in_packs<T>(weights[0]) &&
+                       in_packs<T>(weights[1]);
+    const auto launch = [&](auto adds, auto norms) {
+      const dim3 grid(static_cast<unsigned>(args.rows));
+      if (packs) {
+        PDK_LAUNCH((add_rms_norm_kernel<T, kSize, adds.value, norms.value>), grid, dim3(kThreads), 0, stream, args);
+      } else {
+        PDK_LAUNCH((add_rms_norm_kernel<T, 1, adds.value, norms.value>), grid, dim3(kThreads), 0, stream, args);
+      }
+    };
+    if (!args.residual.given()) {
+      launch(std::false_type{}, std::true_type{});
+    } else if (args.weight != nullptr) {
+      launch(std::true_type{}, std::true_type{});
+    } else {
+      launch(std::true_type{}, std::false_type{});
+    }
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t silu_and_mul(const SiluAndMulArgs& args, cudaStream_t stream) {
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const auto blocks = [&](int64_t size) {
+      return dim3(static_cast<unsigned>((args.rows * (args.width / size) + kThreads - 1) / kThreads));
+    };
+    if (args.width % kSize == 0 && in_packs<T>(args.x) && in_packs<T>(args.out)) {
+      PDK_LAUNCH((silu_and_mul_kernel<T, kSize>), blocks(kSize), dim3(kThreads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((silu_and_mul_kernel<T, 1>), blocks(1), dim3(kThreads), 0, stream, args);
+    }
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t apply_rope_append(const ApplyRopeAppendArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.rows == 0) return cudaSuccess;
+  const unsigned groups = static_cast<unsigned>((args.all_heads() + kHeadsPerBlock - 1) / kHeadsPerBlock);
+  const dim3 grid(static_cast<unsigned>(args.rows), groups, static_cast<unsigned>(args.batch));
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    PDK_LAUNCH(apply_rope_append_kernel<T>, grid, dim3(kThreads), 0, stream, args);
+  });
+  return cudaGetLastError();
+}
+
+cudaError_t apply_rope(const ApplyRopeArgs& args, cudaStream_t stream) {
+  if (args.batch == 0 || args.rows == 0 || args.heads == 0) return cudaSuccess;
+  with_element(args.element, [&](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    constexpr int kSize = 16 / sizeof(T);
+    const RowsView views[5] = {{args.x, args.batch_stride},
+                               {args.x, args.row_stride},
+                               {args.x, args.head_stride},
+                               {const_cast<float*>(args.cos), 0},
+                               {const_cast<float*>(args.sin), 0}};
+    bool packs = args.head_dim % (2 * kSize) == 0;
+    for (const RowsView& view : views) packs = packs && in_packs<T>(view);
+    const int64_t items = args.heads * (args.head_dim / (packs ? 2 * kSize : 2));
+    const unsigned threads = static_cast<unsigned>(items < kThreads ? (items + 31) / 32 * 32 : kThreads);
+    const dim3 grid(static_cast<unsigned>(args.batch * args.rows),
+                    static_cast<unsigned>((items + threads - 1) / threads));
+    if (packs) {
+      PDK_LAUNCH((apply_rope_kernel<T, kSize>), grid, dim3(threads), 0, stream, args);
+    } else {
+      PDK_LAUNCH((apply_rope_kernel<T, 1>), grid, dim3(threads), 0, stream, args);
+    }
+  });
+  return cudaGetLastError();
+}
+
+}  // namespace pdkernels::cuda

@@ -1,0 +1,24 @@
+// Keeping what a decoding step decided, shared by the CPU and the CUDA kernel.
+#pragma once
+
+#include "pdkernels/platform.h"
+
+namespace pdkernels {
+
+struct LogStepArgs {
+  const int64_t* entry = nullptr;  // [batch][columns]; the first column counts what a sequence still has to do
+  int64_t batch = 0;
+  int64_t columns = 0;     // at least 1
+  int64_t* log = nullptr;  // [steps][batch][columns]
+  int64_t steps = 0;
+  int64_t* count = nullptr;  // [1]: entries in the log
+  bool* more = nullptr;      // [1]
+
+  PDK_HD int64_t size() const { return batch * columns; }
+  PDK_HD bool going(int64_t b) const { return entry[b * columns] > 0; }
+  PDK_HD bool has_room(int64_t at) const { return at >= 0 && at < steps; }
+  // After an entry at `at`. A full log ends a loop, whatever its sequences want.
+  PDK_HD bool goes_on(int64_t at, bool any_going) const { return any_going && has_room(at + 1); }
+};
+
+}  // namespace pdkernels

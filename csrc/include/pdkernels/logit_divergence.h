@@ -1,0 +1,26 @@
+// What the kernels that compare two distributions of the next token are given, on the CPU and on CUDA.
+#pragma once
+
+#include "pdkernels/transformer_ops.h"
+
+namespace pdkernels {
+
+// Tokens of a row that are one piece of work on the CPU. What is summed together follows from the width of a row alone,
+// so a row gets the same bits in any batch and on any number of threads.
+constexpr int64_t kDivergenceChunk = 8192;
+// Doubles that a chunk leaves behind.
+constexpr int64_t kDivergencePartials = 8;
+
+struct LogitDivergenceArgs {
+  Element element;
+  RowsView logits, previous;  // previous.data nullptr: a uniform distribution
+  int64_t rows, width;
+  float log_min_p;  // tokens whose logit lies further below the largest are levelled; -inf: none
+  int64_t* argmax;
+  float *entropy, *kl, *minp_kl;
+  double* partials;  // (rows, chunks, kDivergencePartials), CPU only
+
+  PDK_HD int64_t chunks() const { return (width + kDivergenceChunk - 1) / kDivergenceChunk; }
+};
+
+}  // namespace pdkernels

@@ -1,0 +1,102 @@
+// What the kernels between the matrix products of a sandwich block are given, on the CPU and on CUDA.
+#pragma once
+
+#include "pdkernels/block_sparse_attention.h"
+#include "pdkernels/kv_cache.h"
+
+namespace pdkernels {
+
+// Rows of contiguous elements, `stride` elements apart.
+struct RowsView {
+  void* data = nullptr;
+  int64_t stride = 0;
+
+  PDK_HD bool given() const { return data != nullptr; }
+  template <class T>
+  PDK_HD T* row(int64_t i) const {
+    return static_cast<T*>(data) + i * stride;
+  }
+};
+
+// y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. What is not given is left out: nullptr.
+struct AddRmsNormArgs {
+  Element element;
+  RowsView x, residual, y, next;
+  void *weight, *next_weight;  // at least one of them; without the first, y is the sum
+  int64_t rows, width;
+  float eps;
+};
+
+// out[j] = silu(x[j]) * x[width + j].
+struct SiluAndMulArgs {
+  Element element;
+  RowsView x, out;
+  int64_t rows, width;
+};
+
+// q, k and v of new rows: q and k are rotated in place, k and v go to a cache of one layer.
+struct ApplyRopeAppendArgs {
+  Element element;
+  void* qkv;  // (batch, rows, heads + 2 * kv_heads, head_dim), strides in elements
+  int64_t batch_stride, row_stride, head_stride;
+  void* bias;              // (heads + kv_heads, head_dim), or nullptr
+  const float *cos, *sin;  // (positions, head_dim)
+  char* cache[2];          // K, V
+  RowLayout cache_rows[2];
+  PageMap pages;
+  IndexView lengths;
+  IndexView counts;  // not given: rows
+  IndexView slots;   // (batch, rows), not given: a row's number
+  int64_t batch, rows, heads, kv_heads, head_dim, positions;
+  bool interleaved;
+
+  PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
+  PDK_HD int64_t turned_heads() const { return heads + kv_heads; }
+  PDK_HD int64_t all_heads() const { return heads + 2 * kv_heads; }
+  // How far behind lengths[b] a row stands; -1: padding, of which nothing is read or written.
+  PDK_HD int64_t slot(int64_t b, int64_t row) const { return slots.given() ? slots.load(b, row) : row; }
+  // Where slots say which places are written, only they can lie outside of the cache.
+  PDK_HD Fault check_lengths(int64_t length, int64_t count) const {
+    const Fault fault = check_extent(pages, length, count, rows);
+    return fault == Fault::room && slots.given() ? Fault::none : fault;
+  }
+  // The first `count` places from `length` on have rows in the tables. The length must have been checked before.
+  PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }
+  PDK_HD bool in_cache(int64_t length, int64_t slot) const { return slot < pages.capacity() - length; }
+  // Whether a row may stand where its slot says; that of a row that does not count may lie anywhere behind `length`.
+  PDK_HD bool row_fits(int64_t b, int64_t row, int64_t length, int64_t count) const {
+    const int64_t at = slot(b, row);
+    if (at < 0 || row >= count) return at >= -1;
+    return in_cache(length, at) && in_tables(length, at + 1) && pages.holds(pages.locate(b, length + at));
+  }
+  // Rows that do not count may stand behind the tables: they take the last place.
+  PDK_HD int64_t table_row(int64_t length, int64_t slot) const {
+    return (slot < positions - length ? length + slot : positions - 1) * head_dim;
+  }
+  PDK_HD int64_t head_offset(int64_t b, int64_t row, int64_t head) const {
+    return b * batch_stride + row * row_stride + head * head_stride;
+  }
+  // Where head `head` (behind the q heads) of a row goes.
+  PDK_HD char* target(int64_t b, int64_t position, int64_t head) const {
+    const int side = head < turned_heads() ? 0 : 1;
+    const Slot at = pages.locate(b, position);
+    return cache[side] + cache_rows[side].row_offset(at.page, at.slot) +
+           (head - heads) % kv_heads * cache_rows[side].head_stride;
+  }
+};
+
+// Rows that are rotated in place, each by the position it is given.
+struct ApplyRopeArgs {
+  Element element;
+  void* x;  // (batch, rows, heads, head_dim), strides in elements
+  int64_t batch_stride, row_stride, head_stride;
+  const float *cos, *sin;  // (table_rows, head_dim)
+  IndexView positions;     // (batch, rows)
+  int64_t batch, rows, heads, head_dim, table_rows;
+  bool interleaved;
+
+  PDK_HD bool in_tables(int64_t position) const { return position >= 0 && position < table_rows; }
+  PDK_HD int64_t row_offset(int64_t b, int64_t row) const { return b * batch_stride + row * row_stride; }
+};
+
+}  // namespace pdkernels

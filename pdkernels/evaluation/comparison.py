@@ -1,0 +1,457 @@
+"""Candidates on the same prompts, their answers compared before their cost is told. `docs/evaluation.md` says how."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels import decoding
+from pdkernels._host import cpu_isa
+from pdkernels._validation import check
+from pdkernels._version import __version__
+from pdkernels.decoding.result import DecodeResult
+from pdkernels.evaluation.candidate import WIDTH_OPTIONS, Candidate
+from pdkernels.evaluation.masked import masked_candidates
+from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
+from pdkernels.evaluation.tasks import TASKS, Task
+from pdkernels.models.recurrent_depth import RecurrentDepth
+
+_OP = "evaluation"
+
+# What is shown of the trained transformers: plain decoding, Jacobi decoding before and after Jacobi Forcing, and a tri-mode model's ways.
+DEFAULT_METHODS = {
+    "tiny-code": ("autoregressive", "jacobi"),
+    "tiny-jacobi": ("autoregressive", "jacobi", "jacobi_multiblock"),
+    "tiny-trimode": ("autoregressive", "linear_self_speculation", "quadratic_self_speculation", "block_diffusion"),
+}
+
+
+class Family(NamedTuple):
+    """What `eval` takes where nothing is given."""
+
+    models: tuple[str, ...]
+    tasks: tuple[str, ...]
+    canvas: int | None = None
+    """New tokens that its models were trained to write; None: any number."""
+
+
+FAMILIES = {
+    "transformer": Family(tuple(DEFAULT_METHODS), TASKS),
+    # On source text nothing is right or wrong, and these methods are about how much thinking it takes to be right.
+    "recurrent": Family(("tiny-recurrent",), ("sums",)),
+    "masked": Family(("tiny-masked",), ("sums",), canvas=128),
+}
+
+# With this method, as it is, the candidates of a model of such a family begin: its tokens and its speed are what the others are
+# compared with.
+_BASELINES = {"transformer": "autoregressive", "recurrent": "recurrent_static", "masked": "llada"}
+# Those that draft tokens and judge the drafts.
+_JUDGING = (
+    "jacobi",
+    "jacobi_multiblock",
+    "linear_self_speculation",
+    "quadratic_self_speculation",
+    "recurrent_self_speculation",
+)
+# The widths a method is shown with. None: the one of `_TRIED` that is fastest on prompts that are not counted, so that no model is
+# held to a width that supports another one.
+_WIDTHS: dict[str, tuple[int | None, ...]] = {
+    "linear_self_speculation": (4, 8, 16),
+    "quadratic_self_speculation": (4, 8, 16),
+    "block_diffusion": (16,),
+}
+_TRIED = (4, 8, 16, 32)
+# New tokens of a generation whose memory is watched.
+_WATCHED_TOKENS = 160
+# Two logits closer than this many rounding steps of the largest one may change places when a forward has more rows.
+_TIE = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a candidate did on a task.
+
+    Attributes:
+        task: its name.
+        model: name of the model.
+        method: name of the method.
+        width: tokens of a block or draft; None for methods without.
+        settings: further options of the method.
+        problems: how many prompts.
+        batch_size: prompts per generation.
+        tokens: new tokens, all prompts together.
+        right: prompts whose answer is exactly right; None where there is no right or wrong.
+        baseline: whether the model's other candidates are compared with this one, greedy autoregressive decoding.
+        identical: prompts whose tokens are those of the baseline in the same run.
+        ties: of the others, those that part at two tokens between which the model does not decide, up to rounding.
+        lossless: whether the candidate promises the baseline's tokens.
+        tokens_per_forward: `tokens` over the forwards in which their sequences took part, those over prompts included.
+        tokens_per_second: `tokens` over the seconds of all generations.
+        speedup: median over the batches: tokens per second over those of the baseline on the same batch.
+        speedup_quartiles: the first and the third quartile of the same.
+        tokens_per_cycle: new tokens for each judged draft. That is two forwards in linear self-speculation, one in the other
+            methods; None for methods that judge no drafts.
+        accepted_per_cycle: of them, those that had been drafted; the other one the judge gave itself.
+        extra_memory: the most bytes of tensors that a generation of 160 tokens held at once, weights apart; None: not watched.
+        seconds: of each batch.
+
+    A method that broke its promise has no figures of cost: all from `tokens_per_forward` to `accepted_per_cycle` are None.
+    """
+
+    task: str
+    model: str
+    method: str
+    width: int | None
+    settings: tuple[tuple[str, Any], ...]
+    problems: int
+    batch_size: int
+    tokens: int
+    right: int | None
+    baseline: bool
+    identical: int
+    ties: int
+    lossless: bool
+    tokens_per_forward: float | None
+    tokens_per_second: float | None
+    speedup: float | None
+    speedup_quartiles: tuple[float, float] | None
+    tokens_per_cycle: float | None
+    accepted_per_cycle: float | None
+    extra_memory: int | None
+    seconds: list[float] = field(repr=False)
+
+    @property
+    def label(self) -> str:
+        """Method, width and settings."""
+        return Candidate(self.model, self.method, self.width, self.settings).label
+
+    @property
+    def broken(self) -> bool:
+        """Whether the method promised greedy decoding's tokens and gave others."""
+        return self.lossless and self.identical + self.ties < self.problems
+
+    @property
+    def verdict(self) -> str:
+        """Whether the tokens are greedy decoding's, in a word or two."""
+        if self.baseline:
+            return "is greedy"
+        if self.identical == self.problems:
+            return "yes"
+        if self.lossless and not self.broken:
+            return f"yes, {self.ties} tied"
+        return f"{'no, ' if self.lossless else ''}{self.identical} of {self.problems}"
+
+
+def family_of(model: Any) -> str:
+    """Which of `FAMILIES` a model belongs to.
+
+    >>> import pdkernels as pd
+    >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
+    ('transformer', 'recurrent')
+    """
+    if isinstance(model, RecurrentDepth):
+        return "recurrent"
+    return "masked" if model.config.attention == "bidirectional" else "transformer"
+
+
+def candidates(
+    models: Mapping[str, Any], methods: Sequence[str] = (), widths: Sequence[int] = ()
+) -> tuple[list[Candidate], list[str]]:
+    """Who competes, first of all every model's token-by-token decoding, and a line for each who cannot.
+
+    Args:
+        models: by name.
+        methods: none: those of `DEFAULT_METHODS`, or for other models all that they can run.
+        widths: none: those that the methods are shown with.
+
+    Raises:
+        ValueError, NotImplementedError: no such method, a width below 1.
+    """
+    for width in widths:
+        check(width >= 1, _OP, "width", "be at least 1", width)
+    fills_masks = {
+        method: "mask_token" in decoding.method_options(method) for method in methods or decoding.available()
+    }
+    found: list[Candidate] = []
+    skipped = []
+    for name, model in models.items():
+        family = family_of(model)
+        if not methods and family == "recurrent":
+            found += recurrent_candidates(name)
+            continue
+        if not methods and family == "masked":
+            found += masked_candidates(name)
+            continue
+        able = [method for method, needed in fills_masks.items() if not needed or model.mask_token is not None]
+        shown = methods or DEFAULT_METHODS.get(name, [method for method in able if decoding.supports(method, model)])
+        for method in dict.fromkeys([_BASELINES[family], *shown]):
+            if not decoding.supports(method, model):
+                skipped.append(
+                    f"{name} with {method}: that method is for models of another kind, such as {_fitting(method)}"
+                )
+            elif fills_masks.get(method) and method not in able:
+                skipped.append(
+                    f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one"
+                )
+            elif method in WIDTH_OPTIONS:
+                found += [
+                    Candidate(name, method, width) for width in dict.fromkeys(widths or _WIDTHS.get(method, (None,)))
+                ]
+            else:
+                found.append(Candidate(name, method))
+    return found, skipped
+
+
+def evaluate(
+    models: Mapping[str, Any],
+    competing: Sequence[Candidate],
+    task: Task,
+    *,
+    batch_size: int = 1,
+    memory: bool = False,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> list[Row]:
+    """Let all candidates work on the same prompts.
+
+    Batch after batch every candidate takes its turn, so that all of them meet the same moments of a machine that others use
+    too; who begins changes with each batch.
+
+    Args:
+        models: by name, with tokenizers.
+        competing: as `candidates` gives them.
+        task: as `make_task` gives it.
+        batch_size: prompts per generation.
+        memory: also watch the memory of a generation of 160 tokens that is not counted, in the worst case: see `with_full_wave`.
+        progress: called with what comes next and the share of the task that is done.
+
+    Returns:
+        A row for each candidate, in their order.
+
+    Raises:
+        ValueError: a batch size below 1, a model without a tokenizer, no autoregressive decoding of a model to compare with.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from pdkernels.evaluation import Candidate, evaluate, make_task
+        >>> models = {"tiny-code": pd.models.load("tiny-code")}
+        >>> competing = [Candidate("tiny-code", "autoregressive"), Candidate("tiny-code", "jacobi", 4)]
+        >>> [(row.method, row.tokens, row.verdict) for row in evaluate(models, competing, make_task("source", 1))]
+        [('autoregressive', 64, 'is greedy'), ('jacobi', 64, 'yes')]
+    """
+    check(batch_size >= 1, _OP, "batch_size", "be at least 1", batch_size)
+    baselines: dict[str, Candidate] = {}
+    for candidate in competing:
+        baselines.setdefault(candidate.model, candidate)
+    for name, first in baselines.items():
+        check(
+            first.method == _BASELINES[family_of(models[name])] and not first.settings,
+            _OP,
+            "competing",
+            f"begin with {_BASELINES[family_of(models[name])]} for {name}",
+            first.label,
+        )
+        check(
+            models[name].tokenizer is not None,
+            _OP,
+            "models",
+            "have tokenizers",
+            f"none in {name}",
+            "A checkpoint's folder needs its tokenizer.json.",
+        )
+    settled = []
+    for candidate in competing:
+        progress(f"{candidate.model}: {candidate.label}, warm-up", 0.0)
+        _run(models, candidate, task, (task.warm_up * batch_size)[:batch_size])
+        if candidate.width is None and candidate.method in WIDTH_OPTIONS:
+            candidate = candidate._replace(width=_fastest_width(models, candidate, task))
+        settled.append(candidate)
+
+    results: dict[Candidate, list[DecodeResult]] = {candidate: [] for candidate in settled}
+    batches = [task.prompts[first : first + batch_size] for first in range(0, len(task.prompts), batch_size)]
+    for number, batch in enumerate(batches):
+        begin = number % len(settled)
+        for turn, candidate in enumerate(settled[begin:] + settled[:begin]):
+            progress(f"{candidate.model}: {candidate.label}", (number + turn / len(settled)) / len(batches))
+            results[candidate].append(_run(models, candidate, task, batch))
+    watched: dict[Candidate, int] = {}
+    for candidate in settled if memory else ():
+        if (full := with_full_wave(candidate)) is not None:
+            progress(f"{candidate.model}: {candidate.label}, memory", 1.0)
+            watched[candidate] = extra_memory(
+                models[candidate.model],
+                task.warm_up[0],
+                candidate.method,
+                max_new_tokens=min(_WATCHED_TOKENS, task.limit),
+                end_tokens=(),
+                **full,
+            )
+    progress("done", 1.0)
+    return [
+        _row(
+            models[candidate.model],
+            candidate,
+            task,
+            batch_size,
+            own,
+            results[baselines[candidate.model]],
+            watched.get(candidate),
+        )
+        for candidate, own in results.items()
+    ]
+
+
+def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
+    """The rows in the form of the other benchmarks, which `bench/report.py` reads, with the machine and the versions."""
+    facts = {
+        "op": "evaluation",
+        "device": processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "pdkernels": __version__,
+    }
+    benchmarks = []
+    for row in rows:
+        first, third = _quartiles(row.seconds)
+        stats = {"median": statistics.median(row.seconds), "iqr": third - first, "max": max(row.seconds)}
+        known = {name: value for name, value in asdict(row).items() if name != "seconds"}
+        benchmarks.append(
+            {
+                "group": f"evaluation, {row.task}",
+                "name": f"{row.model}: {row.label}",
+                "stats": {**stats, "rounds": len(row.seconds)},
+                "extra_info": {
+                    **facts,
+                    **known,
+                    "settings": dict(row.settings),
+                    "candidate": row.label,
+                    "verdict": row.verdict,
+                },
+            }
+        )
+    return {"benchmarks": benchmarks, "skipped": list(skipped)}
+
+
+def _fitting(method: str) -> str:
+    """A model that shows what `method` is for."""
+    if method.startswith("recurrent_"):
+        return "tiny-recurrent"
+    return "tiny-trimode" if method in DEFAULT_METHODS["tiny-trimode"] or method == "fast_dllm_v2" else "tiny-masked"
+
+
+def _run(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: list[str]) -> DecodeResult:
+    return decoding.generate(
+        models[candidate.model],
+        prompts,
+        candidate.method,
+        max_new_tokens=task.limit,
+        end_tokens=task.end_tokens,
+        **candidate.options,
+    )
+
+
+def _fastest_width(models: Mapping[str, Any], candidate: Candidate, task: Task) -> int:
+    """The tokens are the same for every width, so seconds can be compared. The first prompt warms the widths up."""
+    seconds = {
+        width: [_run(models, candidate._replace(width=width), task, [prompt]).stats.seconds for prompt in task.warm_up]
+        for width in _TRIED
+    }
+    return min(_TRIED, key=lambda width: statistics.fmean(seconds[width][1:]))
+
+
+def _row(
+    model: Any,
+    candidate: Candidate,
+    task: Task,
+    batch_size: int,
+    results: list[DecodeResult],
+    greedy: list[DecodeResult],
+    memory: int | None,
+) -> Row:
+    texts = [text for result in results for text in result.text]
+    answers = [[ids for result in side for ids in result.tokens] for side in (results, greedy)]
+    differing = [triple for triple in zip(task.prompts, *answers, strict=True) if not torch.equal(*triple[1:])]
+    lossless = candidate.is_lossless
+    ties = sum(_is_tie(model, *triple) for triple in differing) if lossless else 0
+    right = None
+    if task.problems is not None:
+        right = sum(problem.is_solved_by(text) for problem, text in zip(task.problems, texts, strict=True))
+
+    cost: dict[str, Any] = dict.fromkeys(
+        (
+            "tokens_per_forward",
+            "tokens_per_second",
+            "speedup",
+            "speedup_quartiles",
+            "tokens_per_cycle",
+            "accepted_per_cycle",
+        )
+    )
+    tokens = sum(result.stats.tokens for result in results)
+    seconds = [result.stats.seconds for result in results]
+    if not lossless or len(differing) == ties:
+        ratios = [
+            ours.stats.tokens_per_second / theirs.stats.tokens_per_second for ours, theirs in zip(results, greedy)
+        ]
+        cost["tokens_per_forward"] = tokens / sum(
+            result.stats.tokens / result.stats.tokens_per_forward for result in results
+        )
+        cost["tokens_per_second"] = tokens / sum(seconds)
+        cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
+        accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
+        if accepted and candidate.method in _JUDGING:
+            # The first token of a sequence comes from the prompt's forward, and the first of a draft is known already.
+            cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
+            cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1
+    return Row(
+        task.name,
+        *candidate,
+        len(task.prompts),
+        batch_size,
+        tokens,
+        right,
+        baseline=results is greedy,
+        identical=len(task.prompts) - len(differing),
+        ties=ties,
+        lossless=lossless,
+        extra_memory=memory,
+        seconds=seconds,
+        **cost,
+    )
+
+
+@torch.inference_mode()
+def _is_tie(model: Any, prompt: str, ours: torch.Tensor, greedy: torch.Tensor) -> bool:
+    """Whether they part at two tokens whose logits are equal up to rounding. Where one just stops early there is no tie."""
+    place = next((i for i, (a, b) in enumerate(zip(ours.tolist(), greedy.tolist())) if a != b), None)
+    if place is None:
+        return False
+    ids = torch.tensor([model.tokenizer.encode(prompt) + greedy[:place].tolist()], device=model.device)
+    logits = model(ids, rows=[-1])[0, 0]
+    gap = (logits[ours[place]] - logits[greedy[place]]).abs()
+    return bool(gap <= _TIE * torch.finfo(logits.dtype).eps * logits.abs().max())
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) == 1:
+        return values[0], values[0]
+    first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+    return first, third
+
+
+def processor() -> str:
+    """Name of this machine's CPU, and the instructions that kernels use on it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    name = next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+    return f"{name} ({cpu_isa()})"

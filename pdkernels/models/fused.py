@@ -1,0 +1,43 @@
+"""What lies between the matrix products of a model.
+
+Inference runs it as one op each. Those have no gradient and know no fp64, so training and proofs take plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
+
+
+def enabled(x: torch.Tensor) -> bool:
+    """Whether the ops take the place of plain PyTorch. Under autocast dtypes mix, which they do not."""
+    mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm: statistics in fp32 (fp64 for fp64 input), cast to the dtype of `x`, then the weight."""
+    if enabled(x):
+        return add_rms_norm(x, None, weight, eps=eps)[0]
+    return F.rms_norm(x, weight.shape, None, eps) * weight
+
+
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``y = rms_norm(x + residual) * weight``, the sum itself without a weight, and ``rms_norm(y) * next_weight`` with a next one."""
+    if enabled(x):
+        return add_rms_norm(x, residual, weight, next_weight=next_weight, eps=eps)
+    y = x + residual if weight is None else rms_norm(x + residual, weight, eps)
+    return y, None if next_weight is None else rms_norm(y, next_weight, eps)
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """``silu(gate) * up`` of ``gate, up = x.chunk(2, -1)``."""
+    if enabled(x):
+        return silu_and_mul(x)
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up

@@ -1,0 +1,168 @@
+"""Rows that are computed again in a cache: where they stand, and the attention over what stands there then.
+
+A masked-diffusion model changes its mind about rows anywhere in a text, and each of them sees all of it. So K and V go to their
+places first, and attention reads the cache alone: `speculative_attention` with a plan that shows no new tokens. What no kernel
+takes (fp64, heads that are no multiple of 8 in 16 .. 256) goes by PyTorch's attention under a dense mask.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from pdkernels._validation import check, check_index
+from pdkernels.masks import TilePlan, pack
+from pdkernels.models.attention import Visibility, attend
+from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
+from pdkernels.ops._attention import takes_head_dim
+from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels.ops.speculative_attention import speculative_attention
+from pdkernels.ops.transformer_ops import apply_rope_append_
+
+if TYPE_CHECKING:
+    from pdkernels.models.transformer import Cache
+
+_OP = "Transformer.recompute"
+
+
+class RecomputedRows(NamedTuple):
+    """Where the rows of a recomputation stand, and what they see. `recomputed_rows` makes it, once for all layers."""
+
+    cache: Cache
+    starts: torch.Tensor
+    slots: torch.Tensor
+    """`(batch, rows)`, counted from `starts`; -1 for padding."""
+    visible: torch.Tensor
+    keys: int
+    """The most places a sequence shows, or, where the host does not know, all."""
+    table: Rotation
+    """Of all positions of the cache."""
+    style: RopeStyle
+
+    def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
+        """Store K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attend; q's shape."""
+        kv_heads = self.cache.kv_heads
+        sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
+        if self.cache.dtype in KERNEL_DTYPES and takes_head_dim(self.cache.head_dim):
+            k_cache, v_cache = self.cache.k[layer], self.cache.v[layer]
+            apply_rope_append_(
+                qkv,
+                None,
+                self.table.cos,
+                self.table.sin,
+                k_cache,
+                v_cache,
+                self.starts,
+                slots=self.slots,
+                block_table=self.cache.block_table,
+                style=self.style,
+            )
+            q, k, v = qkv.split(sizes, -2)
+            return speculative_attention(
+                self._scaled(q),
+                k,
+                v,
+                k_cache,
+                v_cache,
+                self.visible,
+                _nothing_new(qkv.shape[1], qkv.device),
+                block_table=self.cache.block_table,
+            )
+        q, k, v = qkv.split(sizes, -2)
+        positions = self._positions()
+        rotation = self.table.at(positions)
+        self._store_(apply_rope(k, rotation, self.style), v, positions, layer)
+        seen = torch.arange(self.keys, device=qkv.device) < self.visible[:, None, None, None]
+        q = self._scaled(apply_rope(q, rotation, self.style))
+        return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
+
+    def _positions(self) -> torch.Tensor:
+        """`(batch, rows)`; padding stands anywhere in the cache."""
+        return (self.starts[:, None] + self.slots).clamp(0, self.cache.capacity - 1)
+
+    def _scaled(self, q: torch.Tensor) -> torch.Tensor:
+        if self.table.query_scale is None:
+            return q
+        return q * self.table.query_scale[self._positions(), :, None].to(q.dtype)
+
+    def _store_(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int) -> None:
+        sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
+        places = positions[sequences, rows].long()
+        if self.cache.block_table is None:
+            pages = sequences
+        else:
+            page_size = self.cache.k.shape[2]
+            pages, places = self.cache.block_table[sequences, places // page_size].long(), places % page_size
+        self.cache.k[layer][pages, places] = k[sequences, rows]
+        self.cache.v[layer][pages, places] = v[sequences, rows]
+
+
+def recomputed_rows(
+    cache: Cache,
+    table: Rotation,
+    style: RopeStyle,
+    shape: torch.Size,
+    starts: torch.Tensor,
+    slots: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    visible: torch.Tensor,
+) -> RecomputedRows:
+    """Those of rows of this `shape`, `(batch, rows)`; arguments and errors are those of `Transformer.recompute`."""
+    batch, rows = shape
+    check(cache.batch == batch, _OP, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
+    device = cache.lengths.device
+    check_index(_OP, "starts", starts, (batch,), device)
+    check_index(_OP, "visible", visible, (batch,), device)
+    order = torch.arange(rows, device=device)
+    if slots is None:
+        slots = order.expand(batch, -1)
+    else:
+        check_index(_OP, "slots", slots, (batch, rows), device)
+    if counts is not None:
+        check_index(_OP, "counts", counts, (batch,), device)
+        slots = torch.where(order < counts[:, None], slots, -1)
+    keys = cache.capacity
+    if device.type == "cpu" and batch and not torch.compiler.is_compiling():
+        keys = _check_values(cache, starts, slots, visible)
+    return RecomputedRows(cache, starts, slots, visible, keys, table, style)
+
+
+def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:
+    """On the host, before a layer has written anything. Returns the most places that a sequence shows."""
+    fewest, most = (int(value) for value in visible.aminmax())
+    check(
+        fewest >= 0 and most <= cache.capacity,
+        _OP,
+        "visible",
+        f"lie in [0, {cache.capacity}], the cache's capacity",
+        f"{fewest}..{most}",
+    )
+    low = int(starts.min())
+    check(low >= 0, _OP, "starts", "not be negative", low)
+    needed = visible
+    if slots.numel():
+        low = int(slots.min())
+        check(low >= -1, _OP, "slots", "be -1 or more", low)
+        behind = torch.where(slots >= 0, starts[:, None] + slots + 1, 0).amax(1)
+        last = int(behind.max()) - 1
+        check(last < cache.capacity, _OP, "slots", f"stay below the cache's capacity ({cache.capacity})", last)
+        needed = torch.maximum(needed, behind)
+    if cache.block_table is not None:
+        owned = (cache.block_table >= 0).sum(1) * cache.k.shape[2]
+        check(
+            bool((needed <= owned).all()),
+            _OP,
+            "cache",
+            f"own pages of {needed.tolist()} places",
+            owned.tolist(),
+            "Call cache.reserve_ before.",
+        )
+    return most
+
+
+@lru_cache(maxsize=256)
+def _nothing_new(rows: int, device: torch.device) -> TilePlan:
+    """A plan that shows none of the new rows: the cache holds them already."""
+    return pack([], length=rows).plan(64, 64, device)

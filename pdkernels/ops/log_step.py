@@ -1,0 +1,89 @@
+"""What a decoding step decided goes into a log on the device, and a conditional node of a CUDA graph learns whether to go on."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_type, fail
+from pdkernels.backends import Backend
+from pdkernels.ops._library import call, define
+from pdkernels.reference import log_step as reference
+
+
+def log_step_(
+    log: Tensor, count: Tensor, more: Tensor, entry: Tensor, *, handle: int | None = None, backend: Backend = "auto"
+) -> None:
+    """Keeps the entry of one step, counts it, and says whether there is another step::
+
+        log[count] = entry;   count += 1;   more = (entry[:, 0] > 0).any() and count < steps
+
+    A decoder that lets a device go on by itself writes here what its host would have read after every step: the first
+    column is what a sequence still has to do, 0 when it is done, the others are the decoder's own. The host reads the log once, at
+    the end. In a CUDA graph the same launch sets the condition of a while node, so that the step runs again without a host
+    (`pdkernels.integrations.device_loop`).
+
+    Args:
+        log: ``(steps, batch, columns)`` int64, contiguous; one entry is written.
+        count: ``(1,)`` int64, entries in the log; updated in place.
+        more: ``(1,)`` bool; written. A full log ends the loop whatever its sequences want, so that no loop runs on for ever.
+        entry: ``(batch, columns)`` int64, contiguous.
+        handle: of a graph's conditional node, which is set to `more` (CUDA): `cudaGraphConditionalHandle` as an int. None: there
+            is no such node.
+        backend: see `pdkernels.show_config`.
+
+    Raises:
+        ValueError: shapes that do not fit; a handle without CUDA; on the CPU a full log or a count outside of it (nothing is
+            written then). On CUDA nothing is written for such a count either, and `more` becomes False.
+        TypeError: dtypes that do not fit.
+
+    Deterministic. Source: CUDA programming guide, conditional graph nodes.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> log = torch.zeros(3, 2, 2, dtype=torch.int64); count = torch.zeros(1, dtype=torch.int64); more = torch.ones(1, dtype=torch.bool)
+        >>> pd.log_step_(log, count, more, torch.tensor([[1, 7], [0, 8]])); more.item(), count.item()
+        (True, 1)
+        >>> pd.log_step_(log, count, more, torch.tensor([[0, 9], [0, 8]])); more.item(), log[:, 0, 1].tolist()
+        (False, [7, 9, 0])
+    """
+    call(log_step_op, (log, count, more, entry, signed(handle)), entry, backend)
+
+
+def signed(handle: int | None) -> int | None:
+    """The same 64 bits as a schema's int. Handles may be above its range."""
+    check_type(handle is None or isinstance(handle, int), "log_step_", "handle", "be an int", type(handle).__name__)
+    return handle if handle is None or handle < 2**63 else handle - 2**64
+
+
+def _fake(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int | None = None) -> None:
+    op = "log_step_"
+    wanted = {
+        "entry": (entry, torch.int64),
+        "log": (log, torch.int64),
+        "count": (count, torch.int64),
+        "more": (more, torch.bool),
+    }
+    for name, (tensor, dtype) in wanted.items():
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        check_type(tensor.dtype == dtype, op, name, f"be {dtype}", tensor.dtype)
+        if tensor.device != entry.device:
+            fail(op, name, f"be on {entry.device} like entry", tensor.device)
+        if not tensor.is_contiguous():
+            fail(op, name, "be contiguous", f"strides {tensor.stride()}")
+    if entry.dim() != 2 or entry.shape[1] == 0:
+        fail(op, "entry", "have shape (batch, columns), with a column at least", tuple(entry.shape))
+    if log.dim() != 3 or log.shape[1:] != entry.shape:
+        fail(op, "log", f"have shape (steps, {entry.shape[0]}, {entry.shape[1]})", tuple(log.shape))
+    for name, tensor in (("count", count), ("more", more)):
+        if tensor.shape != (1,):
+            fail(op, name, "have shape (1)", tuple(tensor.shape))
+    if handle is not None and entry.device.type == "cpu":
+        fail(op, "handle", "be None on the CPU", handle, "Conditional nodes are parts of CUDA graphs.")
+
+
+log_step_op = define(
+    "log_step_(Tensor(a!) log, Tensor(b!) count, Tensor(c!) more, Tensor entry, int? handle=None) -> ()",
+    fake=_fake,
+    reference=reference.log_step_,
+)

@@ -1,0 +1,98 @@
+"""How far the distribution of the next token moved between two recurrences: what early-exit criteria ask of two rows of logits."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_type, fail
+from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64
+from pdkernels.ops._library import call, define
+from pdkernels.reference import logit_divergence as reference
+
+OP = "logit_divergence"
+
+
+class LogitDivergence(NamedTuple):
+    """What `logit_divergence` measured, one entry a row of logits."""
+
+    argmax: Tensor
+    """(...) int64: the first of the largest logits."""
+    entropy: Tensor
+    """(...) float32: ``-sum p log(p + 1e-10)`` of the distribution now."""
+    kl: Tensor
+    """(...) float32: ``sum p_then (log p_then - log p_now)``."""
+    minp_kl: Tensor
+    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest made to sum up to 1."""
+
+
+def logit_divergence(
+    logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto"
+) -> LogitDivergence:
+    """The numbers that decide whether another recurrence would still change the next token.
+
+    ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, say,
+    `kl` falls below 1e-3, or `entropy` moved less than that since the last call; before the first call the published one takes
+    a uniform distribution and an entropy of 100.
+
+    A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier distribution has 0
+    too, and infinity where only the new distribution has. A row without a distribution (a NaN, an infinity, or nothing but -inf) gives NaN, which
+    is below no threshold; its `argmax` is that of PyTorch: the first NaN, else the first of the largest.
+
+    Args:
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
+        previous: those of the recurrence before, same shape and dtype; None: a uniform distribution.
+        min_p: in [0, 1].
+        backend: see `pdkernels.show_config`. The reference takes float64 too.
+
+    Raises:
+        ValueError: shapes that do not fit; a `min_p` out of range.
+        TypeError: dtypes that do not fit.
+
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows.
+
+    Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 6.1.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> divergence = pd.logit_divergence(torch.tensor([[2.0, 0.0, -4.0]]), torch.tensor([[0.0, 0.0, -4.0]]))
+        >>> divergence.argmax, divergence.kl
+        (tensor([0]), tensor([0.4359]))
+    """
+    if logits.requires_grad if isinstance(logits, Tensor) else False:
+        logits = logits.detach()
+    if previous.requires_grad if isinstance(previous, Tensor) else False:
+        previous = previous.detach()
+    return LogitDivergence(*call(logit_divergence_op, (logits, previous, min_p), logits, backend))
+
+
+def _check(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> None:
+    check_floats(OP, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
+    if previous is not None:
+        check_floats(OP, "previous", previous, like=logits)
+        if previous.shape != logits.shape:
+            fail(OP, "previous", f"have shape {tuple(logits.shape)} like logits", tuple(previous.shape))
+    check_type(isinstance(min_p, (int, float)), OP, "min_p", "be a number", type(min_p).__name__)
+    if not 0 <= min_p <= 1:
+        fail(OP, "min_p", "be in [0, 1]", min_p)
+
+
+def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check(logits, previous, min_p)
+    refuse_float64(OP, "logits", logits)
+    rows = logits.shape[:-1]
+    entropy, kl, minp_kl = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    return logits.new_empty(rows, dtype=torch.int64), entropy, kl, minp_kl
+
+
+logit_divergence_op = define(
+    "logit_divergence(Tensor logits, Tensor? previous=None, float min_p=0.1) -> (Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=reference.logit_divergence,
+    reference_check=_check,
+)

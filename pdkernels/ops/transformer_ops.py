@@ -1,0 +1,395 @@
+"""What lies between the matrix products of a sandwich block: residual norms, the gate, and rotary embedding, into a cache or in place.
+
+A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check_index, check_own_places, check_type, fail, message
+from pdkernels.backends import Backend
+from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
+from pdkernels.ops._library import call, define
+from pdkernels.reference import transformer_ops as reference
+
+STYLES = ("half", "interleaved")
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    *,
+    next_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight.
+
+    One pass for the end of a sublayer and the beginning of the next one: with both weights for a sandwich block, without the
+    first, so that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the division are
+    computed in float32; the sum is not rounded before it is normed. The normed value is rounded to the dtype and then
+    multiplied by the weight in that dtype, as the published models do. The second norm sees the rounded `y`.
+
+    Args:
+        x: ``(..., E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        residual: like `x`; None: `x` alone is normed.
+        weight: ``(E,)``, dtype of `x`; None: `y` is the sum, for which there must be a residual and a next weight.
+        next_weight: like `weight`; None: there is no second result.
+        eps: added to the mean square.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+
+    Returns:
+        ``(y, next)``, each contiguous and like `x`; `next` is None without a `next_weight`.
+
+    Raises:
+        ValueError: shapes that do not fit; `eps` below 0.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a row's result does not depend on other rows.
+
+    Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning", section 3.2; Zhang and Sennrich, "Root Mean
+    Square Layer Normalization", equation 4.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> x, residual = torch.tensor([[3.0, 0.0]]), torch.tensor([[0.0, 4.0]])
+        >>> y, following = pd.add_rms_norm(x, residual, torch.ones(2), next_weight=torch.tensor([1.0, 2.0]))
+        >>> y, following
+        (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 2.2627]]))
+    """
+    refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
+    y, following = call(add_rms_norm_op, (x, residual, weight, next_weight, eps), x, backend)
+    return y, None if next_weight is None else following
+
+
+def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """``silu(x[..., :F]) * x[..., F:]``: the first half gates the second. In float32, rounded once.
+
+    Args:
+        x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
+
+    Returns:
+        ``(..., F)``, contiguous, dtype of `x`.
+
+    Raises:
+        ValueError: a last dimension that is odd.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic. Source: Shazeer, "GLU Variants Improve Transformer", equation 5.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> pd.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
+        tensor([[0.0000, 1.4621]])
+    """
+    refuse_gradients("silu_and_mul", backend, x=x)
+    return call(silu_and_mul_op, (x,), x, backend)
+
+
+def apply_rope_append_(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    style: str = "interleaved",
+    slots: Tensor | None = None,
+    backend: Backend = "auto",
+) -> None:
+    """Bias and rotary embedding of q and k in place; K and V go to the cache, behind each sequence's committed rows or where `slots` say.
+
+    Row i of sequence b stands at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
+    bias and rounded once; v stays as it is. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
+    `kv_commit_`. The other rows are rotated too and stored nowhere; where their position lies behind the tables they take the
+    last one of them.
+
+    With `slots` row i stands at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
+    recomputed in place, whether they are neighbours or picked one by one. A row whose slot is -1 is padding: nothing of it is
+    read, changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored
+    there is that of one of them, and which is not said.
+
+    Args:
+        qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
+            strides with a contiguous last dimension; `kv_heads` are those of the cache.
+        bias: ``(heads + kv_heads, D)``, dtype of `qkv`, added to q and k; None adds nothing.
+        cos, sin: ``(P, D)`` float32, contiguous: a rotation is ``x * cos + swap(x) * sin``, so that the sine is negative for the
+            first of each pair (as `pdkernels.models.rope.rope_tables` has it).
+        k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
+            dtype of `qkv`. Not the memory of `qkv`.
+        lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, where those count from.
+        counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
+        block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
+        style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
+        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may lie anywhere.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
+
+    Raises:
+        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts behind the tables
+            (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic where slots differ; a row's result does not depend on other rows.
+
+    Source: Su et al., "RoFormer", equation 34; the learned bias of Geiping et al., section 3.2.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> qkv = torch.ones(1, 1, 3, 2)                                       # one head each of q, k and v
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> k, v = torch.zeros(1, 4, 1, 2), torch.zeros(1, 4, 1, 2)
+        >>> pd.apply_rope_append_(qkv, None, cos, sin, k, v, torch.tensor([1]))
+        >>> k[0, :, 0], v[0, 1, 0]
+        (tensor([[ 0.,  0.],
+                [-1.,  1.],
+                [ 0.,  0.],
+                [ 0.,  0.]]), tensor([1., 1.]))
+    """
+    op = "apply_rope_append_"
+    if style not in STYLES:
+        fail(op, "style", "be 'half' or 'interleaved'", repr(style))
+    refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
+    arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
+    call(apply_rope_append_op, arguments, qkv, backend)
+
+
+def apply_rope_(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *, style: str = "half", backend: Backend = "auto"
+) -> None:
+    """Rotary embedding in place: row r of sequence b is rotated by position ``positions[b, r]``.
+
+    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows outside of
+    the view are not touched.
+
+    Args:
+        x: ``(B, R, heads, D)`` float32, float16 or bfloat16, D even. Updated in place. Any strides with a contiguous last
+            dimension.
+        cos, sin: ``(P, D)`` float32, contiguous, as `pdkernels.models.rope.rope_tables` makes them: the sine is negative for
+            the first of each pair.
+        positions: ``(B, R)``, or ``(R,)`` for all sequences, int32 or int64, of any strides: rows of the tables.
+        style: which components are a pair: ``"half"`` i and i + D/2, ``"interleaved"`` 2i and 2i + 1.
+        backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
+
+    Raises:
+        ValueError: shapes that do not fit; a position outside of the tables (nothing is written then). On CUDA the row of such
+            a position is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        TypeError: dtypes that do not fit.
+        NotImplementedError: an input that requires a gradient while gradients are recorded.
+
+    Deterministic; a row's result does not depend on other rows, and has the bits that `apply_rope_append_` gives without a bias.
+
+    Source: Su et al., "RoFormer", equation 34.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> x = torch.tensor([[3.0, 4.0], [3.0, 4.0]]).view(1, 2, 1, 2)        # two rows of one head
+        >>> cos, sin = torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 0.0], [-1.0, 1.0]])   # a quarter turn at 1
+        >>> pd.apply_rope_(x, cos, sin, torch.tensor([0, 1]))
+        >>> x[0, :, 0]
+        tensor([[ 3.,  4.],
+                [-4.,  3.]])
+    """
+    op = "apply_rope_"
+    if style not in STYLES:
+        fail(op, "style", "be 'half' or 'interleaved'", repr(style))
+    refuse_gradients(op, backend, x=x)
+    call(apply_rope_op, (x, cos, sin, positions, style == "interleaved"), x, backend)
+
+
+def _check_add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
+) -> None:
+    op = "add_rms_norm"
+    check_floats(op, "x", x)
+    if x.dim() == 0:
+        fail(op, "x", "have shape (..., E)", tuple(x.shape))
+    if residual is not None:
+        check_floats(op, "residual", residual, like=x)
+        if residual.shape != x.shape:
+            fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
+    if weight is None and (residual is None or next_weight is None):
+        fail(op, "weight", "be given without a residual and a next_weight", None)
+    for name, tensor in (("weight", weight), ("next_weight", next_weight)):
+        if tensor is None:
+            continue
+        check_floats(op, name, tensor, like=x)
+        if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
+            fail(op, name, f"have shape ({x.shape[-1]},)", tuple(tensor.shape))
+    check_type(isinstance(eps, (int, float)), op, "eps", "be a number", type(eps).__name__)
+    if not eps >= 0:
+        fail(op, "eps", "be at least 0", eps)
+
+
+def _fake_add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    _check_add_rms_norm(x, residual, weight, next_weight, eps)
+    refuse_float64("add_rms_norm", "x", x)
+    return x.new_empty(x.shape), x.new_empty(0 if next_weight is None else x.shape)
+
+
+def _check_silu_and_mul(x: Tensor) -> None:
+    check_floats("silu_and_mul", "x", x)
+    if x.dim() == 0 or x.shape[-1] % 2 != 0:
+        fail("silu_and_mul", "x", "have shape (..., 2F)", tuple(x.shape))
+
+
+def _fake_silu_and_mul(x: Tensor) -> Tensor:
+    _check_silu_and_mul(x)
+    refuse_float64("silu_and_mul", "x", x)
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+
+
+def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torch.device) -> None:
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
+            fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
+        if tensor.shape != cos.shape:
+            fail(op, name, f"have shape {tuple(cos.shape)} like cos", tuple(tensor.shape))
+        if tensor.device != device:
+            fail(op, name, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")
+        if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
+            raise TypeError(message(op, name, "be float32", tensor.dtype))
+        if not tensor.is_contiguous():
+            fail(op, name, "be contiguous", f"strides {tensor.stride()}", "Call .contiguous() on it.")
+
+
+def _check_apply_rope_append(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    interleaved: bool = True,
+    slots: Tensor | None = None,
+) -> None:
+    op = "apply_rope_append_"
+    check_floats(op, "qkv", qkv)
+    if qkv.dim() != 4:
+        fail(op, "qkv", "have shape (B, R, heads + 2 * kv_heads, D)", tuple(qkv.shape))
+    batch, rows, all_heads, head_dim = qkv.shape
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_floats(op, name, tensor, like=qkv)
+        if tensor.dim() != 4 or tensor.shape[3] != head_dim:
+            fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
+        if tensor.shape != k_cache.shape:
+            fail(op, name, f"have shape {tuple(k_cache.shape)} like k_cache", tuple(tensor.shape))
+    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
+        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
+            fail(op, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+    check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
+    kv_heads = k_cache.shape[2]
+    heads = all_heads - 2 * kv_heads
+    if kv_heads < 1 or heads < kv_heads or heads % kv_heads != 0:
+        fail(op, "qkv", f"have heads + 2 * {kv_heads} heads, heads a multiple of the cache's {kv_heads}", all_heads)
+    if head_dim < 2 or head_dim % 2 != 0:
+        fail(op, "qkv", "have an even head_dim of at least 2", head_dim)
+    if bias is not None:
+        check_floats(op, "bias", bias, like=qkv)
+        if tuple(bias.shape) != (heads + kv_heads, head_dim):
+            fail(op, "bias", f"have shape ({heads + kv_heads}, {head_dim})", tuple(bias.shape))
+    _check_tables(op, cos, sin, head_dim, qkv.device)
+    if block_table is None and k_cache.shape[0] != batch:
+        fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
+    if block_table is not None and k_cache.shape[1] < 1:
+        fail(op, "k_cache", "have a page size of at least 1", 0)
+    check_index(op, "lengths", lengths, (batch,), qkv.device)
+    if counts is not None:
+        check_index(op, "counts", counts, (batch,), qkv.device)
+    if block_table is not None:
+        check_index(op, "block_table", block_table, (batch, None), qkv.device)
+    if slots is not None:
+        check_index(op, "slots", slots, (batch, rows), qkv.device)
+
+
+def _fake_apply_rope_append(
+    qkv: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    counts: Tensor | None = None,
+    block_table: Tensor | None = None,
+    interleaved: bool = True,
+    slots: Tensor | None = None,
+) -> None:
+    _check_apply_rope_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots)
+    refuse_float64("apply_rope_append_", "qkv", qkv)
+    refuse_float64("apply_rope_append_", "cos", cos)
+
+
+def _reference_apply_rope_append(*arguments: Tensor | bool | None) -> None:
+    # The schema's defaults arrive only where a caller gives them.
+    interleaved, slots = [*arguments[9:], *(True, None)[len(arguments[9:]) :]]
+    reference.apply_rope_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
+
+
+def _check_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    op = "apply_rope_"
+    check_floats(op, "x", x)
+    if x.dim() != 4:
+        fail(op, "x", "have shape (B, R, heads, D)", tuple(x.shape))
+    batch, rows, _, head_dim = x.shape
+    if head_dim < 2 or head_dim % 2 != 0:
+        fail(op, "x", "have an even head_dim of at least 2", head_dim)
+    if x.stride(3) != 1:
+        fail(op, "x", "have a contiguous last dimension", f"strides {x.stride()}")
+    check_own_places(op, x=x)
+    _check_tables(op, cos, sin, head_dim, x.device)
+    shared = isinstance(positions, Tensor) and positions.dim() == 1
+    check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)
+
+
+def _fake_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    _check_apply_rope(x, cos, sin, positions, interleaved)
+    refuse_float64("apply_rope_", "x", x)
+    refuse_float64("apply_rope_", "cos", cos)
+
+
+def _reference_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+    reference.apply_rope_(x, cos, sin, positions, "interleaved" if interleaved else "half")
+
+
+add_rms_norm_op = define(
+    "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
+    fake=_fake_add_rms_norm,
+    reference=reference.add_rms_norm,
+    reference_check=_check_add_rms_norm,
+)
+silu_and_mul_op = define(
+    "silu_and_mul(Tensor x) -> Tensor",
+    fake=_fake_silu_and_mul,
+    reference=reference.silu_and_mul,
+    reference_check=_check_silu_and_mul,
+)
+apply_rope_append_op = define(
+    "apply_rope_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
+    "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True, Tensor? slots=None) -> ()",
+    fake=_fake_apply_rope_append,
+    reference=_reference_apply_rope_append,
+    reference_check=_check_apply_rope_append,
+)
+apply_rope_op = define(
+    "apply_rope_(Tensor(a!) x, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False) -> ()",
+    fake=_fake_apply_rope,
+    reference=_reference_apply_rope,
+    reference_check=_check_apply_rope,
+)

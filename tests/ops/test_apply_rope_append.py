@@ -1,0 +1,651 @@
+"""apply_rope_append_: q and k within the error budget, every stored and every other byte exactly."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+import pdkernels as pd
+from pdkernels.models.rope import apply_rope, rope_tables
+from pdkernels.reference.kv_cache import kv_append_
+from pdkernels.reference.transformer_ops import apply_rope_append_ as reference
+from tests.harness.error_budget import assert_within_budget
+from tests.ops.implementations import NAMES, implementation
+from tests.ops.kv_cases import copy_of, storage, whole
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Case:
+    """One call; values are in range unless a test spoils them."""
+
+    qkv: Tensor
+    bias: Tensor | None
+    cos: Tensor
+    sin: Tensor
+    k: Tensor
+    v: Tensor
+    lengths: Tensor
+    counts: Tensor | None
+    block_table: Tensor | None
+    style: str
+    capacity: int
+    slots: Tensor | None
+
+    def moved(self, device: torch.device) -> Case:
+        tensors = {name: copy_of(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **tensors)
+
+    def doubled(self) -> Case:
+        floats = {name: t.double() for name, t in vars(self).items() if isinstance(t, Tensor) and t.is_floating_point()}
+        return replace(self, **floats)
+
+    def run(self, call) -> Case:
+        call(
+            self.qkv,
+            self.bias,
+            self.cos,
+            self.sin,
+            self.k,
+            self.v,
+            self.lengths,
+            counts=self.counts,
+            block_table=self.block_table,
+            style=self.style,
+            slots=self.slots,
+        )
+        return self
+
+    def where(self) -> tuple[Tensor, Tensor]:
+        """The slot of every row, and whether it is stored."""
+        rows = torch.arange(self.qkv.shape[1]).expand(self.qkv.shape[:2])
+        slots = rows if self.slots is None else self.slots.cpu()
+        return slots, (slots >= 0) & (True if self.counts is None else rows < self.counts.cpu()[:, None])
+
+    @property
+    def turned(self) -> Tensor:
+        return self.qkv[:, :, : self.qkv.shape[2] - self.k.shape[2]]
+
+    def bytes(self) -> list[Tensor]:
+        return [whole(t).cpu() for t in (self.qkv, self.k, self.v)]
+
+
+def finite(t: Tensor, seed: int) -> Tensor:
+    """Random bytes are NaN now and then: numbers in their place, guards stay as they are."""
+    return t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(seed)))
+
+
+def make_case(
+    seed: int,
+    *,
+    batch: int = 2,
+    rows: int = 5,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+    style: str = "interleaved",
+    page_size: int | None = None,
+    capacity: int = 16,
+    pad: int = 0,
+    bias: bool = True,
+    counts: bool = True,
+    index_dtype: torch.dtype = torch.int64,
+    positions: int | None = None,
+    slots: bool = False,
+) -> Case:
+    rng = random.Random(seed)
+    per_sequence = -(-capacity // page_size) if page_size else 1
+    capacity = per_sequence * page_size if page_size else capacity
+    pages, places = (batch * per_sequence + 2, page_size) if page_size else (batch, capacity)
+    qkv = finite(storage((batch, rows, heads + 2 * kv_heads, head_dim), dtype, (0, 1, 2, 3), pad, seed), seed)
+    k, v = (
+        storage((pages, places, kv_heads, head_dim), dtype, (0, 2, 1, 3) if pad else (0, 1, 2, 3), pad, seed + salt)
+        for salt in (1, 2)
+    )
+    table = rope_tables(positions or capacity + rows, head_dim, theta=100.0, style=style)
+    lengths = [rng.randint(0, capacity) if counts or slots else rng.randint(0, capacity - rows) for _ in range(batch)]
+    numbers = [rng.randint(0, rows if slots else min(rows, capacity - n)) for n in lengths]
+    picked = [pick_slots(rng, rows, n if counts else rows, capacity - length) for n, length in zip(numbers, lengths)]
+    ids = rng.sample(range(pages), batch * per_sequence) if page_size else []
+    return Case(
+        qkv,
+        torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+        if bias
+        else None,
+        table.cos,
+        table.sin,
+        k,
+        v,
+        torch.tensor(lengths, dtype=index_dtype),
+        torch.tensor(numbers, dtype=index_dtype) if counts else None,
+        torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None,
+        style,
+        capacity,
+        torch.tensor(picked, dtype=index_dtype).view(batch, rows) if slots else None,
+    )
+
+
+def pick_slots(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
+    """Slots of rows that count, each once, padding among them; rows that do not count may stand anywhere."""
+    free = rng.sample(range(room), min(room, count))
+    picked = [free.pop() if free and rng.random() < 0.8 else -1 for _ in range(count)]
+    return picked + [rng.choice([-1, 0, room, 2**31 - 1]) for _ in range(rows - count)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kv_heads = draw(st.integers(1, 3))
+    rows = draw(st.integers(1, 6))
+    return make_case(
+        draw(st.integers(0, 2**20)),
+        batch=draw(st.integers(1, 3)),
+        rows=rows,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 4)),
+        head_dim=draw(st.sampled_from([2, 6, 16, 34, 96])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        style=draw(st.sampled_from(["half", "interleaved"])),
+        page_size=draw(st.sampled_from([None, 1, 3, 16])),
+        capacity=draw(st.integers(6, 20)),
+        pad=draw(st.integers(0, 2)),
+        bias=draw(st.booleans()),
+        counts=draw(st.booleans()),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        slots=draw(st.booleans()),
+    )
+
+
+def check(case: Case, actual: Case) -> None:
+    """What a call on a copy of the case made of it."""
+    expected, exact = case.moved(CPU).run(reference), case.moved(CPU).doubled().run(reference)
+    if case.qkv.numel() >= 500:
+        assert_within_budget(actual.turned.cpu(), exact.turned, expected.turned, name="q and k")
+    else:
+        assert torch.allclose(
+            actual.turned.cpu().double(),
+            exact.turned,
+            rtol=4 * torch.finfo(case.qkv.dtype).eps,
+            atol=8 * torch.finfo(case.qkv.dtype).eps,
+        )
+    # All other bytes of the input are as they were; the cache holds the very bits that the input does now.
+    left, was = actual.moved(CPU), case.moved(CPU)
+    k, v = (
+        left.qkv[:, :, left.turned.shape[2] - left.k.shape[2] : left.turned.shape[2]].clone(),
+        left.qkv[:, :, left.turned.shape[2] :].clone(),
+    )
+    slots, stored = case.where()
+    for i in range(case.qkv.shape[1]):
+        places = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
+        kv_append_(was.k, was.v, k[:, i : i + 1], v[:, i : i + 1], places, stored[:, i].long(), was.block_table)
+    assert torch.equal(left.qkv[slots < 0], was.qkv[slots < 0])
+    left.turned.zero_(), was.turned.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(left.bytes(), was.bytes()))
+
+
+# --- parity ------------------------------------------------------------------------------------------------------------
+
+
+@given(case=cases())
+@settings(max_examples=120)
+def test_equals_reference(impl, case: Case) -> None:
+    check(case, case.moved(impl.device).run(impl.apply_rope_append_))
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sizes_of_huginn(impl, style: str, dtype: torch.dtype) -> None:
+    case = make_case(3, batch=1, rows=3, heads=55, kv_heads=55, head_dim=96, dtype=dtype, style=style, capacity=9)
+    check(case, case.moved(impl.device).run(impl.apply_rope_append_))
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_is_the_rotation_of_the_models(impl, style: str) -> None:
+    case = make_case(5, rows=4, head_dim=16, style=style)
+    table = rope_tables(len(case.cos), 16, theta=100.0, style=style)
+    expected = apply_rope(case.turned + case.bias, table.at(case.lengths[:, None] + torch.arange(4)), style)
+    actual = case.moved(impl.device).run(impl.apply_rope_append_)
+    assert torch.allclose(actual.turned.cpu(), expected, atol=1e-6)
+
+
+def test_rows_that_do_not_count_may_stand_behind_the_tables(impl) -> None:
+    case = make_case(7, batch=1, rows=6, capacity=8, positions=8)
+    case.lengths.fill_(6)
+    case.counts.fill_(2)
+    actual = case.moved(impl.device).run(impl.apply_rope_append_)
+    check(case, actual)
+    last = case.moved(CPU)
+    last.lengths.fill_(7)
+    last.counts.fill_(1)
+    last.run(implementation("cpu").apply_rope_append_)  # its row 0 stands at 7; so do all that lie behind
+    moved = case.moved(CPU)
+    moved.qkv.copy_(moved.qkv[:, [2, 3, 4, 5, 0, 1]])
+    moved.lengths.fill_(7)
+    moved.counts.fill_(0)
+    moved.run(implementation("cpu").apply_rope_append_)
+    assert torch.allclose(actual.turned[:, 2:].cpu(), moved.turned[:, :4], atol=1e-6)
+
+
+@pytest.mark.parametrize("batch, rows", [(0, 3), (2, 0), (1, 1)])
+def test_empty_and_single(impl, batch: int, rows: int) -> None:
+    case = make_case(11, batch=batch, rows=rows, head_dim=2)
+    check(case, case.moved(impl.device).run(impl.apply_rope_append_))
+
+
+# --- properties --------------------------------------------------------------------------------------------------------
+
+
+@given(case=cases())
+@settings(max_examples=20)
+def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
+    together, again = (case.moved(impl.device).run(impl.apply_rope_append_) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(together.bytes(), again.bytes()))
+    for b in range(len(case.lengths)):
+        alone = case.moved(impl.device)
+        part = [
+            None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table, alone.slots)
+        ]
+        pages = slice(None) if case.block_table is not None else slice(b, b + 1)
+        impl.apply_rope_append_(
+            alone.qkv[b : b + 1],
+            alone.bias,
+            alone.cos,
+            alone.sin,
+            alone.k[pages],
+            alone.v[pages],
+            part[0],
+            counts=part[1],
+            block_table=part[2],
+            style=case.style,
+            slots=part[3],
+        )
+        assert torch.equal(alone.qkv[b], together.qkv[b])
+
+
+@given(case=cases())
+@settings(max_examples=10)
+def test_result_does_not_depend_on_the_order_of_threads(case: Case) -> None:
+    impl = implementation("cudasim")
+    expected = case.moved(CPU).run(impl.apply_rope_append_)
+    for order in impl.schedules():
+        with order:
+            assert all(
+                torch.equal(a, b)
+                for a, b in zip(case.moved(CPU).run(impl.apply_rope_append_).bytes(), expected.bytes())
+            )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads_share_the_work(threads: int) -> None:
+    case, before = (
+        make_case(13, batch=3, rows=20, heads=12, kv_heads=4, head_dim=96, capacity=40),
+        torch.get_num_threads(),
+    )
+    torch.set_num_threads(threads)
+    try:
+        check(case, case.moved(CPU).run(pd.apply_rope_append_))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) -> None:
+    for slots in (False, True):
+        case = make_case(17, rows=6, head_dim=34, dtype=dtype, style=style, page_size=3, slots=slots)
+        actual = case.moved(CPU)
+        tensors = (
+            actual.qkv,
+            actual.bias,
+            actual.cos,
+            actual.sin,
+            actual.k,
+            actual.v,
+            actual.lengths,
+            actual.counts,
+            actual.block_table,
+        )
+        level_ops.apply_rope_append_(*tensors, style == "interleaved", actual.slots)
+        check(case, actual)
+
+
+# --- torch integration -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page_size", [None, 3])
+@pytest.mark.parametrize("optional", [True, False])
+def test_opcheck(page_size: int | None, optional: bool) -> None:
+    for device in [name for name in NAMES if name != "cudasim"]:
+        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional).moved(
+            torch.device(device)
+        )
+        call = (c.qkv, c.bias, c.cos, c.sin, c.k, c.v, c.lengths, c.counts, c.block_table, optional, c.slots)
+        torch.library.opcheck(torch.ops.pdkernels.apply_rope_append_.default, call)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_fullgraph_without_recompiles(slots: bool) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounter()
+
+    def step(qkv, bias, cos, sin, k, v, lengths, counts, slots):
+        pd.apply_rope_append_(qkv, bias, cos, sin, k, v, lengths, counts=counts, slots=slots)
+        return qkv + 1
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
+    for seed, rows in enumerate([3, 5, 7, 4]):
+        case = make_case(seed, rows=rows, capacity=20, slots=slots)
+        expected = case.moved(CPU).run(pd.apply_rope_append_)
+        result = compiled(
+            case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts, case.slots
+        )
+        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes())) and torch.equal(
+            result, case.qkv + 1
+        )
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_reference_backend_gives_the_same(slots: bool) -> None:
+    case = make_case(23, page_size=3, slots=slots)
+    other = case.moved(CPU)
+    other.run(lambda *tensors, **options: pd.apply_rope_append_(*tensors, **options, backend="reference"))
+    check(case, other)
+
+
+# --- errors --------------------------------------------------------------------------------------------------------------
+
+
+def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
+    t = t.clone()
+    t[place] = value
+    return t
+
+
+SLOTS = torch.tensor([[-1, 3, -1, -1, 2**40], [0, 4, 2, -1, 99]])
+TABLE = [
+    (
+        "length",
+        lambda c: {"lengths": filled(c.lengths, 1, -1)},
+        ValueError,
+        r"apply_rope_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds",
+    ),
+    (
+        "count",
+        lambda c: {"counts": filled(c.counts, 0, 6)},
+        ValueError,
+        r"counts must be in \[0, 5\], got 6 for sequence 0",
+    ),
+    (
+        "room",
+        lambda c: {"lengths": filled(c.lengths, 0, 13), "counts": filled(c.counts, 0, 4)},
+        ValueError,
+        r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0",
+    ),
+    (
+        "tables",
+        lambda c: {
+            "cos": c.cos[:6],
+            "sin": c.sin[:6],
+            "lengths": filled(c.lengths, 0, 4),
+            "counts": filled(c.counts, 0, 3),
+        },
+        ValueError,
+        r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0",
+    ),
+    (
+        "qkv rank",
+        lambda c: {"qkv": c.qkv[0]},
+        ValueError,
+        r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)",
+    ),
+    (
+        "qkv dtype",
+        lambda c: {"qkv": c.qkv.long()},
+        TypeError,
+        r"qkv must be float32, float16 or bfloat16, got torch\.int64",
+    ),
+    (
+        "qkv heads",
+        lambda c: {"qkv": c.qkv[:, :, :5]},
+        ValueError,
+        r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5",
+    ),
+    (
+        "qkv strides",
+        lambda c: {"qkv": c.qkv.transpose(2, 3)},
+        ValueError,
+        r"qkv must have a contiguous last dimension, got strides",
+    ),
+    (
+        "odd dim",
+        lambda c: {"qkv": c.qkv[..., :7], "k": c.k[..., :7], "v": c.v[..., :7]},
+        ValueError,
+        r"qkv must have an even head_dim of at least 2, got 7",
+    ),
+    (
+        "double",
+        lambda c: {"qkv": c.qkv.double(), "bias": None, "k": c.k.double(), "v": c.v.double()},
+        TypeError,
+        r"got torch\.float64\. Pass backend='reference'",
+    ),
+    ("bias shape", lambda c: {"bias": c.bias[:4]}, ValueError, r"bias must have shape \(6, 8\), got \(4, 8\)"),
+    (
+        "bias dtype",
+        lambda c: {"bias": c.bias.half()},
+        TypeError,
+        r"bias must be torch\.float32 like the others, got torch\.float16",
+    ),
+    (
+        "cos shape",
+        lambda c: {"cos": c.cos[:, :4]},
+        ValueError,
+        r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)",
+    ),
+    (
+        "cos empty",
+        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
+        ValueError,
+        r"of at least one position, got \(0, 8\)",
+    ),
+    ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(21, 8\) like cos, got \(9, 8\)"),
+    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
+    ("sin strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
+    (
+        "cache dtype",
+        lambda c: {"k": c.k.half()},
+        TypeError,
+        r"k_cache must be torch\.float32 like the others, got torch\.float16",
+    ),
+    (
+        "cache rank",
+        lambda c: {"v": c.v[0]},
+        ValueError,
+        r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)",
+    ),
+    (
+        "v shape",
+        lambda c: {"v": c.v[:, :9]},
+        ValueError,
+        r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)",
+    ),
+    ("batch", lambda c: {"k": c.k[:1], "v": c.v[:1]}, ValueError, r"k_cache must have a batch of 2 like qkv, got 1"),
+    ("lengths", lambda c: {"lengths": c.lengths[:1]}, ValueError, r"lengths must have shape \(2\), got \(1,\)"),
+    (
+        "counts",
+        lambda c: {"counts": c.counts.float()},
+        TypeError,
+        r"counts must be an int32 or int64 tensor, got torch\.float32",
+    ),
+    ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
+    (
+        "slots shape",
+        lambda c: {"slots": c.lengths[:, None]},
+        ValueError,
+        r"slots must have shape \(2, 5\), got \(2, 1\)",
+    ),
+    (
+        "slots dtype",
+        lambda c: {"slots": torch.zeros(2, 5)},
+        TypeError,
+        r"slots must be an int32 or int64 tensor, got torch\.float32",
+    ),
+    (
+        "slot below",
+        lambda c: {"slots": filled(SLOTS, (1, 4), -2)},
+        ValueError,
+        r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots",
+    ),
+    (
+        "slot beyond",
+        lambda c: {"slots": filled(SLOTS, (0, 1), 13)},
+        ValueError,
+        r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0",
+    ),
+    (
+        "slot tables",
+        lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]},
+        ValueError,
+        r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0",
+    ),
+    (
+        "slots count",
+        lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)},
+        ValueError,
+        r"counts must be in \[0, 5\], got 6 for sequence 0",
+    ),
+    ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
+    (
+        "gradient",
+        lambda c: {"bias": c.bias.clone().requires_grad_()},
+        NotImplementedError,
+        r"bias must not require a gradient",
+    ),
+]
+PAGED = [
+    (
+        "page",
+        lambda c: {"block_table": filled(c.block_table, (1, 0), -1)},
+        ValueError,
+        r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages",
+    ),
+    (
+        "page beyond",
+        lambda c: {"block_table": filled(c.block_table, (0, 1), 99)},
+        ValueError,
+        r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0",
+    ),
+    (
+        "slot page",
+        lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)},
+        ValueError,
+        r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages",
+    ),
+    (
+        "table shape",
+        lambda c: {"block_table": c.block_table[:1]},
+        ValueError,
+        r"block_table must have shape \(2, any\), got \(1, 4\)",
+    ),
+]
+
+
+def good_case(page_size: int | None = None) -> Case:
+    case = make_case(29, page_size=page_size)
+    case.lengths.copy_(torch.tensor([3, 2]))
+    case.counts.copy_(torch.tensor([2, 4]))
+    return case
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+def test_table_starts_from_a_good_case(page_size: int | None) -> None:
+    check(case := good_case(page_size), case.moved(CPU).run(pd.apply_rope_append_))
+
+
+@pytest.mark.parametrize(
+    "page_size, spoil, kind, text",
+    [*((None, *row[1:]) for row in TABLE), *((4, *row[1:]) for row in PAGED)],
+    ids=[row[0] for row in TABLE + PAGED],
+)
+def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str) -> None:
+    case = good_case(page_size)
+    case.counts = case.counts.clone()
+    if page_size:
+        case.lengths.copy_(torch.tensor([3, 0]))
+    bad = replace(case, **spoil(case))
+    before = [t.clone() for t in case.bytes()]
+    with pytest.raises(kind, match=text) as error:
+        bad.run(pd.apply_rope_append_)
+    assert str(error.value).startswith("pdkernels.apply_rope_append_: ")
+    assert all(torch.equal(a, b) for a, b in zip(case.bytes(), before))
+
+
+WILD = [-(2**63), -(2**31), -1, 17, 22, 2**31 - 1, 2**62, 2**63 - 1]
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    page_size=st.sampled_from([None, 3]),
+    positions=st.sampled_from([None, 9]),
+    slots=st.booleans(),
+)
+@settings(max_examples=400)
+def test_a_bad_sequence_is_refused_or_left_alone(
+    impl, seed: int, page_size: int | None, positions: int | None, slots: bool
+) -> None:
+    """The CPU refuses what the reference refuses and writes nothing; CUDA serves the other sequences."""
+    rng = random.Random(seed)
+    case = make_case(
+        seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions, slots=slots
+    )
+    for _ in range(rng.randint(0, 2)):
+        spoiled = rng.choice([case.lengths, case.counts, *([case.slots] if slots else [])])
+        spoiled.view(-1)[rng.randrange(spoiled.numel())] = rng.choice([*WILD, rng.randint(0, 16)])
+    if page_size:
+        case.block_table.view(-1)[rng.randrange(case.block_table.numel())] = rng.choice([-1, 10**6])
+    if impl.raises:
+        actual, expected = case.moved(CPU), case.moved(CPU)
+        try:
+            expected.run(reference)
+        except ValueError:
+            with pytest.raises(ValueError, match=r"pdkernels\.apply_rope_append_: "):
+                actual.run(impl.apply_rope_append_)
+            assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), case.bytes()))
+        else:
+            check(case, actual.run(impl.apply_rope_append_))
+        return
+    actual = case.moved(impl.device).run(impl.apply_rope_append_).moved(CPU)
+    expected = case.moved(CPU)
+    for b in range(3):
+        pages = slice(None) if page_size else slice(b, b + 1)
+        part = [
+            None if t is None else t[b : b + 1]
+            for t in (expected.lengths, expected.counts, expected.block_table, expected.slots)
+        ]
+        try:
+            reference(
+                expected.qkv[b : b + 1],
+                case.bias,
+                case.cos,
+                case.sin,
+                expected.k[pages],
+                expected.v[pages],
+                *part[:3],
+                case.style,
+                part[3],
+            )
+        except ValueError:
+            assert torch.equal(actual.qkv[b], case.qkv[b])
+    assert torch.allclose(actual.qkv, expected.qkv, atol=1e-5)
+    if not page_size:
+        for a, b in ((actual.k, expected.k), (actual.v, expected.v)):
+            assert torch.allclose(a, b, atol=1e-5, equal_nan=True)
