@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kv_cache import _fail, _Places
+from .kv_cache import _fail, _Slots
 
 UPDATES = ("all", "selected", "none")
 
@@ -33,7 +33,7 @@ def select_stale_rows_(
     """
     op = "select_stale_rows_"
     batch, rows = v.shape[:2]
-    places = _Places(op, v_cache, block_table)
+    places = _Slots(op, v_cache, block_table)
     targets, limits = [], []
     for b, start in enumerate(starts.tolist()):
         number = rows if counts is None else int(counts[b])

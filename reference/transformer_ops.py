@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .kv_cache import _fail, _Places
+from .kv_cache import _fail, _Slots
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def apply_rope_append_(
     batch, rows = qkv.shape[:2]
     kv_heads = k_cache.shape[2]
     turned_heads = qkv.shape[2] - kv_heads
-    places = _Places(op, k_cache, block_table)
+    places = _Slots(op, k_cache, block_table)
     behind = torch.arange(rows, device=qkv.device).expand(batch, -1) if slots is None else slots
     targets = {}
     for b, length in enumerate(lengths.tolist()):
