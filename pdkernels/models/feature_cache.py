@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
-from pdkernels.models.recompute import Places, places_of
+from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.transformer import Transformer
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
 
@@ -35,10 +35,10 @@ class _Step(NamedTuple):
     """How many new rows are not cut off; None: all."""
     new_rows: torch.Tensor
     """`(batch, generated)`, their numbers from 0; -1 for those that are."""
-    places: Places
+    places: RecomputedRows
     """Of no rows."""
 
-    def places_of(self, rows: torch.Tensor) -> torch.Tensor:
+    def recomputed_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Of new rows, by their numbers; -1 stays."""
         return torch.where(rows >= 0, rows + self.prompt_lengths[:, None], -1)
 
@@ -161,7 +161,7 @@ class FeatureCache:
         self.step += 1
         # Which rows are computed is for the layers to say.
         nowhere = prompt_lengths.new_empty(len(tokens), 0)
-        places = places_of(
+        places = recomputed_rows(
             self._kv,
             model._rope(self._kv.capacity),
             model.config.rope_style,
@@ -211,7 +211,7 @@ class FeatureCache:
         model, tokens = self._model, step.tokens
         place = torch.arange(tokens.shape[1], device=tokens.device)
         places = step.places._replace(slots=torch.where(place < step.places.visible[:, None], place, -1))
-        new = step.places_of(step.new_rows)
+        new = step.recomputed_rows(step.new_rows)
         x = F.embedding(tokens, model.embedding)
         for index, layer in enumerate(model.layers):
             added = layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
@@ -267,7 +267,7 @@ class FeatureCache:
             if chosen is not None:
                 qkv.append(torch.cat([layer.project(self._gather(normed, chosen), "qk"), self._gather(v, chosen)], 2))
         if chosen is not None:
-            at.append(step.places_of(chosen))
+            at.append(step.recomputed_rows(chosen))
         if at:  # all K and V go to their places before any row looks at them
             added = layer.project_out(step.places._replace(slots=torch.cat(at, 1)).attend_(torch.cat(qkv, 1), index))
         if old is not None:
