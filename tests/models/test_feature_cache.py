@@ -117,7 +117,7 @@ def test_without_intervals_it_is_recompute_bit_for_bit(predicts: str, page_size:
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: dict[str, Any], qk_norm: bool) -> None:
     every = []
-    for seed in range(4):
+    for seed in range(1, 5):  # model 0 is ill-conditioned: it amplifies any rounding five times as much as the others
         generator = torch.Generator().manual_seed(5 + seed)
         exact, prompts = deep_masked(seed, predicts, 16, qk_norm=qk_norm), [4, 2]
         model = copy.deepcopy(exact).float()
@@ -133,12 +133,10 @@ def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: d
                 for ones in (oracles, plain)
             )
             assert [one.computed for one in oracles] == [one.computed for one in plain]
-            judged = logits, expected, same_dtype
-            every += [judged] if seed > 0 else []
-            found = measured(*judged, name=f"logits of step {step + 1}, model {seed}")
+            every.append((logits, expected, same_dtype))
+            found = measured(*every[-1], name=f"logits of step {step + 1}, model {seed}")
             assert found.kernel_rms <= found.allowed_rms, (seed, step, found)
-    # The largest error is judged over all steps of three models: in one step it is luck. Model 0 is ill-conditioned (it
-    # amplifies any rounding five times as much as the others do), so there it is luck over all steps too.
+    # The largest error is judged over all steps of all models: in one step it is luck.
     assert_within_budget(*(torch.cat(steps) for steps in zip(*every)), name="logits")
 
 
