@@ -227,11 +227,12 @@ def simulated_ops() -> tuple[ctypes.CDLL, object]:
     """Builds the CUDA half of the library against the CPU runtime and registers it beside the real ops."""
     path = build_library(
         "pdkernels_cudasim",
-        [*sorted((ROOT / "csrc/cuda").glob("*.cu")), ROOT / "python_bindings/ops_cuda.cpp"],
+        [*sorted((ROOT / "csrc/cuda").glob("*.cu")), ROOT / "python_bindings/ops.cpp"],
         include_dirs=[ROOT / "csrc/include", ROOT / "csrc/cuda", ROOT / "python_bindings"],
         system_include_dirs=[Path(include) for include in cpp_extension.include_paths()],
         defines=[
             "TORCH_TARGET_VERSION=0x020b000000000000",
+            "PDKERNELS_DEVICE_CUDA",
             "PDKERNELS_OPS_NAMESPACE=pdkernels_cudasim",
             "PDKERNELS_OPS_KEY=CPU",
         ],
