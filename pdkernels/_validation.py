@@ -95,10 +95,10 @@ def check_choice(op: str, argument: str, value: object, known: Sequence[str]) ->
 
 
 def check_shape(op: str, argument: str, tensor: Tensor, sizes: Sizes, like: str = "") -> None:
-    """The given sizes. `like`: words on whose they are."""
+    """The given sizes. `like`: words on whose they are, such as " like x"."""
     if tensor.dim() != len(sizes) or any(size is not None and size != have for size, have in zip(sizes, tensor.shape)):
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
-        fail(op, argument, f"have shape ({wanted}){like and ' ' + like}", tuple(tensor.shape))
+        fail(op, argument, f"have shape ({wanted}){like}", tuple(tensor.shape))
 
 
 def check_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:

@@ -150,7 +150,7 @@ def fake_advance(
     if settled is not None:
         check_type(isinstance(settled, Tensor), ADVANCE, "settled", "be a tensor", type(settled).__name__)
         check_type(settled.dtype == torch.bool, ADVANCE, "settled", "be a bool tensor", settled.dtype)
-        check_shape(ADVANCE, "settled", settled, predictions.shape, "like predictions")
+        check_shape(ADVANCE, "settled", settled, predictions.shape, " like predictions")
         check_device(ADVANCE, "settled", settled, device)
     check_int(ADVANCE, "inner_recurrence", inner_recurrence, 1)
     check_int(ADVANCE, "headway", headway, 1)

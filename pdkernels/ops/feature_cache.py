@@ -192,7 +192,7 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
     check_floats(ADD, "x", x)
     if x.dim() != 3:
         fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
-    check_floats(ADD, "cached", cached, x.shape, like=x, whose="like x")
+    check_floats(ADD, "cached", cached, x.shape, like=x, whose=" like x")
     check_last_contiguous(ADD, cached=cached)
     check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):

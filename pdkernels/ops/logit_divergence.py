@@ -71,7 +71,7 @@ def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) ->
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
     if previous is not None:
-        check_floats(OP, "previous", previous, logits.shape, like=logits, whose="like logits")
+        check_floats(OP, "previous", previous, logits.shape, like=logits, whose=" like logits")
     check_number(OP, "min_p", min_p, 0, 1, "be in [0, 1]")
     rows = logits.shape[:-1]
     entropy, kl, minp_kl = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))

@@ -226,7 +226,7 @@ def _fake_add_rms_norm(
     if x.dim() == 0:
         fail(op, "x", "have shape (..., E)", tuple(x.shape))
     if residual is not None:
-        check_floats(op, "residual", residual, x.shape, like=x, whose="like x")
+        check_floats(op, "residual", residual, x.shape, like=x, whose=" like x")
     if weight is None and (residual is None or next_weight is None):
         fail(op, "weight", "be given without a residual and a next_weight", None)
     for name, tensor in (("weight", weight), ("next_weight", next_weight)):
@@ -248,7 +248,7 @@ def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torc
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
             fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
-        check_shape(op, name, tensor, cos.shape, "like cos")
+        check_shape(op, name, tensor, cos.shape, " like cos")
         check_device(op, name, tensor, device)
         if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
             raise TypeError(message(op, name, "be float32", tensor.dtype))
@@ -278,7 +278,7 @@ def _fake_apply_rope_append(
         check_floats(op, name, tensor, like=qkv)
         if tensor.dim() != 4 or tensor.shape[3] != head_dim:
             fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
-        check_shape(op, name, tensor, k_cache.shape, "like k_cache")
+        check_shape(op, name, tensor, k_cache.shape, " like k_cache")
     check_last_contiguous(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     kv_heads = k_cache.shape[2]

@@ -166,7 +166,7 @@ def _check(
         check_type(isinstance(confidence, Tensor), OP, "confidence", "be a tensor", type(confidence).__name__)
         fits = confidence.dtype in (torch.float32, torch.float64)
         check_type(fits, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
-        check_shape(OP, "confidence", confidence, ids.shape, "like ids")
+        check_shape(OP, "confidence", confidence, ids.shape, " like ids")
         check_device(OP, "confidence", confidence, device)
     if windows is None:
         shape = (batch,)
