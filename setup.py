@@ -235,6 +235,7 @@ class BuildNative(build_ext):
             cuda = [
                 nvcc,
                 "-std=c++20",
+                "-DPDKERNELS_DEVICE_CUDA",
                 "-O3",
                 "-lineinfo",
                 "-ccbin",
@@ -274,7 +275,7 @@ class BuildNative(build_ext):
             ]
             host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
             built["pdkernels._host"] = ninja.build(host_module, "link_host", host_objects)
-        units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops_cpu.cpp", bindings / "build_info.cpp"]
+        units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops.cpp", bindings / "build_info.cpp"]
         objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
         for level, flags in cpu_levels(emulate=for_tests).items():
             ninja.rule(
@@ -283,7 +284,7 @@ class BuildNative(build_ext):
             units = sorted((ROOT / "csrc/cpu/simd").glob("*.cpp"))
             objects += [ninja.build(out / f"simd_{level}_{unit.stem}.o", f"cxx_{level}", [unit]) for unit in units]
         if nvcc:
-            units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops_cuda.cpp"]
+            units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
             objects += [ninja.build(out / f"cuda_{unit.stem}.o", "nvcc", [unit]) for unit in units]
         built["pdkernels._ops"] = ninja.build(out / "_ops.so", "link_ops", objects)
 

@@ -4,74 +4,17 @@
 slow and obvious references in `pd.reference`.
 """
 
-from pdkernels import cache, decoding, masks, models, ops, reference
-from pdkernels._native import has_native
-from pdkernels.config import __version__, show_config
-from pdkernels.ops import (
-    DraftVerdict,
-    LogitDivergence,
-    RecurrenceExit,
-    TokenStatistics,
-    Unmasked,
-    add_cached_rows_,
-    add_rms_norm,
-    apply_rope_,
-    apply_rope_append_,
-    block_sparse_attention,
-    gather_rows,
-    kv_append_,
-    kv_commit_,
-    kv_trim_,
-    linear_token_statistics,
-    log_step_,
-    logit_divergence,
-    recurrence_advance_,
-    recurrence_exit,
-    recurrence_inject,
-    select_stale_rows_,
-    silu_and_mul,
-    speculative_attention,
-    speculative_attention_append_,
-    token_statistics,
-    unmask_,
-    verify_draft,
-)
+from pdkernels import cache as cache
+from pdkernels import decoding as decoding
+from pdkernels import masks as masks
+from pdkernels import models as models
+from pdkernels import ops as ops
+from pdkernels import reference as reference
+from pdkernels._native import has_native as has_native
+from pdkernels.config import __version__ as __version__
+from pdkernels.config import show_config as show_config
+from pdkernels.ops import *  # noqa: F403
 
-__all__ = [
-    "DraftVerdict",
-    "LogitDivergence",
-    "RecurrenceExit",
-    "TokenStatistics",
-    "Unmasked",
-    "__version__",
-    "add_cached_rows_",
-    "add_rms_norm",
-    "apply_rope_",
-    "apply_rope_append_",
-    "block_sparse_attention",
-    "cache",
-    "decoding",
-    "gather_rows",
-    "has_native",
-    "kv_append_",
-    "kv_commit_",
-    "kv_trim_",
-    "linear_token_statistics",
-    "log_step_",
-    "logit_divergence",
-    "masks",
-    "models",
-    "ops",
-    "recurrence_advance_",
-    "recurrence_exit",
-    "recurrence_inject",
-    "reference",
-    "select_stale_rows_",
-    "show_config",
-    "silu_and_mul",
-    "speculative_attention",
-    "speculative_attention_append_",
-    "token_statistics",
-    "unmask_",
-    "verify_draft",
-]
+_OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", "ops", "reference", "show_config")
+# As in `pdkernels.ops`: not by its name.
+vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]

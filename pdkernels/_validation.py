@@ -1,18 +1,26 @@
-"""One grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
+"""The checks of the whole package, and one grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
 
-In functions that torch.compile traces, test first and call `fail` only then: building a message out of sizes would pin the
-graph to them.
+ValueError for shapes and values, TypeError for types and dtypes. In functions that torch.compile traces, test first and
+call `fail` only then: building a message out of sizes would pin the graph to them.
 """
 
 from __future__ import annotations
 
+import math
 import operator
-from typing import NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FINITE = torch.finfo(torch.float64).max
+
+Sizes = Sequence[int | None]
+"""A shape; None: any size."""
 
 
 def message(op: str, argument: str, expectation: str, actual: object, remedy: str = "") -> str:
@@ -35,6 +43,9 @@ def check_type(condition: bool, op: str, argument: str, expectation: str, actual
         raise TypeError(message(op, argument, expectation, actual, remedy))
 
 
+# ------------------------------------------------------------------------------------------------- numbers and names
+
+
 def integer(op: str, argument: str, value: object, least: int) -> int:
     """The value as a Python int, at least `least`. NumPy's integers will do, a bool will not."""
     try:
@@ -48,32 +59,111 @@ def integer(op: str, argument: str, value: object, least: int) -> int:
     return number
 
 
-def check_own_places(op: str, **tensors: Tensor) -> None:
-    """Of tensors that are written: entries that share a place, as those of an expanded tensor do, would be lost but for one."""
-    for argument, tensor in tensors.items():
-        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
-        if shared and tensor.numel() > 0:
-            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
-            fail(
-                op,
-                argument,
-                "have a place in memory for each entry",
-                f"shape {tuple(tensor.shape)} with strides {tensor.stride()}",
-                remedy,
-            )
-
-
-def check_index(
-    op: str, argument: str, tensor: object, shape: tuple[int | None, ...], device: torch.device | None
+def check_int(
+    op: str, argument: str, value: Any, least: int | None = None, remedy: str = "", kind: str = "an int"
 ) -> None:
-    """An int32 or int64 tensor of the given shape (None: any size) on the given device (None: any)."""
+    """An int, which a traced graph may have as a symbol."""
+    check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
+    if least is not None and value < least:
+        fail(op, argument, f"be at least {least}", value, remedy)
+
+
+def check_number(
+    op: str,
+    argument: str,
+    value: Any,
+    least: float = -math.inf,
+    most: float = math.inf,
+    expectation: str = "be a number",
+) -> None:
+    """A number in ``[least, most]``, in the words of `expectation`; NaN never is."""
+    check_type(isinstance(value, (int, float)), op, argument, "be a number", type(value).__name__)
+    if not least <= value <= most:
+        fail(op, argument, expectation, value)
+
+
+def check_flag(op: str, argument: str, value: object) -> None:
+    check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
+
+
+def check_choice(op: str, argument: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        fail(op, argument, f"be one of {', '.join(map(repr, known))}", repr(value))
+
+
+# ------------------------------------------------------------------------------------------------- tensors
+
+
+def check_shape(op: str, argument: str, tensor: Tensor, sizes: Sizes, like: str = "") -> None:
+    """The given sizes. `like`: words on whose they are, such as " like x"."""
+    if tensor.dim() != len(sizes) or any(size is not None and size != have for size, have in zip(sizes, tensor.shape)):
+        wanted = ", ".join("any" if size is None else str(size) for size in sizes)
+        fail(op, argument, f"have shape ({wanted}){like}", tuple(tensor.shape))
+
+
+def check_device(op: str, argument: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        fail(op, argument, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")
+
+
+def check_index(op: str, argument: str, tensor: Any, sizes: Sizes, device: torch.device | None) -> None:
+    """An int32 or int64 tensor of the given shape on the given device (None: any)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in INDEX_DTYPES:
         actual = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(
             message(op, argument, "be an int32 or int64 tensor", actual, "Convert it with .to(torch.int64).")
         )
-    if tensor.dim() != len(shape) or any(size is not None and size != have for size, have in zip(shape, tensor.shape)):
-        wanted = "(" + ", ".join("any" if size is None else str(size) for size in shape) + ")"
-        fail(op, argument, f"have shape {wanted}", tuple(tensor.shape))
-    if device is not None and tensor.device != device:
-        fail(op, argument, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")
+    check_shape(op, argument, tensor, sizes)
+    if device is not None:
+        check_device(op, argument, tensor, device)
+
+
+def check_indices(op: str, sizes: Sizes, device: torch.device | None, **tensors: Any) -> None:
+    """`check_index` of all that are given."""
+    for argument, tensor in tensors.items():
+        if tensor is not None:
+            check_index(op, argument, tensor, sizes, device)
+
+
+def check_floats(
+    op: str, argument: str, tensor: Any, sizes: Sizes | None = None, *, like: Tensor | None = None, whose: str = ""
+) -> None:
+    """A tensor of a dtype that kernels or the reference take, or of the dtype and device of `like`, with these sizes."""
+    check_type(isinstance(tensor, Tensor), op, argument, "be a tensor", type(tensor).__name__)
+    if tensor.dtype not in (*KERNEL_DTYPES, torch.float64) if like is None else tensor.dtype != like.dtype:
+        expectation = "be float32, float16 or bfloat16" if like is None else f"be {like.dtype} like the others"
+        raise TypeError(message(op, argument, expectation, tensor.dtype, "Convert it with .to()."))
+    if like is not None:
+        check_device(op, argument, tensor, like.device)
+    if sizes is not None:
+        check_shape(op, argument, tensor, sizes, whose)
+
+
+def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
+    for argument, tensor in tensors.items():
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            fail(op, argument, "have a contiguous last dimension", f"strides {tensor.stride()}", remedy)
+
+
+def check_own_places(op: str, **tensors: Tensor) -> None:
+    """Of tensors that are written: of entries that share memory, as those of an expanded tensor do, all but one would be lost."""
+    for argument, tensor in tensors.items():
+        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
+        if shared and tensor.numel() > 0:
+            actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
+            fail(op, argument, "have a place in memory for each entry", actual, remedy)
+
+
+def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
+    """No kernel has a derivative in forward mode: results without one would look like constants."""
+    # The level is -1 but inside of a dual level, and asking a tensor takes longer than many an op.
+    if forward_ad._current_level < 0:
+        return
+    for given in arguments:
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+                remedy = "Pass backend='reference', which PyTorch differentiates, or the primal alone."
+                raise NotImplementedError(
+                    message(op, "its inputs", "have no tangent (forward mode)", "a tensor with one", remedy)
+                )

@@ -1,8 +1,7 @@
-// Tensors -> the argument structs of the kernels.
+// Tensors -> the argument structs of the kernels: what the bindings of all families share.
 //
-// Shapes, dtypes and devices are checked here, once, because this is where it is cheap. The messages are short: the
-// public Python functions catch them and say what is wrong in the words of the caller. Values are checked by the
-// kernels.
+// Shapes, dtypes and devices are checked here because this is where it is cheap. There are no words: the public Python
+// functions catch a refusal, and the op's fake says what is wrong. Values are checked by the kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -13,11 +12,15 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
+#include "pdkernels/block_sparse_attention.h"
 #include "pdkernels/kv_cache.h"
-#include "pdkernels/verify_draft.h"
+
+// A condition is its own message.
+#define PDK_FITS(...) STD_TORCH_CHECK((__VA_ARGS__), "pdkernels: arguments must fit: " #__VA_ARGS__)
 
 namespace pdkernels::bindings {
 
@@ -25,7 +28,55 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-inline char* bytes(const Tensor& t) { return static_cast<char*>(t.data_ptr()); }
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+inline char* bytes(const Tensor& t) { return data<char>(t); }
+
+// Whether a tensor has these sizes; -1: any.
+inline bool has_shape(const Tensor& t, std::initializer_list<int64_t> sizes) {
+  bool same = t.dim() == static_cast<int64_t>(sizes.size());
+  int64_t d = 0;
+  for (const int64_t size : sizes) same = same && (size < 0 || t.size(d) == size), ++d;
+  return same;
+}
+
+inline std::vector<int64_t> sizes_of(const Tensor& t) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
+  return sizes;
+}
+
+// All sizes but the last one, and `last` where it is not negative.
+inline std::vector<int64_t> shape_of(const Tensor& t, int64_t last) {
+  std::vector<int64_t> shape = sizes_of(t);
+  shape.pop_back();
+  if (last >= 0) shape.push_back(last);
+  return shape;
+}
+
+inline Tensor packed(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+inline Element row_element(const Tensor& t) {
+  switch (t.scalar_type()) {
+    case ScalarType::Float: return Element::kFloat;
+    case ScalarType::Half: return Element::kHalf;
+    case ScalarType::BFloat16: return Element::kBfloat16;
+    default: STD_TORCH_CHECK(false, "pdkernels: tensors must be float32, float16 or bfloat16");
+  }
+}
+
+inline void set_key(uint32_t (&key)[2], int64_t seed) {
+  key[0] = static_cast<uint32_t>(seed), key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+}
+
+// Whether a name is the second of two.
+inline bool is_second(const std::string& name, const char* first, const char* second) {
+  PDK_FITS(name == first || name == second);
+  return name == second;
+}
 
 // Where the first tensor of a call lives; every other one must live there too.
 class SameDevice {
@@ -34,6 +85,14 @@ class SameDevice {
   void require(const Tensor& t) const {
     STD_TORCH_CHECK(t.is_cuda() == cuda_ && t.get_device_index() == index_,
                     "pdkernels: all tensors must be on one device");
+  }
+  void require(const Tensor& t, ScalarType dtype) const {
+    require(t);
+    PDK_FITS(t.scalar_type() == dtype);
+  }
+  void require(const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> sizes) const {
+    require(t, dtype);
+    PDK_FITS(has_shape(t, sizes));
   }
 
  private:
@@ -50,12 +109,22 @@ inline bool is_wide(const Tensor& t) {
 
 inline IndexView index_view(const SameDevice& device, const Tensor& t, int64_t dim, int64_t size0) {
   device.require(t);
-  STD_TORCH_CHECK(t.dim() == dim && (dim == 0 || t.size(0) == size0), "pdkernels: an index tensor has the wrong shape");
+  PDK_FITS(t.dim() == dim && (dim == 0 || t.size(0) == size0));
   return {t.data_ptr(), dim > 0 ? t.stride(0) : 0, dim > 1 ? t.stride(1) : 0, is_wide(t)};
 }
 
 inline IndexView index_view(const SameDevice& device, const OptionalTensor& t, int64_t dim, int64_t size0) {
   return t.has_value() ? index_view(device, *t, dim, size0) : IndexView{};
+}
+
+// An index tensor with a row a sequence and `columns` columns.
+inline IndexView index_table(const SameDevice& device, const Tensor& t, int64_t rows, int64_t columns) {
+  PDK_FITS(has_shape(t, {rows, columns}));
+  return index_view(device, t, 2, rows);
+}
+
+inline IndexView index_table(const SameDevice& device, const OptionalTensor& t, int64_t rows, int64_t columns) {
+  return t.has_value() ? index_table(device, *t, rows, columns) : IndexView{};
 }
 
 struct Dim {
@@ -90,28 +159,27 @@ struct Side {
 };
 
 inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& tensors) {
-  STD_TORCH_CHECK(!tensors.empty(), "pdkernels: a cache must have at least one layer");
+  PDK_FITS(!tensors.empty());
   Side side;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& t = tensors[i];
     device.require(t);
     const int64_t d = t.dim();
-    STD_TORCH_CHECK(d == 4 || d == 5, "pdkernels: cache tensors must have 4 or 5 dimensions");
+    PDK_FITS(d == 4 || d == 5);
     const int64_t size = static_cast<int64_t>(t.element_size());
     RowLayout row{t.stride(d - 4) * size, t.stride(d - 3) * size, t.stride(d - 2) * size, t.size(d - 2),
                   t.size(d - 1) * size};
-    STD_TORCH_CHECK(t.stride(d - 1) == 1 || t.size(d - 1) <= 1, "pdkernels: the last dimension must be contiguous");
+    PDK_FITS(t.stride(d - 1) == 1 || t.size(d - 1) <= 1);
     if (i == 0) {
       side.pages = t.size(d - 4);
       side.slots = t.size(d - 3);
       side.row = row;
       side.dtype = t.scalar_type();
     }
-    STD_TORCH_CHECK(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) &&
-                        side.row.heads == row.heads && side.row.head_bytes == row.head_bytes &&
-                        side.row.page_stride == row.page_stride && side.row.slot_stride == row.slot_stride &&
-                        side.row.head_stride == row.head_stride,
-                    "pdkernels: all layers must have the same shape, strides and dtype");
+    PDK_FITS(side.dtype == t.scalar_type() && side.pages == t.size(d - 4) && side.slots == t.size(d - 3) &&
+             side.row.heads == row.heads && side.row.head_bytes == row.head_bytes &&
+             side.row.page_stride == row.page_stride && side.row.slot_stride == row.slot_stride &&
+             side.row.head_stride == row.head_stride);
     const int64_t layers = d == 5 ? t.size(0) : 1;
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
     side.layers_shared |= layers > 1 && layer_stride == 0;
@@ -141,13 +209,10 @@ struct Cache {
       : device(lengths),
         sides{unpack_side(device, k), unpack_side(device, v)},
         batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
-    STD_TORCH_CHECK(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
-                        sides[0].slots == sides[1].slots,
-                    "pdkernels: k_cache and v_cache must have the same layers, batch or pages, and slots");
+    PDK_FITS(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
+             sides[0].slots == sides[1].slots);
     for (const Side& side : sides) side.require_own_places();
-    STD_TORCH_CHECK(block_table.has_value() || sides[0].pages == batch,
-                    "pdkernels: lengths must have one entry a sequence");
-    STD_TORCH_CHECK(!block_table.has_value() || sides[0].slots > 0, "pdkernels: pages must have at least one slot");
+    PDK_FITS(block_table.has_value() ? sides[0].slots > 0 : sides[0].pages == batch);
     pages.block_table = index_view(device, block_table, 2, batch);
     pages.num_pages = sides[0].pages;
     pages.page_size = sides[0].slots;
@@ -158,14 +223,11 @@ struct Cache {
     const std::vector<Tensor>* given[2] = {&k, &v};
     for (int s = 0; s < 2; ++s) {
       sources[s] = unpack_side(device, *given[s]);
-      STD_TORCH_CHECK(
-          sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
-              sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
-              sources[s]->row.head_bytes == sides[s].row.head_bytes,
-          "pdkernels: new rows must have the cache's layers, heads, head_dim and dtype, and one entry a sequence");
+      PDK_FITS(sources[s]->layers.size() == sides[s].layers.size() && sources[s]->pages == batch &&
+               sources[s]->dtype == sides[s].dtype && sources[s]->row.heads == sides[s].row.heads &&
+               sources[s]->row.head_bytes == sides[s].row.head_bytes);
     }
-    STD_TORCH_CHECK(sources[0]->slots == sources[1]->slots,
-                    "pdkernels: k_new and v_new must have the same number of rows");
+    PDK_FITS(sources[0]->slots == sources[1]->slots);
   }
 
   // Runs `call(CacheView, first_layer)` for as many layers at a time as a launch can carry: one call up to 128 layers.
@@ -197,106 +259,5 @@ struct Cache {
     }
   }
 };
-
-template <class Run>
-void append(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const std::vector<Tensor>& k_new,
-            const std::vector<Tensor>& v_new, const Tensor& lengths, const OptionalTensor& counts,
-            const OptionalTensor& block_table, const Run& run) {
-  Cache cache(k_cache, v_cache, block_table, lengths);
-  cache.add_rows(k_new, v_new);
-  AppendArgs args;
-  args.lengths = index_view(cache.device, lengths, 1, cache.batch);
-  args.counts = index_view(cache.device, counts, 1, cache.batch);
-  args.max_rows = cache.sources[0]->slots;
-  cache.for_launches([&](const CacheView& view, int64_t first) {
-    args.cache = view;
-    for (int s = 0; s < 2; ++s) {
-      args.source_rows[s] = cache.sources[s]->row;
-      args.source_batch_stride[s] = cache.sources[s]->row.page_stride;
-    }
-    Cache::fill(args.source, view.layers, first, *cache.sources[0], *cache.sources[1]);
-    run(args);
-  });
-}
-
-template <class Run>
-void commit(const std::vector<Tensor>& k_cache, const std::vector<Tensor>& v_cache, const Tensor& lengths,
-            const Tensor& counts, const OptionalTensor& source_index, const OptionalTensor& block_table,
-            const Run& run) {
-  Cache cache(k_cache, v_cache, block_table, lengths);
-  CommitArgs args;
-  args.lengths = written_view(cache.device, lengths, 1, cache.batch);
-  args.counts = index_view(cache.device, counts, 1, cache.batch);
-  args.source_index = index_view(cache.device, source_index, 2, cache.batch);
-  args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
-  const int64_t launches =
-      (static_cast<int64_t>(cache.sides[0].layers.size()) + kMaxBuffers / 2 - 1) / (kMaxBuffers / 2);
-  int64_t launch = 0;
-  cache.for_launches([&](const CacheView& view, int64_t) {
-    args.cache = view;
-    args.advance = ++launch == launches;
-    run(args);
-  });
-}
-
-using Verdict = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-struct VerdictTensors {
-  Tensor accepted, next_token, ended, new_draft, row;
-
-  explicit VerdictTensors(const Tensor& draft) {
-    const int64_t batch = draft.size(0);
-    const int64_t width = draft.size(draft.dim() - 1);
-    accepted = torch::stable::new_empty(draft, {batch}, ScalarType::Long);
-    next_token = torch::stable::new_empty(draft, {batch}, ScalarType::Long);
-    ended = torch::stable::new_empty(draft, {batch}, ScalarType::Bool);
-    new_draft = torch::stable::new_empty(draft, {batch, width}, ScalarType::Long);
-    row = torch::stable::new_empty(draft, {batch}, ScalarType::Long);
-  }
-  Verdict tuple() const { return {accepted, next_token, ended, new_draft, row}; }
-};
-
-template <class Run>
-void trim(const Tensor& lengths, const Tensor& new_lengths, const Run& run) {
-  const SameDevice device(lengths);
-  const int64_t batch = lengths.dim() == 1 ? lengths.size(0) : -1;
-  run(written_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch);
-}
-
-inline VerifyArgs verify_args(const Tensor& draft, const Tensor& predictions, const OptionalTensor& draft_lengths,
-                              const OptionalTensor& end_tokens, const OptionalTensor& refill,
-                              const VerdictTensors& out) {
-  const bool rows = draft.dim() == 3;
-  STD_TORCH_CHECK((rows || draft.dim() == 2) && predictions.dim() == draft.dim(),
-                  "pdkernels: draft must be 2-D or 3-D");
-  for (int64_t d = 0; d < draft.dim(); ++d) {
-    STD_TORCH_CHECK(draft.size(d) == predictions.size(d), "pdkernels: predictions must have the shape of draft");
-  }
-  const SameDevice device(draft);
-  const auto tokens = [&](const Tensor& t) {
-    device.require(t);
-    const int64_t last = t.dim() - 1;
-    return TokenView{t.data_ptr(), {t.stride(0), rows ? t.stride(1) : 0, t.stride(last)}, is_wide(t)};
-  };
-  VerifyArgs args;
-  args.draft = tokens(draft);
-  args.predictions = tokens(predictions);
-  args.batch = draft.size(0);
-  args.candidates = rows ? draft.size(1) : 1;
-  STD_TORCH_CHECK(args.candidates > 0, "pdkernels: draft must have at least one candidate");
-  args.width = draft.size(draft.dim() - 1);
-  args.draft_lengths = index_view(device, draft_lengths, 1, args.batch);
-  args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;
-  args.end_tokens = index_view(device, end_tokens, 1, args.num_end_tokens);
-  args.refill = index_view(device, refill, 2, args.batch);
-  STD_TORCH_CHECK(!refill.has_value() || refill->size(1) == args.width,
-                  "pdkernels: refill must have the shape of draft");
-  args.accepted = static_cast<int64_t*>(out.accepted.data_ptr());
-  args.next_token = static_cast<int64_t*>(out.next_token.data_ptr());
-  args.ended = static_cast<bool*>(out.ended.data_ptr());
-  args.new_draft = static_cast<int64_t*>(out.new_draft.data_ptr());
-  args.row = static_cast<int64_t*>(out.row.data_ptr());
-  return args;
-}
 
 }  // namespace pdkernels::bindings

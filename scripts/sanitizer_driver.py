@@ -26,22 +26,42 @@ import torch
 
 import pdkernels as pd
 from pdkernels import reference
-from pdkernels.ops._library import SCHEMAS
+from pdkernels.ops._library import OPS
 from pdkernels.reference import (  # noqa: F401  (submodules of `reference`)
     block_sparse_attention,
     kv_cache,
     log_step,
     logit_divergence,
     recurrence,
-    sandwich,
     speculative_attention,
+    transformer_ops,
     verify_draft,
 )
-from tests.ops import kv_cases, recurrence_cases, speculative_cases, unmask_cases
+from tests.ops import examples, kv_cases, recurrence_cases, speculative_cases, unmask_cases
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WILD = [-1, -(2**31), 2**31 - 1, 100]
 Run = Callable[[object, kv_cases.Case], None]
+
+
+REFUSED = object()
+
+
+def attempt(bad: bool, call: Callable[[], object]) -> Any:
+    """What `call` gives, or `REFUSED` where it refused bad arguments."""
+    try:
+        return call()
+    except ValueError:
+        assert bad, "good values were refused"
+        return REFUSED
+
+
+def assert_near(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], tolerance: float = 0.1) -> None:
+    for a, b in zip(actual, wanted):
+        a, b = a.double().cpu(), b.double()
+        assert a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True), (
+            "not what the reference does"
+        )
 
 
 def spoil(rng: random.Random, tensors: list[torch.Tensor | None]) -> None:
@@ -72,11 +92,7 @@ def run_kv(rng: random.Random, device: torch.device, bad: bool, call: Run) -> No
     if bad:
         spoil(rng, [case.lengths, case.counts, case.source_index, case.block_table])
     actual = case.moved(device)
-    try:
-        call(pd, actual)
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    attempt(bad, lambda: call(pd, actual))
     if not bad:
         expected = case.moved(torch.device("cpu"))
         call(reference.kv_cache, expected)
@@ -115,12 +131,8 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
         "end_tokens": torch.tensor([1], dtype=dtype),
         "refill": torch.full((batch, width), 7, dtype=dtype),
     }
-    try:
-        moved = {name: t.to(device) for name, t in options.items()}
-        actual = [t.cpu() for t in pd.verify_draft(draft.to(device), predictions.to(device), **moved)]
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    moved = {name: t.to(device) for name, t in options.items()}
+    actual = attempt(bad, lambda: [t.cpu() for t in pd.verify_draft(draft.to(device), predictions.to(device), **moved)])
     if not bad:
         expected = reference.verify_draft.verify_draft(draft, predictions, **options)
         assert all(torch.equal(a, b) for a, b in zip(actual, expected)), "not what the reference does"
@@ -132,10 +144,7 @@ def run_record(rng: random.Random, device: torch.device, bad: bool) -> None:
     count = torch.tensor([rng.choice([-1, steps, 2**40]) if bad else rng.randrange(steps)])
     here = [torch.full((steps, batch, columns), -7), count, torch.tensor([True]), entry]
     there = [t.clone().to(device) for t in here]
-    try:
-        pd.log_step_(*there)
-    except ValueError:
-        assert bad, "good values were refused"
+    attempt(bad, lambda: pd.log_step_(*there))
     if not bad:
         reference.log_step.log_step_(*here)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here)), "not what the reference does"
@@ -164,12 +173,10 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
     if bad:  # values of a plan are the planner's; what a caller can get wrong are shapes
         k = k[:, :, :, :-8] if rng.random() < 0.5 else k[:1]
     leaves = [x.to(device).requires_grad_(backward) for x in (q, k, v)]
-    try:
-        out = pd.block_sparse_attention(*leaves, plan.to(device))
-    except ValueError:
-        assert bad, "good values were refused"
+    out = attempt(bad, lambda: pd.block_sparse_attention(*leaves, plan.to(device)))
+    assert (out is REFUSED) == bad, "bad values were taken"
+    if bad:
         return
-    assert not bad, "bad values were taken"
     expected = [x.double().requires_grad_(backward) for x in (q, k, v)]
     exact = reference.block_sparse_attention.block_sparse_attention(*expected, mask.dense())[0]
     results = [(out, exact)]
@@ -221,11 +228,7 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool, append:
     *tensors, table = case.map(lambda x: x.to(device, copy=True))
     options = {name: None if x is None else x.to(device) for name, x in rows._asdict().items()} if append else {}
     call = pd.speculative_attention_append_ if append else pd.speculative_attention
-    try:
-        out = call(*tensors, plan.to(device), block_table=table, **options)
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    out = attempt(bad, lambda: call(*tensors, plan.to(device), block_table=table, **options))
     if not bad:
         if append:
             speculative_cases.assert_stored(tensors[3:5], case, rows)
@@ -253,11 +256,7 @@ def random_rows(rng: random.Random, bad: bool) -> recurrence_cases.Rows:
 
 def run_inject(rng: random.Random, device: torch.device, bad: bool) -> None:
     rows, options = random_rows(rng, bad), recurrence_cases.inject_options(rng.randrange(2**20))
-    try:
-        actual = pd.recurrence_inject(*rows.to(device).inject_arguments(), **options).cpu()
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    actual = attempt(bad, lambda: pd.recurrence_inject(*rows.to(device).inject_arguments(), **options).cpu())
     if not bad:
         expected = recurrence.recurrence_inject(*rows.inject_arguments(), **options)
         assert torch.equal(recurrence_cases.bits(actual), recurrence_cases.bits(expected)), (
@@ -268,13 +267,10 @@ def run_inject(rng: random.Random, device: torch.device, bad: bool) -> None:
 def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
     rows = random_rows(rng, bad)
     older = {} if rows.state is None else {"older": rows.older, "older_advance": rows.older_advance}
-    try:
-        moved = {name: x.to(device) for name, x in older.items()}
-        actual = [x.cpu() for x in pd.recurrence_exit(*rows.to(device).exit_arguments(), threshold=1.4, **moved)]
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    options = {name: x.to(device) for name, x in older.items()} | {"threshold": 1.4}
+    found = attempt(bad, lambda: pd.recurrence_exit(*rows.to(device).exit_arguments(), **options))
     if not bad:
+        actual = [x.cpu() for x in found]
         state, distance, _ = recurrence.recurrence_exit(*rows.exit_arguments(), threshold=1.4, **older)
         close = torch.allclose(actual[0].float(), state.float(), rtol=0.02, atol=1e-3) and torch.allclose(
             actual[1], distance, rtol=0.02, atol=0.02
@@ -290,11 +286,7 @@ def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
     if bad:
         spoil(rng, [case.wave.width, case.wave.cursor, case.wave.remaining, case.wave.tokens, case.wave.recurrences])
     wave, options = case.moved(device)
-    try:
-        pd.recurrence_advance_(*wave, **options)
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    attempt(bad, lambda: pd.recurrence_advance_(*wave, **options))
     if not bad:
         recurrence.recurrence_advance_(
             *case.wave, **{**case.options, "max_wavefront": case.options["max_wavefront"] or 0}
@@ -315,31 +307,11 @@ def run_unmask(rng: random.Random, device: torch.device, bad: bool) -> None:
         spoil(rng, [case.tokens, case.ids, *(x for x in case.options.values() if isinstance(x, torch.Tensor))])
     tokens, ids = case.tokens.to(device, copy=True), case.ids.to(device)
     options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in case.options.items()}
-    try:
-        result = pd.unmask_(tokens, ids, None if case.confidence is None else case.confidence.to(device), **options)
-    except ValueError:
-        assert bad, "good values were refused"
-        return
+    confidence = None if case.confidence is None else case.confidence.to(device)
+    result = attempt(bad, lambda: pd.unmask_(tokens, ids, confidence, **options))
     if not bad:
         assert not unmask_cases.differs(
             unmask_cases.Outcome(*(x.cpu() for x in (tokens, *result))), unmask_cases.expected(case)
-        )
-
-
-def attempt(bad: bool, call: Callable[[], object]) -> Any:
-    """What `call` gives, or None where it refused bad arguments."""
-    try:
-        return call()
-    except ValueError:
-        assert bad, "good values were refused"
-        return None
-
-
-def assert_near(actual: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor], tolerance: float = 0.1) -> None:
-    for a, b in zip(actual, wanted):
-        a, b = a.double().cpu(), b.double()
-        assert a.shape == b.shape and torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True), (
-            "not what the reference does"
         )
 
 
@@ -463,6 +435,20 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
         assert_near([found], [wanted])
 
 
+def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) -> None:
+    """An op without a run of its own: the call that it states, whose numbers are spoilt."""
+    arguments = examples.example(op, rng.randrange(2**20), dtype=rng.choice(DTYPES))
+    if bad:
+        numbers = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.dtype == torch.int64]
+        spoil(rng, numbers)
+    there = {name: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    found = attempt(bad, lambda: examples.run(op, there))
+    if not bad:
+        wanted = examples.tensors_in(examples.run(op, arguments, backend="reference"))
+        assert_near(examples.tensors_in(found), wanted)
+        assert_near(*([given[name] for name in OPS[op].written] for given in (there, arguments)))
+
+
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
     "add_cached_rows_": partial(run_feature_rows, op="add_cached_rows_"),
     "add_rms_norm": partial(run_rows, op="add_rms_norm"),
@@ -494,18 +480,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--calls", type=int, default=60, help="of each op, half of them with bad values")
-    parser.add_argument("--op", nargs="+", choices=sorted(RUNS), default=list(RUNS), metavar="OP", help="these alone")
+    parser.add_argument("--op", nargs="+", choices=sorted(OPS), default=list(OPS), metavar="OP", help="these alone")
     parser.add_argument("--list", action="store_true", help="the ops, nothing else")
     options = parser.parse_args()
     if options.list:
-        print("\n".join(RUNS))
+        print("\n".join(OPS))
         return
     kv_cases.GUARD = 0  # room around the tests' buffers, which would hide what goes on just outside them
     torch.manual_seed(0)
-    assert set(RUNS) == set(SCHEMAS), f"no calls here for: {set(SCHEMAS) - set(RUNS)}"
     wrong = []
     for op in options.op:
-        run = RUNS[op]
+        run = RUNS.get(op, partial(run_example, op=op))
         rng = random.Random(op)
         try:
             for index in range(options.calls):

@@ -2,7 +2,6 @@
 #include "pdkernels/block_sparse_attention.h"
 
 #include "check_plan.h"
-#include "kernels.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

@@ -3,8 +3,8 @@
 #include <cstring>
 
 #include "check_rows.h"
-#include "kernels.h"
 #include "parallel.h"
+#include "pdkernels/feature_cache.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

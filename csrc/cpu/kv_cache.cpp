@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "check_rows.h"
-#include "kernels.h"
 #include "parallel.h"
+#include "pdkernels/kv_cache.h"
 
 namespace pdkernels::cpu {
 namespace {
@@ -144,14 +144,14 @@ void kv_commit(const CommitArgs& args) {
   }
 }
 
-void kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch) {
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t wanted = new_lengths.load(b);
-    if (wanted < 0 || wanted > lengths.load(b)) {
-      fail("kv_trim_", b, "new_lengths", range(0, lengths.load(b)), wanted, "Trimming only ever shortens a sequence.");
+void kv_trim(const TrimArgs& args) {
+  for (int64_t b = 0; b < args.batch; ++b) {
+    const int64_t wanted = args.new_lengths.load(b), length = args.lengths.load(b);
+    if (wanted < 0 || wanted > length) {
+      fail("kv_trim_", b, "new_lengths", range(0, length), wanted, "Trimming only ever shortens a sequence.");
     }
   }
-  for (int64_t b = 0; b < batch; ++b) lengths.store(new_lengths.load(b), b);
+  for (int64_t b = 0; b < args.batch; ++b) args.lengths.store(args.new_lengths.load(b), b);
 }
 
 }  // namespace pdkernels::cpu

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "fault.h"
-#include "kernels.h"
+#include "pdkernels/log_step.h"
 
 namespace pdkernels::cpu {
 

@@ -3,7 +3,6 @@
 #include "pdkernels/recurrence.h"
 
 #include "fault.h"
-#include "kernels.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

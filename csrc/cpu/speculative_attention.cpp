@@ -4,7 +4,6 @@
 
 #include "check_plan.h"
 #include "check_rows.h"
-#include "kernels.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

@@ -3,8 +3,8 @@
 #include <cmath>
 
 #include "fault.h"
-#include "kernels.h"
 #include "parallel.h"
+#include "pdkernels/token_statistics.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {

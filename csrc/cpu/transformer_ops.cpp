@@ -1,14 +1,9 @@
-// What lies between the matrix products of a sandwich block, on the CPU: values are checked here,
-// simd/transformer_ops.cpp computes.
+// Rotary embedding on the CPU: values are checked here, simd/transformer_ops.cpp computes.
+#include "pdkernels/transformer_ops.h"
 #include "check_rows.h"
-#include "kernels.h"
 #include "simd/dispatch.h"
 
 namespace pdkernels::cpu {
-
-void add_rms_norm(const AddRmsNormArgs& args) { PDK_DISPATCH(add_rms_norm, args) }
-
-void silu_and_mul(const SiluAndMulArgs& args) { PDK_DISPATCH(silu_and_mul, args) }
 
 namespace {
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "fault.h"
-#include "kernels.h"
 #include "parallel.h"
 
 namespace pdkernels::cpu {

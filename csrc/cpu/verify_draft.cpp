@@ -1,6 +1,6 @@
 // Greedy draft verification on the CPU: a few hundred tokens at most, so one thread and plain loops.
+#include "pdkernels/verify_draft.h"
 #include "fault.h"
-#include "kernels.h"
 
 namespace pdkernels::cpu {
 

@@ -1,8 +1,8 @@
 // Steps that recompute only some rows, on CUDA. Everything is bytes and launches: rows are read once, in packs of 16
 // bytes where they are aligned, and the choice among a sequence's rows stays on the device.
-#include "kernels.h"
 #include "launch.h"
 #include "packs.h"
+#include "pdkernels/feature_cache.h"
 
 namespace pdkernels::cuda {
 namespace {

@@ -3,9 +3,9 @@
 // Lengths, counts and indices live on the device and are checked there: a sequence with anything out of range is left
 // exactly as it was, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row)
 // of one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
-#include "kernels.h"
 #include "launch.h"
 #include "packs.h"
+#include "pdkernels/kv_cache.h"
 
 namespace pdkernels::cuda {
 namespace {
@@ -111,11 +111,11 @@ __global__ void __launch_bounds__(kThreads) kv_advance_kernel(const __grid_const
   if (__syncthreads_and(fine) && threadIdx.x == 0) args.lengths.store(length + count, b);
 }
 
-__global__ void __launch_bounds__(kThreads) kv_trim_kernel(IndexView lengths, IndexView new_lengths, int64_t batch) {
+__global__ void __launch_bounds__(kThreads) kv_trim_kernel(TrimArgs args) {
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (b >= batch) return;
-  const int64_t wanted = new_lengths.load(b);
-  if (wanted >= 0 && wanted <= lengths.load(b)) lengths.store(wanted, b);
+  if (b >= args.batch) return;
+  const int64_t wanted = args.new_lengths.load(b);
+  if (wanted >= 0 && wanted <= args.lengths.load(b)) args.lengths.store(wanted, b);
 }
 
 // The widest vector (16 bytes at most) that every address and every run of the call is a multiple of.
@@ -182,10 +182,10 @@ cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
-cudaError_t kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch, cudaStream_t stream) {
-  if (batch == 0) return cudaSuccess;
-  const unsigned blocks = static_cast<unsigned>((batch + kThreads - 1) / kThreads);
-  PDK_LAUNCH(kv_trim_kernel, dim3(blocks), dim3(kThreads), 0, stream, lengths, new_lengths, batch);
+cudaError_t kv_trim(const TrimArgs& args, cudaStream_t stream) {
+  if (args.batch == 0) return cudaSuccess;
+  const unsigned blocks = static_cast<unsigned>((args.batch + kThreads - 1) / kThreads);
+  PDK_LAUNCH(kv_trim_kernel, dim3(blocks), dim3(kThreads), 0, stream, args);
   return cudaGetLastError();
 }
 

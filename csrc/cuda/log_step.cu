@@ -1,14 +1,13 @@
 // Keeping a step's entry on CUDA, and telling a conditional node of a graph whether there is another step: one block.
-#include "kernels.h"
 #include "launch.h"
+#include "pdkernels/log_step.h"
 
 namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads)
-    log_step_kernel(LogStepArgs args, bool conditional, cudaGraphConditionalHandle handle) {
+__global__ void __launch_bounds__(kThreads) log_step_kernel(LogStepArgs args) {
   const int64_t at = *args.count;
   const bool room = args.has_room(at);
   const int64_t size = args.size();
@@ -21,14 +20,13 @@ __global__ void __launch_bounds__(kThreads)
   const bool more = room && args.goes_on(at, any);
   if (room) *args.count = at + 1;
   *args.more = more;
-  if (conditional) cudaGraphSetConditional(handle, more ? 1 : 0);
+  if (args.conditional) cudaGraphSetConditional(static_cast<cudaGraphConditionalHandle>(args.handle), more ? 1 : 0);
 }
 
 }  // namespace
 
-cudaError_t log_step(const LogStepArgs& args, const uint64_t* handle, cudaStream_t stream) {
-  PDK_LAUNCH(log_step_kernel, dim3(1), dim3(kThreads), 0, stream, args, handle != nullptr,
-             static_cast<cudaGraphConditionalHandle>(handle != nullptr ? *handle : 0));
+cudaError_t log_step(const LogStepArgs& args, cudaStream_t stream) {
+  PDK_LAUNCH(log_step_kernel, dim3(1), dim3(kThreads), 0, stream, args);
   return cudaGetLastError();
 }
 

@@ -1,8 +1,8 @@
 // The distance between two distributions of the next token, on CUDA: a block a row, two passes over its logits. The
 // second one mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
-#include "kernels.h"
 #include "launch.h"
 #include "packs.h"
+#include "pdkernels/logit_divergence.h"
 
 namespace pdkernels::cuda {
 namespace {

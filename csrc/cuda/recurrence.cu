@@ -2,9 +2,9 @@
 // a value out of range there is taken as the nearest one that is allowed, and recurrence_advance_ leaves its sequence
 // alone.
 #include "elements.h"
-#include "kernels.h"
 #include "launch.h"
 #include "pdkernels/philox.h"
+#include "pdkernels/recurrence.h"
 
 namespace pdkernels::cuda {
 namespace {

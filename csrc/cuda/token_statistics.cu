@@ -1,7 +1,6 @@
 // Vocabulary statistics on CUDA. A block looks at one part of a row, whose logits it holds in registers, so they are
 // read once; a warp finds its own first tokens, sums and draw without a barrier, and a second kernel puts the parts of
 // a row together. With filters a kernel before them finds the smallest logit that they leave.
-#include "kernels.h"
 #include "launch.h"
 #include "packs.h"
 #include "pdkernels/token_statistics.h"

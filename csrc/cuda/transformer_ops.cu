@@ -1,8 +1,8 @@
 // What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that
 // counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
-#include "kernels.h"
 #include "launch.h"
 #include "packs.h"
+#include "pdkernels/transformer_ops.h"
 
 namespace pdkernels::cuda {
 namespace {

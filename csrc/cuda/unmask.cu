@@ -2,8 +2,8 @@
 // counted that reach a bar, which takes as many passes as a key has bits, whatever their number, and needs no memory
 // but the keys themselves.
 #include "elements.h"
-#include "kernels.h"
 #include "launch.h"
+#include "pdkernels/unmask.h"
 
 namespace pdkernels::cuda {
 namespace {

@@ -1,6 +1,6 @@
 // Greedy draft verification on CUDA: one block a sequence, one warp a candidate, 32 positions a ballot.
-#include "kernels.h"
 #include "launch.h"
+#include "pdkernels/verify_draft.h"
 
 namespace pdkernels::cuda {
 namespace {

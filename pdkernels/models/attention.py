@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pdkernels._validation import INDEX_DTYPES, check, check_type, fail
+from pdkernels._validation import INDEX_DTYPES, KERNEL_DTYPES, check, check_type, fail
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
 from pdkernels.ops._attention import takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pdkernels.ops._floats import KERNEL_DTYPES
+from pdkernels._validation import KERNEL_DTYPES
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 

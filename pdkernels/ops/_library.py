@@ -1,4 +1,4 @@
-"""The torch op library `pdkernels`: schemas and fakes live here in Python, kernels come from the compiled library or Triton.
+"""The torch op library `pdkernels`: `define` states all about an op once, and registration, calls and tests read it from `OPS`.
 
 A schema is the contract: ``Tensor(a!)`` marks what is written, lengths at run time are tensors, static things are ints.
 An op's fake is also its validation: it looks at shapes, dtypes and devices and makes the messages. Tracing runs it, and a
@@ -10,26 +10,66 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
-from pdkernels._validation import check_type
-from pdkernels.ops._floats import refuse_tangents
+from pdkernels._validation import check_type, message, refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
-SCHEMAS: dict[str, str] = {}
 
 # ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the price of a sync per call. Read at import.
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
 
-# Ops whose kernel on the CPU is made of other ops, with no C++ of its own.
-COMPOSED: set[str] = set()
 
-_FAKES: dict[str, Callable[..., Any]] = {}
-_REFERENCES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+class Draw:
+    """Random tensors for an op's example: the same for the same seed."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+
+    def ints(self, least: int, most: int, *shape: int) -> Tensor:
+        """In ``[least, most]``."""
+        return torch.randint(least, most + 1, shape, generator=self.generator)
+
+    def rows(self, batch: int, count: int, of: int) -> Tensor:
+        """`count` of the numbers below `of` for each sequence, ascending."""
+        chosen = [torch.randperm(of, generator=self.generator)[:count].sort().values for _ in range(batch)]
+        return torch.stack(chosen)
+
+
+Example = Callable[[Draw], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """All about an op; see `define`."""
+
+    name: str
+    schema: str
+    arguments: tuple[str, ...]
+    """Their names, in order."""
+    written: tuple[str, ...]
+    """Those that the schema marks as written."""
+    overload: torch._ops.OpOverload
+    fake: Callable[..., Any]
+    """Of the kernels: refuses float64 too."""
+    check: Callable[..., Any]
+    """The validation for the reference."""
+    reference: Callable[..., Any]
+    composed: bool
+    """Whether its CPU kernel is made of other ops."""
+    gradients: Literal["refused", "cut", "own"]
+    example: Example
+
+
+OPS: dict[str, OpSpec] = {}
 
 
 def define(
@@ -37,40 +77,72 @@ def define(
     *,
     fake: Callable[..., Any],
     reference: Callable[..., Any],
+    example: Example,
     cpu: Callable[..., Any] | None = None,
     triton: Callable[..., Any] | None = None,
+    gradients: Literal["refused", "cut", "own"] = "refused",
+    float64: bool = False,
     reference_check: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
-    """Defines an op with its fake and returns its default overload.
+    """Defines an op and returns its default overload.
 
     Without the compiled library the reference serves the CPU, so that graphs and raw op calls still work.
 
     Args:
+        fake: validation, and empty results; of the reference's calls too.
+        example: arguments of one representative call of the public function, small and good on every device: the tests of
+            all ops run it. What the op writes is among them under its name in the schema.
         cpu: the kernel on the CPU of an op that is made of other ops there.
         triton: the kernel on CUDA, for ops whose compiled library serves the CPU alone. It should import Triton in its body.
-        reference_check: the validation of arguments for the reference, where that takes more than the kernels do.
+        gradients: what a call does with an input that requires a gradient. "refused": raises, but for the reference; "cut":
+            detaches it; "own": nothing, since there are no floats or since autograd has a kernel of the op's own.
+        float64: whether the kernels take it. Others refuse it, in words, after what the fake refuses.
+        reference_check: in place of `fake` for the reference, where the fake refuses float64 by itself.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    SCHEMAS[name], _FAKES[name], _REFERENCES[name] = schema, fake, (reference_check or fake, reference)
+    overload = getattr(torch.ops.pdkernels, name).default
+    given = overload._schema.arguments
+    arguments = tuple(argument.name for argument in given)
+    written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
+    check = reference_check or fake
+    if not float64 and reference_check is None:
+        fake = _without_float64(name, arguments, fake)
+    OPS[name] = OpSpec(
+        name, schema, arguments, written, overload, fake, check, reference, cpu is not None, gradients, example
+    )
     # The backward pass of an op is called by autograd alone, and runs where the op itself ran.
     if not name.endswith("_backward"):
         backends.register(name, on_cuda="triton" if triton else "native")
     torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
     if cpu:
-        COMPOSED.add(name)
         LIBRARY.impl(name, _checked(fake, cpu), "CPU")
     elif not _native.has_native():
         LIBRARY.impl(name, reference, "CPU")
     if triton:
         LIBRARY.impl(name, _checked(fake, triton), "CUDA")
-    return getattr(torch.ops.pdkernels, name).default
+    return overload
 
 
 def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
         check(*arguments, **options)
         return kernel(*arguments, **options)
+
+    return run
+
+
+def _without_float64(op: str, names: tuple[str, ...], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """The reference takes float64, the kernels do not."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        results = fake(*arguments, **options)
+        for name, given in (*zip(names, arguments), *options.items()):
+            if isinstance(given, Tensor) and given.dtype == torch.float64:
+                remedy = "Pass backend='reference', which computes in float64."
+                expectation = "be float32, float16 or bfloat16 for the kernels"
+                raise TypeError(message(op, name, expectation, given.dtype, remedy))
+        return results
 
     return run
 
@@ -87,6 +159,9 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
     Tangents are refused here, for all ops: the reference alone has a derivative in forward mode.
     """
     name = op._opname
+    spec = OPS[name]
+    if spec.gradients != "own" and torch.is_grad_enabled():
+        arguments = _without_gradients(spec, arguments, backend)
     try:
         choice = backends.resolve(name, backend, anchor.device)
         if choice != "reference":
@@ -95,11 +170,26 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)
     except (RuntimeError, TypeError, AttributeError):
-        _FAKES[name](*arguments)
+        spec.fake(*arguments)
         raise
-    check, reference = _REFERENCES[name]
-    check(*arguments)
-    return reference(*arguments)
+    spec.check(*arguments)
+    return spec.reference(*arguments)
+
+
+def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:
+    """Without a gradient of its own an op would cut the graph in silence."""
+    for name, given in zip(spec.arguments, arguments):
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+                continue
+            if spec.gradients == "cut":
+                return tuple(x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in arguments)
+            if backend != "reference":
+                remedy = "Call it under torch.no_grad(), or train with plain PyTorch (backend='reference')."
+                raise NotImplementedError(
+                    message(spec.name, name, "not require a gradient", "a tensor that does", remedy)
+                )
+    return arguments
 
 
 def _values_only(argument: Any) -> Any:

@@ -12,13 +12,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_type, fail, message
+from pdkernels import masks
+from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
-from pdkernels.ops._library import LIBRARY, call, define
+from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.reference import block_sparse_attention as reference
+
+__all__ = ["block_sparse_attention"]
 
 OP = "block_sparse_attention"
 
@@ -213,12 +215,22 @@ PLAN_SCHEMA = (
     "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, "
     "Tensor q_order, Tensor k_order, Tensor bitmaps, int block_q, int block_k, float scale"
 )
+
+
+def _example(draw: Draw) -> dict[str, Any]:
+    mask = masks.noise_aware_causal(40, 8, 5)
+    q, k, v = (draw.floats(2, mask.q_len, heads, 32) for heads in (4, 2, 2))
+    return {"q": q, "k": k, "v": v, "plan": mask.plan(32, 32)}
+
+
 attention_op = define(
     f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}) -> (Tensor, Tensor)",
     fake=_fake,
     reference=_reference,
     triton=_triton,
     reference_check=_check,
+    example=_example,
+    gradients="own",
 )
 backward_op = define(
     f"{OP}_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN_SCHEMA}, "
@@ -226,6 +238,9 @@ backward_op = define(
     fake=_fake_backward,
     reference=_reference_backward,
     triton=_triton_backward,
+    example=_example,
+    gradients="own",
+    float64=True,
 )
 
 

@@ -5,14 +5,28 @@ A model that trains runs plain PyTorch; these ops have no gradient and refuse in
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_own_places, check_type, fail
+from pdkernels._validation import (
+    check_choice,
+    check_floats,
+    check_index,
+    check_indices,
+    check_int,
+    check_last_contiguous,
+    check_own_places,
+    check_shape,
+    check_type,
+    fail,
+)
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import feature_cache as reference
+
+__all__ = ["add_cached_rows_", "gather_rows", "select_stale_rows_"]
 
 SELECT, GATHER, ADD = "select_stale_rows_", "gather_rows", "add_cached_rows_"
 
@@ -72,7 +86,6 @@ def select_stale_rows_(
         >>> torch.equal(cached, v)
         True
     """
-    refuse_gradients(SELECT, backend, v=v, v_cache=v_cache)
     return call(select_stale_rows_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend)
 
 
@@ -98,7 +111,6 @@ def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tenso
         tensor([[[3, 4],
                  [0, 0]]])
     """
-    refuse_gradients(GATHER, backend, x=x)
     return call(gather_rows_op, (x, index), x, backend)
 
 
@@ -134,45 +146,7 @@ def add_cached_rows_(
         >>> cached[0, :, 0]
         tensor([1., 5.])
     """
-    refuse_gradients(ADD, backend, x=x, cached=cached, rows=rows)
     return call(add_cached_rows_op, (x, cached, rows, index), x, backend)
-
-
-def _check_select(
-    v: Tensor,
-    v_cache: Tensor,
-    starts: Tensor,
-    count: int,
-    wanted: Tensor | None = None,
-    counts: Tensor | None = None,
-    update: str = "all",
-    block_table: Tensor | None = None,
-) -> None:
-    check_floats(SELECT, "v", v)
-    if v.dim() != 4:
-        fail(SELECT, "v", "have shape (B, G, kv_heads, D)", tuple(v.shape))
-    check_floats(SELECT, "v_cache", v_cache, like=v)
-    if v_cache.dim() != 4 or v_cache.shape[2:] != v.shape[2:]:
-        fail(SELECT, "v_cache", f"have shape (B or pages, slots, {v.shape[2]}, {v.shape[3]})", tuple(v_cache.shape))
-    for name, tensor in (("v", v), ("v_cache", v_cache)):
-        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            fail(SELECT, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
-    check_own_places(SELECT, v_cache=v_cache)
-    batch = v.shape[0]
-    if block_table is None and v_cache.shape[0] != batch:
-        fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
-    if block_table is not None and v_cache.shape[1] < 1:
-        fail(SELECT, "v_cache", "have a page size of at least 1", 0)
-    check_type(isinstance(count, (int, torch.SymInt)), SELECT, "count", "be an int", type(count).__name__)
-    if count < 0:
-        fail(SELECT, "count", "be at least 0", count)
-    if update not in reference.UPDATES:
-        fail(SELECT, "update", f"be one of {', '.join(reference.UPDATES)}", repr(update))
-    for name, tensor in (("starts", starts), ("wanted", wanted), ("counts", counts)):
-        if tensor is not None or name == "starts":
-            check_index(SELECT, name, tensor, (batch,), v.device)
-    if block_table is not None:
-        check_index(SELECT, "block_table", block_table, (batch, None), v.device)
 
 
 def _fake_select(
@@ -185,9 +159,25 @@ def _fake_select(
     update: str = "all",
     block_table: Tensor | None = None,
 ) -> Tensor:
-    _check_select(v, v_cache, starts, count, wanted, counts, update, block_table)
-    refuse_float64(SELECT, "v", v)
-    return v.new_empty((v.shape[0], count), dtype=torch.int64)
+    check_floats(SELECT, "v", v)
+    if v.dim() != 4:
+        fail(SELECT, "v", "have shape (B, G, kv_heads, D)", tuple(v.shape))
+    check_floats(SELECT, "v_cache", v_cache, like=v)
+    if v_cache.dim() != 4 or v_cache.shape[2:] != v.shape[2:]:
+        fail(SELECT, "v_cache", f"have shape (B or pages, slots, {v.shape[2]}, {v.shape[3]})", tuple(v_cache.shape))
+    check_last_contiguous(SELECT, v=v, v_cache=v_cache)
+    check_own_places(SELECT, v_cache=v_cache)
+    batch = v.shape[0]
+    if block_table is None and v_cache.shape[0] != batch:
+        fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
+    if block_table is not None and v_cache.shape[1] < 1:
+        fail(SELECT, "v_cache", "have a page size of at least 1", 0)
+    check_int(SELECT, "count", count, 0)
+    check_choice(SELECT, "update", update, reference.UPDATES)
+    check_index(SELECT, "starts", starts, (batch,), v.device)
+    check_indices(SELECT, (batch,), v.device, wanted=wanted, counts=counts)
+    check_indices(SELECT, (batch, None), v.device, block_table=block_table)
+    return v.new_empty((batch, count), dtype=torch.int64)
 
 
 def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
@@ -198,30 +188,34 @@ def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], index.shape[1], *x.shape[2:]))
 
 
-def _check_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> None:
+def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> Tensor:
     check_floats(ADD, "x", x)
     if x.dim() != 3:
         fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
-    check_floats(ADD, "cached", cached, like=x)
-    if cached.shape != x.shape:
-        fail(ADD, "cached", f"have shape {tuple(x.shape)} like x", tuple(cached.shape))
-    if cached.shape[2] > 1 and cached.stride(2) != 1:
-        fail(ADD, "cached", "have a contiguous last dimension", f"strides {cached.stride()}")
+    check_floats(ADD, "cached", cached, x.shape, like=x, whose=" like x")
+    check_last_contiguous(ADD, cached=cached)
     check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):
         fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
     if rows is not None:
         check_floats(ADD, "rows", rows, like=x)
         check_index(ADD, "index", index, (x.shape[0], None), x.device)
-        if rows.dim() != 3 or rows.shape[:2] != index.shape or rows.shape[2] != x.shape[2]:
-            wanted = (*index.shape, x.shape[2])
-            fail(ADD, "rows", f"have shape {tuple(wanted)}, a row for each index", tuple(rows.shape))
-
-
-def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tensor | None = None) -> Tensor:
-    _check_add(x, cached, rows, index)
-    refuse_float64(ADD, "x", x)
+        check_shape(ADD, "rows", rows, (*index.shape, x.shape[2]), ", a row for each index")
     return x.new_empty(x.shape)
+
+
+def _example_select(draw: Draw) -> dict[str, Any]:
+    cache = draw.floats(2, 20, 2, 8)
+    return {"v": draw.floats(2, 12, 2, 8), "v_cache": cache, "starts": draw.ints(0, 7, 2), "count": 4}
+
+
+def _example_gather(draw: Draw) -> dict[str, Any]:
+    return {"x": draw.floats(2, 12, 16), "index": draw.rows(2, 4, of=12)}
+
+
+def _example_add(draw: Draw) -> dict[str, Any]:
+    x, cached, rows = draw.floats(2, 12, 16), draw.floats(2, 12, 16), draw.floats(2, 4, 16)
+    return {"x": x, "cached": cached, "rows": rows, "index": draw.rows(2, 4, of=12)}
 
 
 select_stale_rows_op = define(
@@ -229,14 +223,18 @@ select_stale_rows_op = define(
     'str update="all", Tensor? block_table=None) -> Tensor',
     fake=_fake_select,
     reference=reference.select_stale_rows_,
-    reference_check=_check_select,
+    example=_example_select,
 )
 gather_rows_op = define(
-    "gather_rows(Tensor x, Tensor index) -> Tensor", fake=_fake_gather, reference=reference.gather_rows
+    "gather_rows(Tensor x, Tensor index) -> Tensor",
+    fake=_fake_gather,
+    reference=reference.gather_rows,
+    example=_example_gather,
+    float64=True,
 )
 add_cached_rows_op = define(
     "add_cached_rows_(Tensor x, Tensor(a!) cached, Tensor? rows=None, Tensor? index=None) -> Tensor",
     fake=_fake_add,
     reference=reference.add_cached_rows_,
-    reference_check=_check_add,
+    example=_example_add,
 )

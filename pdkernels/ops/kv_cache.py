@@ -12,14 +12,24 @@ bad values raise and nothing is written. On CUDA a sequence with bad values is l
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_own_places, check_type, fail, message
+from pdkernels._validation import (
+    check_index,
+    check_indices,
+    check_last_contiguous,
+    check_own_places,
+    check_type,
+    fail,
+    message,
+)
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import refuse_gradients
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import kv_cache as reference
+
+__all__ = ["kv_append_", "kv_commit_", "kv_trim_"]
 
 CacheTensors = Tensor | Sequence[Tensor]
 
@@ -64,7 +74,6 @@ def kv_append_(
         >>> k[0, :, 0, 0]
         tensor([0., 1., 1., 0.])
     """
-    refuse_gradients("kv_append_", backend, k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     tensors = _as_lists("kv_append_", k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new)
     arguments = (*tensors, lengths, counts, block_table)
     call(kv_append_op, arguments, lengths, backend)
@@ -115,7 +124,6 @@ def kv_commit_(
         >>> k.flatten(), lengths
         (tensor([0., 1., 4., 3., 4., 5.]), tensor([3]))
     """
-    refuse_gradients("kv_commit_", backend, k_cache=k_cache, v_cache=v_cache)
     tensors = _as_lists("kv_commit_", k_cache=k_cache, v_cache=v_cache)
     arguments = (*tensors, lengths, counts, source_index, block_table)
     call(kv_commit_op, arguments, lengths, backend)
@@ -149,7 +157,7 @@ def _as_lists(op: str, **given: CacheTensors) -> list[list[Tensor]]:
     return [[tensors] if isinstance(tensors, Tensor) else list(tensors) for tensors in given.values()]
 
 
-def _check_append(
+def _fake_append(
     k_cache: list[Tensor],
     v_cache: list[Tensor],
     k_new: list[Tensor],
@@ -164,11 +172,10 @@ def _check_append(
     _check_new(op, "v_new", v_new, v_cache, lengths)
     if k_new[0].shape[-3] != v_new[0].shape[-3]:
         fail(op, "v_new", f"have {k_new[0].shape[-3]} rows like k_new", v_new[0].shape[-3])
-    if counts is not None:
-        check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
+    check_indices(op, (lengths.shape[0],), lengths.device, counts=counts)
 
 
-def _check_commit(
+def _fake_commit(
     k_cache: list[Tensor],
     v_cache: list[Tensor],
     lengths: Tensor,
@@ -189,7 +196,7 @@ def _check_commit(
             )
 
 
-def _check_trim(lengths: Tensor, new_lengths: Tensor) -> None:
+def _fake_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
     check_index(op, "lengths", lengths, (None,), None)
     check_own_places(op, lengths=lengths)
@@ -205,10 +212,9 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
         if t.dim() not in (4, 5):
             fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
-        if t.shape[-1] > 1 and t.stride(-1) != 1:
-            # A copy of a cache would take the rows and be thrown away.
-            remedy = "Allocate it so." if argument.endswith("cache") else "Call .contiguous() on it."
-            fail(op, name, "have a contiguous last dimension", f"strides {t.stride()}", remedy)
+        # A copy of a cache would take the rows and be thrown away.
+        remedy = "Allocate it so." if argument.endswith("cache") else "Call .contiguous() on it."
+        check_last_contiguous(op, remedy, **{name: t})
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)
@@ -230,12 +236,8 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
             check_own_places(op, **{name: t})
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
-        fail(
-            op,
-            "v_cache",
-            f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads",
-            actual,
-        )
+        wanted = f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads"
+        fail(op, "v_cache", wanted, actual)
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
     if block_table is not None:
@@ -252,31 +254,50 @@ def _check_new(op: str, argument: str, new: list[Tensor], cache: list[Tensor], l
         fail(op, argument, f"have shape {wanted} in its last four dimensions", tuple(first.shape))
     if _num_layers(new) != _num_layers(cache):
         fail(op, argument, f"have the cache's {_num_layers(cache)} layers", _num_layers(new))
-    check_type(
-        first.dtype == target.dtype,
-        op,
-        argument,
-        f"be {target.dtype} like the cache",
-        first.dtype,
-        "Convert it with .to().",
-    )
+    remedy = "Convert it with .to()."
+    check_type(first.dtype == target.dtype, op, argument, f"be {target.dtype} like the cache", first.dtype, remedy)
     for t in new:
         if t.device != target.device:
             fail(op, argument, f"be on {target.device} like the cache", t.device)
 
 
+def _example_append(draw: Draw) -> dict[str, Any]:
+    k, v = draw.floats(3, 2, 64, 2, 16), draw.floats(3, 2, 64, 2, 16)
+    k_new, v_new = draw.floats(3, 2, 5, 2, 16), draw.floats(3, 2, 5, 2, 16)
+    lengths, counts = draw.ints(0, 49, 2), draw.ints(0, 5, 2)
+    return {"k_cache": k, "v_cache": v, "k_new": k_new, "v_new": v_new, "lengths": lengths, "counts": counts}
+
+
+def _example_commit(draw: Draw) -> dict[str, Any]:
+    k, v, lengths = draw.floats(3, 2, 64, 2, 16), draw.floats(3, 2, 64, 2, 16), draw.ints(0, 49, 2)
+    counts, source_index = draw.ints(0, 4, 2), draw.rows(2, 4, of=12)
+    return {"k_cache": k, "v_cache": v, "lengths": lengths, "counts": counts, "source_index": source_index}
+
+
+def _example_trim(draw: Draw) -> dict[str, Any]:
+    return {"lengths": draw.ints(9, 19, 3), "new_lengths": draw.ints(0, 8, 3)}
+
+
 kv_append_op = define(
     "kv_append_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor[] k_new, Tensor[] v_new, Tensor lengths, "
     "Tensor? counts=None, Tensor? block_table=None) -> ()",
-    fake=_check_append,
+    fake=_fake_append,
     reference=reference.kv_append_,
+    example=_example_append,
+    float64=True,
 )
 kv_commit_op = define(
     "kv_commit_(Tensor(a!)[] k_cache, Tensor(b!)[] v_cache, Tensor(c!) lengths, Tensor counts, "
     "Tensor? source_index=None, Tensor? block_table=None) -> ()",
-    fake=_check_commit,
+    fake=_fake_commit,
     reference=reference.kv_commit_,
+    example=_example_commit,
+    float64=True,
 )
 kv_trim_op = define(
-    "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()", fake=_check_trim, reference=reference.kv_trim_
+    "kv_trim_(Tensor(a!) lengths, Tensor new_lengths) -> ()",
+    fake=_fake_trim,
+    reference=reference.kv_trim_,
+    example=_example_trim,
+    gradients="own",
 )

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from pdkernels._validation import fail
+from pdkernels._validation import check_floats, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64
-from pdkernels.ops._library import DEBUG_CHECKS, call, define
+from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
 from pdkernels.ops.token_statistics import (
     OPTIONS,
     RESULTS,
@@ -27,6 +26,8 @@ from pdkernels.ops.token_statistics import (
     token_statistics_op,
 )
 from pdkernels.reference import linear_token_statistics as reference
+
+__all__ = ["linear_token_statistics"]
 
 OP = "linear_token_statistics"
 
@@ -88,22 +89,11 @@ def linear_token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    hidden, weight = (x.detach() if isinstance(x, Tensor) and x.requires_grad else x for x in (hidden, weight))
     top_k = given_top_k(top_k, weight, 0)
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
-
-
-def _check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
-    check_floats(OP, "hidden", hidden)
-    if hidden.dim() == 0 or hidden.shape[-1] == 0:
-        fail(OP, "hidden", "have shape (..., E), E at least 1", tuple(hidden.shape))
-    check_floats(OP, "weight", weight, like=hidden)
-    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
-        fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
-    check_options(OP, hidden, weight.shape[0], Options(*options))
 
 
 def _check_values(hidden: Tensor, options: Options) -> None:
@@ -123,19 +113,20 @@ def _check_values(hidden: Tensor, options: Options) -> None:
 
 
 def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    _check(hidden, weight, *options)
-    refuse_float64(OP, "hidden", hidden)
+    check_floats(OP, "hidden", hidden)
+    if hidden.dim() == 0 or hidden.shape[-1] == 0:
+        fail(OP, "hidden", "have shape (..., E), E at least 1", tuple(hidden.shape))
+    check_floats(OP, "weight", weight, like=hidden)
+    if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
+        fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
     given = Options(*options)
+    check_options(OP, hidden, weight.shape[0], given)
     return new_results(hidden, rows_shape(hidden, given.row_index), given.top_k)
 
 
 def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    return reference.linear_token_statistics(hidden, weight, *reference_options(options))
-
-
-def _reference_check(hidden: Tensor, weight: Tensor, *options: Any) -> None:
-    _check(hidden, weight, *options)
     _check_values(hidden, Options(*options))
+    return reference.linear_token_statistics(hidden, weight, *reference_options(options))
 
 
 def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -201,11 +192,16 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 
 
+def _example(draw: Draw) -> dict[str, Any]:
+    return {"hidden": draw.floats(3, 32), "weight": draw.floats(300, 32), "temperature": 0.7}
+
+
 linear_token_statistics_op = define(
     f"{OP}(Tensor hidden, Tensor weight, {OPTIONS}) -> {RESULTS}",
     fake=_fake,
     reference=_reference,
+    example=_example,
     cpu=_cpu,
     triton=_triton,
-    reference_check=_reference_check,
+    gradients="cut",
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_type, fail
+from pdkernels._validation import check_shape, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import log_step as reference
+
+__all__ = ["log_step_"]
 
 
 def log_step_(
@@ -58,13 +62,8 @@ def signed(handle: int | None) -> int | None:
 
 def _fake(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int | None = None) -> None:
     op = "log_step_"
-    wanted = {
-        "entry": (entry, torch.int64),
-        "log": (log, torch.int64),
-        "count": (count, torch.int64),
-        "more": (more, torch.bool),
-    }
-    for name, (tensor, dtype) in wanted.items():
+    for name, tensor in (("entry", entry), ("log", log), ("count", count), ("more", more)):
+        dtype = torch.bool if name == "more" else torch.int64
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         check_type(tensor.dtype == dtype, op, name, f"be {dtype}", tensor.dtype)
         if tensor.device != entry.device:
@@ -75,15 +74,26 @@ def _fake(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int |
         fail(op, "entry", "have shape (batch, columns), with a column at least", tuple(entry.shape))
     if log.dim() != 3 or log.shape[1:] != entry.shape:
         fail(op, "log", f"have shape (steps, {entry.shape[0]}, {entry.shape[1]})", tuple(log.shape))
-    for name, tensor in (("count", count), ("more", more)):
-        if tensor.shape != (1,):
-            fail(op, name, "have shape (1)", tuple(tensor.shape))
+    check_shape(op, "count", count, (1,))
+    check_shape(op, "more", more, (1,))
     if handle is not None and entry.device.type == "cpu":
         fail(op, "handle", "be None on the CPU", handle, "Conditional nodes are parts of CUDA graphs.")
+
+
+def _example(draw: Draw) -> dict[str, Any]:
+    count, more = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    return {
+        "log": torch.zeros(4, 2, 3, dtype=torch.int64),
+        "count": count,
+        "more": more,
+        "entry": draw.ints(0, 8, 2, 3),
+    }
 
 
 log_step_op = define(
     "log_step_(Tensor(a!) log, Tensor(b!) count, Tensor(c!) more, Tensor entry, int? handle=None) -> ()",
     fake=_fake,
     reference=reference.log_step_,
+    example=_example,
+    gradients="own",
 )

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_type, fail
+from pdkernels._validation import check_floats, check_number, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import logit_divergence as reference
+
+__all__ = ["LogitDivergence", "logit_divergence"]
 
 OP = "logit_divergence"
 
@@ -62,37 +63,29 @@ def logit_divergence(
         >>> divergence.argmax, divergence.kl
         (tensor([0]), tensor([0.4359]))
     """
-    if logits.requires_grad if isinstance(logits, Tensor) else False:
-        logits = logits.detach()
-    if previous.requires_grad if isinstance(previous, Tensor) else False:
-        previous = previous.detach()
     return LogitDivergence(*call(logit_divergence_op, (logits, previous, min_p), logits, backend))
 
 
-def _check(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> None:
+def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_floats(OP, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
     if previous is not None:
-        check_floats(OP, "previous", previous, like=logits)
-        if previous.shape != logits.shape:
-            fail(OP, "previous", f"have shape {tuple(logits.shape)} like logits", tuple(previous.shape))
-    check_type(isinstance(min_p, (int, float)), OP, "min_p", "be a number", type(min_p).__name__)
-    if not 0 <= min_p <= 1:
-        fail(OP, "min_p", "be in [0, 1]", min_p)
-
-
-def _fake(logits: Tensor, previous: Tensor | None = None, min_p: float = 0.1) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check(logits, previous, min_p)
-    refuse_float64(OP, "logits", logits)
+        check_floats(OP, "previous", previous, logits.shape, like=logits, whose=" like logits")
+    check_number(OP, "min_p", min_p, 0, 1, "be in [0, 1]")
     rows = logits.shape[:-1]
     entropy, kl, minp_kl = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
     return logits.new_empty(rows, dtype=torch.int64), entropy, kl, minp_kl
+
+
+def _example(draw: Draw) -> dict[str, Any]:
+    return {"logits": draw.floats(3, 900), "previous": draw.floats(3, 900)}
 
 
 logit_divergence_op = define(
     "logit_divergence(Tensor logits, Tensor? previous=None, float min_p=0.1) -> (Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=reference.logit_divergence,
-    reference_check=_check,
+    example=_example,
+    gradients="cut",
 )

@@ -13,26 +13,18 @@ Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.149
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
+from pdkernels._validation import check_int
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import refuse_gradients
-from pdkernels.ops._library import call, define, key
-from pdkernels.ops._recurrence import (
-    ADVANCE,
-    EXIT,
-    INJECT,
-    check_exit,
-    check_inject,
-    check_int,
-    check_name,
-    fake_advance,
-    fake_exit,
-    fake_inject,
-)
+from pdkernels.ops._library import Draw, call, define, key
+from pdkernels.ops._recurrence import ADVANCE, INJECT, fake_advance, fake_exit, fake_inject
 from pdkernels.reference import recurrence as reference
+
+__all__ = ["RecurrenceExit", "recurrence_advance_", "recurrence_exit", "recurrence_inject"]
 
 
 class RecurrenceExit(NamedTuple):
@@ -128,14 +120,6 @@ def recurrence_inject(
         (tensor([3., 4.]), tensor([[2., 2.],
                 [1., 1.]]))
     """
-    named = (
-        ("schedule", schedule, reference.SCHEDULES),
-        ("mixer", mixer, reference.MIXERS),
-        ("new_state", new_state, reference.NEW_STATES),
-    )
-    for name, value, names in named:
-        check_name(INJECT, name, value, names)
-    refuse_gradients(INJECT, backend, state=state, embedding=embedding, previous_embedding=previous_embedding)
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
     options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     return call(inject_op, (*tensors, *options), embedding, backend)
@@ -204,7 +188,6 @@ def recurrence_exit(
         (tensor([[[ 1.0000,  1.0000],
                  [ 1.0000, -1.0000]]]), tensor([[0.0000, 1.4140]]), tensor([[ True, False]]))
     """
-    refuse_gradients(EXIT, backend, x=x, residual=residual, weight=weight, previous=previous, older=older)
     rest = (recurrences, width, advance, threshold, older, older_advance, min_recurrences, eps)
     return RecurrenceExit(*call(exit_op, (x, residual, weight, previous, *rest), x, backend))
 
@@ -298,12 +281,39 @@ def recurrence_advance_(
         >>> advance.item(), cursor.item(), width.item(), tokens[0, :2].tolist(), recurrences[0].tolist()
         (2, 12, 2, [7, 8], [8, 0, 0, 0])
     """
-    check_name(ADVANCE, "rule", rule, reference.RULES)
     if max_wavefront is not None:
         check_int(ADVANCE, "max_wavefront", max_wavefront, 1, "Pass None for as many rows as there is room for.")
     tensors = (tokens, predictions, recurrences, stable, width, cursor, advance, steps, remaining, settled)
     limits = (inner_recurrence, max_wavefront or 0, max_recurrences, stability, rule, headway)
     call(advance_op, (*tensors, *limits, filler, end_tokens, guard, keep_last), tokens, backend)
+
+
+def _wave(draw: Draw) -> dict[str, Any]:
+    """Where two waves of at most six rows are."""
+    numbers = {name: draw.ints(least, most, 2) for name, least, most in (("cursor", 0, 8), ("width", 1, 6))}
+    return {
+        "recurrences": draw.ints(0, 8, 2, 6),
+        **numbers,
+        "advance": torch.zeros(2, dtype=torch.int64),
+        "steps": draw.ints(0, 8, 2),
+    }
+
+
+def _example_inject(draw: Draw) -> dict[str, Any]:
+    rows = {name: draw.floats(2, 6, 64) for name in ("state", "embedding", "previous_embedding")}
+    return {**rows, **_wave(draw), "noise": 0.5, "momentum": 0.1}
+
+
+def _example_exit(draw: Draw) -> dict[str, Any]:
+    x, residual, previous = (draw.floats(2, 6, 64) for _ in range(3))
+    wave = {name: x for name, x in _wave(draw).items() if name in ("recurrences", "width", "advance")}
+    return {"x": x, "residual": residual, "weight": draw.floats(64), "previous": previous, **wave, "threshold": 1.4}
+
+
+def _example_advance(draw: Draw) -> dict[str, Any]:
+    tokens, predictions, settled = draw.ints(0, 8, 2, 7), draw.ints(0, 8, 2, 6), draw.ints(0, 1, 2, 6).bool()
+    wave = {**_wave(draw), "stable": torch.zeros(2, 6, dtype=torch.int64), "remaining": draw.ints(9, 19, 2)}
+    return {"tokens": tokens, "predictions": predictions, **wave, "settled": settled, "inner_recurrence": 4}
 
 
 inject_op = define(
@@ -312,14 +322,14 @@ inject_op = define(
     "str new_state, bool damp_new) -> Tensor",
     fake=fake_inject,
     reference=reference.recurrence_inject,
-    reference_check=check_inject,
+    example=_example_inject,
 )
 exit_op = define(
     "recurrence_exit(Tensor x, Tensor residual, Tensor weight, Tensor? previous, Tensor recurrences, Tensor width, Tensor advance, "
     "float threshold, Tensor? older=None, Tensor? older_advance=None, int min_recurrences=1, float eps=1e-06) -> (Tensor, Tensor, Tensor)",
     fake=fake_exit,
     reference=reference.recurrence_exit,
-    reference_check=check_exit,
+    example=_example_exit,
 )
 advance_op = define(
     "recurrence_advance_(Tensor(a!) tokens, Tensor predictions, Tensor(b!) recurrences, Tensor(c!) stable, Tensor(d!) width, "
@@ -328,4 +338,6 @@ advance_op = define(
     "bool guard=True, bool keep_last=False) -> ()",
     fake=fake_advance,
     reference=reference.recurrence_advance_,
+    example=_example_advance,
+    gradients="own",
 )

@@ -17,13 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_own_places, check_type, fail, message
+from pdkernels import masks
+from pdkernels._validation import (
+    KERNEL_DTYPES,
+    check_index,
+    check_own_places,
+    check_type,
+    fail,
+    message,
+    refuse_tangents,
+)
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
-from pdkernels.ops._floats import KERNEL_DTYPES, refuse_tangents
-from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, call, define
+from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, Draw, call, define
 from pdkernels.reference import speculative_attention as reference
+
+__all__ = ["speculative_attention", "speculative_attention_append_"]
 
 OP = "speculative_attention"
 APPEND = "speculative_attention_append_"
@@ -371,6 +381,14 @@ def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tenso
         return op(*arguments)
 
 
+def _example(draw: Draw) -> dict[str, Any]:
+    mask = masks.quadratic(3)
+    q, k_new, v_new = (draw.floats(2, mask.q_len, heads, 32) for heads in (4, 2, 2))
+    k, v, lengths = draw.floats(2, 64, 2, 32), draw.floats(2, 64, 2, 32), draw.ints(0, 64 - mask.q_len, 2)
+    caches = {"k_cache": k, "v_cache": v, "lengths": lengths}
+    return {"q": q, "k_new": k_new, "v_new": v_new, **caches, "plan": mask.plan(16, 16)}
+
+
 def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOverload:
     defined = define(
         f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor lengths, "
@@ -380,6 +398,8 @@ def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOve
         reference=partial(_by_reference, op),
         triton=partial(_by_triton, op),
         reference_check=partial(_check_all, op),
+        example=_example,
+        gradients="own",
     )
     LIBRARY.impl(op, partial(_refuse_gradients, defined), "Autograd")
     return defined

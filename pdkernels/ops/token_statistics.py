@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail
+from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64
-from pdkernels.ops._library import call, define, key
+from pdkernels.ops._library import Draw, call, define, key
 from pdkernels.reference import token_statistics as reference
 
+__all__ = ["TokenStatistics", "token_statistics"]
+
 OP = "token_statistics"
-LAWS = ("model", "sampling")
+DISTRIBUTIONS = ("model", "sampling")
 MAX_TOP_K = 16
 MAX_SUPPRESSED = 16
 
@@ -129,8 +130,6 @@ def token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    if logits.requires_grad if isinstance(logits, Tensor) else False:
-        logits = logits.detach()
     top_k = given_top_k(top_k, logits, -1)
     options = raw_options(
         OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
@@ -179,37 +178,24 @@ def raw_options(
     return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
 
 
-def _check(logits: Tensor, *options: Any) -> None:
-    check_floats(OP, "logits", logits)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
-    check_options(OP, logits, logits.shape[-1], Options(*options))
-
-
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
     temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
-    for name, number in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
-        check_type(isinstance(number, (int, float)), op, name, "be a number", type(number).__name__)
-    if not 0 <= temperature <= 1e30:
-        fail(op, "temperature", "be in [0, 1e30]", temperature)
-    for name, number in (("top_p", top_p), ("min_p", min_p)):
-        if not 0 <= number <= 1:
-            fail(op, name, "be in [0, 1]", number)
+    check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
+    check_number(op, "top_p", top_p, 0, 1, "be in [0, 1]")
+    check_number(op, "min_p", min_p, 0, 1, "be in [0, 1]")
     for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):
-        check_type(isinstance(number, (int, torch.SymInt)), op, name, "be an int", type(number).__name__)
+        check_int(op, name, number)
     if not 0 <= step < 2**32:
         fail(op, "step", "be in [0, 2**32)", step)
     if not 1 <= top_k <= MAX_TOP_K or top_k > width:
         fail(op, "top_k", f"be in 1 .. min(V, {MAX_TOP_K}) = {min(MAX_TOP_K, int(width))}", top_k)
-    if distribution not in LAWS:
+    if distribution not in DISTRIBUTIONS:
         fail(op, "distribution", "be 'model' or 'sampling'", repr(distribution))
     _check_suppress(op, suppress, width)
     if row_index is not None:
         check_index(op, "row_index", row_index, tuple(getattr(row_index, "shape", ())), x.device)
-    for name, tensor in (("step", steps), ("positions", positions)):
-        if tensor is not None:
-            check_index(op, name, tensor, tuple(rows_shape(x, row_index)), x.device)
+    check_indices(op, rows_shape(x, row_index), x.device, step=steps, positions=positions)
 
 
 def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
@@ -223,9 +209,11 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
 
 
 def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    _check(logits, *options)
-    refuse_float64(OP, "logits", logits)
+    check_floats(OP, "logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
     given = Options(*options)
+    check_options(OP, logits, logits.shape[-1], given)
     return new_results(logits, rows_shape(logits, given.row_index), given.top_k)
 
 
@@ -247,6 +235,10 @@ def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
     return (temperature, seed, step if steps is None else steps, *rest)
 
 
+def _example(draw: Draw) -> dict[str, Any]:
+    return {"logits": draw.floats(3, 900), "temperature": 0.7, "top_p": 0.9}
+
+
 token_statistics_op = define(
-    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}", fake=_fake, reference=_reference, reference_check=_check
+    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}", fake=_fake, reference=_reference, example=_example, gradients="cut"
 )

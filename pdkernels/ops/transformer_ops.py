@@ -1,18 +1,33 @@
-"""What lies between the matrix products of a sandwich block: residual norms, the gate, and rotary embedding, into a cache or in place.
+"""What lies between the matrix products of a layer: residual norms, the gate, and rotary embedding, into a cache or in place.
 
 A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_own_places, check_type, fail, message
+from pdkernels._validation import (
+    check_device,
+    check_floats,
+    check_index,
+    check_indices,
+    check_last_contiguous,
+    check_number,
+    check_own_places,
+    check_shape,
+    check_type,
+    fail,
+    message,
+)
 from pdkernels.backends import Backend
-from pdkernels.ops._floats import check_floats, refuse_float64, refuse_gradients
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import transformer_ops as reference
+
+__all__ = ["add_rms_norm", "apply_rope_", "apply_rope_append_", "silu_and_mul"]
 
 STYLES = ("half", "interleaved")
 
@@ -61,7 +76,6 @@ def add_rms_norm(
         >>> y, following
         (tensor([[0.8485, 1.1314]]), tensor([[0.8485, 2.2627]]))
     """
-    refuse_gradients("add_rms_norm", backend, x=x, residual=residual, weight=weight, next_weight=next_weight)
     y, following = call(add_rms_norm_op, (x, residual, weight, next_weight, eps), x, backend)
     return y, None if next_weight is None else following
 
@@ -88,7 +102,6 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         >>> pd.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    refuse_gradients("silu_and_mul", backend, x=x)
     return call(silu_and_mul_op, (x,), x, backend)
 
 
@@ -159,7 +172,6 @@ def apply_rope_append_(
     op = "apply_rope_append_"
     if style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
-    refuse_gradients(op, backend, qkv=qkv, bias=bias, k_cache=k_cache, v_cache=v_cache)
     arguments = (qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, style == "interleaved", slots)
     call(apply_rope_append_op, arguments, qkv, backend)
 
@@ -203,51 +215,31 @@ def apply_rope_(
     op = "apply_rope_"
     if style not in STYLES:
         fail(op, "style", "be 'half' or 'interleaved'", repr(style))
-    refuse_gradients(op, backend, x=x)
     call(apply_rope_op, (x, cos, sin, positions, style == "interleaved"), x, backend)
-
-
-def _check_add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
-) -> None:
-    op = "add_rms_norm"
-    check_floats(op, "x", x)
-    if x.dim() == 0:
-        fail(op, "x", "have shape (..., E)", tuple(x.shape))
-    if residual is not None:
-        check_floats(op, "residual", residual, like=x)
-        if residual.shape != x.shape:
-            fail(op, "residual", f"have shape {tuple(x.shape)} like x", tuple(residual.shape))
-    if weight is None and (residual is None or next_weight is None):
-        fail(op, "weight", "be given without a residual and a next_weight", None)
-    for name, tensor in (("weight", weight), ("next_weight", next_weight)):
-        if tensor is None:
-            continue
-        check_floats(op, name, tensor, like=x)
-        if tensor.dim() != 1 or tensor.shape[0] != x.shape[-1]:
-            fail(op, name, f"have shape ({x.shape[-1]},)", tuple(tensor.shape))
-    check_type(isinstance(eps, (int, float)), op, "eps", "be a number", type(eps).__name__)
-    if not eps >= 0:
-        fail(op, "eps", "be at least 0", eps)
 
 
 def _fake_add_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, next_weight: Tensor | None = None, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
-    _check_add_rms_norm(x, residual, weight, next_weight, eps)
-    refuse_float64("add_rms_norm", "x", x)
+    op = "add_rms_norm"
+    check_floats(op, "x", x)
+    if x.dim() == 0:
+        fail(op, "x", "have shape (..., E)", tuple(x.shape))
+    if residual is not None:
+        check_floats(op, "residual", residual, x.shape, like=x, whose=" like x")
+    if weight is None and (residual is None or next_weight is None):
+        fail(op, "weight", "be given without a residual and a next_weight", None)
+    for name, tensor in (("weight", weight), ("next_weight", next_weight)):
+        if tensor is not None:
+            check_floats(op, name, tensor, x.shape[-1:], like=x)
+    check_number(op, "eps", eps, 0, expectation="be at least 0")
     return x.new_empty(x.shape), x.new_empty(0 if next_weight is None else x.shape)
 
 
-def _check_silu_and_mul(x: Tensor) -> None:
+def _fake_silu_and_mul(x: Tensor) -> Tensor:
     check_floats("silu_and_mul", "x", x)
     if x.dim() == 0 or x.shape[-1] % 2 != 0:
         fail("silu_and_mul", "x", "have shape (..., 2F)", tuple(x.shape))
-
-
-def _fake_silu_and_mul(x: Tensor) -> Tensor:
-    _check_silu_and_mul(x)
-    refuse_float64("silu_and_mul", "x", x)
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
@@ -256,17 +248,15 @@ def _check_tables(op: str, cos: Tensor, sin: Tensor, head_dim: int, device: torc
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
         if tensor.dim() != 2 or tensor.shape[0] < 1 or tensor.shape[1] != head_dim:
             fail(op, name, f"have shape (P, {head_dim}) of at least one position", tuple(tensor.shape))
-        if tensor.shape != cos.shape:
-            fail(op, name, f"have shape {tuple(cos.shape)} like cos", tuple(tensor.shape))
-        if tensor.device != device:
-            fail(op, name, f"be on {device}", tensor.device, f"Move it with .to({str(device)!r}).")
+        check_shape(op, name, tensor, cos.shape, " like cos")
+        check_device(op, name, tensor, device)
         if tensor.dtype not in (torch.float32, torch.float64) or tensor.dtype != cos.dtype:
             raise TypeError(message(op, name, "be float32", tensor.dtype))
         if not tensor.is_contiguous():
             fail(op, name, "be contiguous", f"strides {tensor.stride()}", "Call .contiguous() on it.")
 
 
-def _check_apply_rope_append(
+def _fake_apply_rope_append(
     qkv: Tensor,
     bias: Tensor | None,
     cos: Tensor,
@@ -288,11 +278,8 @@ def _check_apply_rope_append(
         check_floats(op, name, tensor, like=qkv)
         if tensor.dim() != 4 or tensor.shape[3] != head_dim:
             fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
-        if tensor.shape != k_cache.shape:
-            fail(op, name, f"have shape {tuple(k_cache.shape)} like k_cache", tuple(tensor.shape))
-    for name, tensor in (("qkv", qkv), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if tensor.shape[3] > 1 and tensor.stride(3) != 1:
-            fail(op, name, "have a contiguous last dimension", f"strides {tensor.stride()}")
+        check_shape(op, name, tensor, k_cache.shape, " like k_cache")
+    check_last_contiguous(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     kv_heads = k_cache.shape[2]
     heads = all_heads - 2 * kv_heads
@@ -301,39 +288,16 @@ def _check_apply_rope_append(
     if head_dim < 2 or head_dim % 2 != 0:
         fail(op, "qkv", "have an even head_dim of at least 2", head_dim)
     if bias is not None:
-        check_floats(op, "bias", bias, like=qkv)
-        if tuple(bias.shape) != (heads + kv_heads, head_dim):
-            fail(op, "bias", f"have shape ({heads + kv_heads}, {head_dim})", tuple(bias.shape))
+        check_floats(op, "bias", bias, (heads + kv_heads, head_dim), like=qkv)
     _check_tables(op, cos, sin, head_dim, qkv.device)
     if block_table is None and k_cache.shape[0] != batch:
         fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
     if block_table is not None and k_cache.shape[1] < 1:
         fail(op, "k_cache", "have a page size of at least 1", 0)
     check_index(op, "lengths", lengths, (batch,), qkv.device)
-    if counts is not None:
-        check_index(op, "counts", counts, (batch,), qkv.device)
-    if block_table is not None:
-        check_index(op, "block_table", block_table, (batch, None), qkv.device)
-    if slots is not None:
-        check_index(op, "slots", slots, (batch, rows), qkv.device)
-
-
-def _fake_apply_rope_append(
-    qkv: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    counts: Tensor | None = None,
-    block_table: Tensor | None = None,
-    interleaved: bool = True,
-    slots: Tensor | None = None,
-) -> None:
-    _check_apply_rope_append(qkv, bias, cos, sin, k_cache, v_cache, lengths, counts, block_table, interleaved, slots)
-    refuse_float64("apply_rope_append_", "qkv", qkv)
-    refuse_float64("apply_rope_append_", "cos", cos)
+    check_indices(op, (batch,), qkv.device, counts=counts)
+    check_indices(op, (batch, None), qkv.device, block_table=block_table)
+    check_indices(op, (batch, rows), qkv.device, slots=slots)
 
 
 def _reference_apply_rope_append(*arguments: Tensor | bool | None) -> None:
@@ -342,7 +306,7 @@ def _reference_apply_rope_append(*arguments: Tensor | bool | None) -> None:
     reference.apply_rope_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
 
 
-def _check_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
+def _fake_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
     op = "apply_rope_"
     check_floats(op, "x", x)
     if x.dim() != 4:
@@ -350,46 +314,66 @@ def _check_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, in
     batch, rows, _, head_dim = x.shape
     if head_dim < 2 or head_dim % 2 != 0:
         fail(op, "x", "have an even head_dim of at least 2", head_dim)
-    if x.stride(3) != 1:
-        fail(op, "x", "have a contiguous last dimension", f"strides {x.stride()}")
+    check_last_contiguous(op, x=x)
     check_own_places(op, x=x)
     _check_tables(op, cos, sin, head_dim, x.device)
     shared = isinstance(positions, Tensor) and positions.dim() == 1
     check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)
 
 
-def _fake_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
-    _check_apply_rope(x, cos, sin, positions, interleaved)
-    refuse_float64("apply_rope_", "x", x)
-    refuse_float64("apply_rope_", "cos", cos)
-
-
 def _reference_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool = False) -> None:
     reference.apply_rope_(x, cos, sin, positions, "interleaved" if interleaved else "half")
+
+
+def _example_add_rms_norm(draw: Draw) -> dict[str, Any]:
+    return {
+        "x": draw.floats(5, 64),
+        "residual": draw.floats(5, 64),
+        "weight": draw.floats(64),
+        "next_weight": draw.floats(64),
+    }
+
+
+def _example_silu_and_mul(draw: Draw) -> dict[str, Any]:
+    return {"x": draw.floats(5, 128)}
+
+
+def _example_tables(draw: Draw) -> dict[str, Any]:
+    return {name: draw.floats(20, 16, dtype=torch.float32) for name in ("cos", "sin")}
+
+
+def _example_apply_rope_append(draw: Draw) -> dict[str, Any]:
+    k, v, lengths = draw.floats(2, 20, 2, 16), draw.floats(2, 20, 2, 16), draw.ints(0, 16, 2)
+    qkv, tables = draw.floats(2, 3, 6, 16), _example_tables(draw)
+    return {"qkv": qkv, "bias": None, **tables, "k_cache": k, "v_cache": v, "lengths": lengths}
+
+
+def _example_apply_rope(draw: Draw) -> dict[str, Any]:
+    return {"x": draw.floats(2, 3, 6, 16), **_example_tables(draw), "positions": draw.ints(0, 19, 2, 3)}
 
 
 add_rms_norm_op = define(
     "add_rms_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? next_weight=None, float eps=1e-6) -> (Tensor, Tensor)",
     fake=_fake_add_rms_norm,
     reference=reference.add_rms_norm,
-    reference_check=_check_add_rms_norm,
+    example=_example_add_rms_norm,
 )
 silu_and_mul_op = define(
     "silu_and_mul(Tensor x) -> Tensor",
     fake=_fake_silu_and_mul,
     reference=reference.silu_and_mul,
-    reference_check=_check_silu_and_mul,
+    example=_example_silu_and_mul,
 )
 apply_rope_append_op = define(
     "apply_rope_append_(Tensor(a!) qkv, Tensor? bias, Tensor cos, Tensor sin, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor lengths, "
     "Tensor? counts=None, Tensor? block_table=None, bool interleaved=True, Tensor? slots=None) -> ()",
     fake=_fake_apply_rope_append,
     reference=_reference_apply_rope_append,
-    reference_check=_check_apply_rope_append,
+    example=_example_apply_rope_append,
 )
 apply_rope_op = define(
     "apply_rope_(Tensor(a!) x, Tensor cos, Tensor sin, Tensor positions, bool interleaved=False) -> ()",
     fake=_fake_apply_rope,
     reference=_reference_apply_rope,
-    reference_check=_check_apply_rope,
+    example=_example_apply_rope,
 )

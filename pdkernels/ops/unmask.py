@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_own_places, check_type, fail
+from pdkernels._validation import (
+    FINITE,
+    check_device,
+    check_index,
+    check_int,
+    check_number,
+    check_own_places,
+    check_shape,
+    check_type,
+    fail,
+)
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define, key
+from pdkernels.ops._library import Draw, call, define, key
 from pdkernels.reference import unmask as reference
+
+__all__ = ["Unmasked", "unmask_"]
 
 OP = "unmask_"
 
@@ -147,40 +158,29 @@ def _check(
     candidates = ids.shape[1]
     if positions is None:
         if candidates != length:
-            fail(
-                OP,
-                "positions",
-                f"be given for {candidates} candidates of {length} tokens",
-                None,
-                "Without them candidate r is for token r.",
-            )
+            wanted = f"be given for {candidates} candidates of {length} tokens"
+            fail(OP, "positions", wanted, None, "Without them candidate r is for token r.")
     else:
         check_index(OP, "positions", positions, (batch, candidates), device)
     if confidence is not None:
         check_type(isinstance(confidence, Tensor), OP, "confidence", "be a tensor", type(confidence).__name__)
-        floats = (torch.float32, torch.float64)
-        check_type(
-            confidence.dtype in floats, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float()."
-        )
-        if confidence.shape != ids.shape:
-            fail(OP, "confidence", f"have shape {tuple(ids.shape)} like ids", tuple(confidence.shape))
-        if confidence.device != device:
-            fail(OP, "confidence", f"be on {device}", confidence.device, f"Move it with .to({str(device)!r}).")
+        fits = confidence.dtype in (torch.float32, torch.float64)
+        check_type(fits, OP, "confidence", "be float32", confidence.dtype, "Convert it with .float().")
+        check_shape(OP, "confidence", confidence, ids.shape, " like ids")
+        check_device(OP, "confidence", confidence, device)
     if windows is None:
         shape = (batch,)
     else:
         segments = isinstance(windows, Tensor) and windows.dim() == 3
         check_index(OP, "windows", windows, (batch, None, 2) if segments else (batch, 2), device)
         shape = windows.shape[:-1]
-    for name, number in (("threshold", threshold), ("factor", factor)):
-        check_type(number is None or isinstance(number, (int, float)), OP, name, "be a number", type(number).__name__)
-    for name, number, kinds in (
-        ("mask_token", mask_token, ""),
-        ("quota", quota, " or a tensor"),
-        ("need", need, " or a tensor"),
-        ("step", step, " or a tensor"),
-    ):
-        check_type(isinstance(number, (int, torch.SymInt)), OP, name, f"be an int{kinds}", type(number).__name__)
+    if threshold is not None:
+        check_number(OP, "threshold", threshold)
+    if factor is not None:
+        check_number(OP, "factor", factor, 0, FINITE, "be finite and not negative")
+    check_int(OP, "mask_token", mask_token)
+    for name, number in (("quota", quota), ("need", need), ("step", step)):
+        check_int(OP, name, number, kind="an int or a tensor")
     for name, number, tensor in (("quota", quota, quotas), ("need", need, needs)):
         if tensor is not None:
             check_index(OP, name, tensor, shape, device)
@@ -188,10 +188,6 @@ def _check(
             fail(OP, name, "not be negative", number)
     if threshold is not None and factor is not None:
         fail(OP, "threshold", "be None where a factor is given", threshold, "They are two rules; choose one.")
-    if threshold is not None and threshold != threshold:
-        fail(OP, "threshold", "be a number", threshold)
-    if factor is not None and not 0 <= factor < math.inf:
-        fail(OP, "factor", "be finite and not negative", factor)
     if strict and threshold is None:
         fail(OP, "strict", "come with a threshold", True)
     if mask_token < 0:
@@ -212,6 +208,12 @@ def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: object)
     return results
 
 
+def _example(draw: Draw) -> dict[str, Any]:
+    tokens = draw.ints(0, 49, 2, 40).masked_fill(draw.ints(0, 4, 2, 40) < 3, 99)
+    ids, confidence = draw.ints(0, 49, 2, 40), draw.floats(2, 40, dtype=torch.float32)
+    return {"tokens": tokens, "ids": ids, "confidence": confidence, "mask_token": 99, "quota": 3}
+
+
 # SymInt: what changes from step to step would else pin a compiled graph to one step.
 unmask_op = define(
     "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
@@ -220,4 +222,6 @@ unmask_op = define(
     fake=_fake,
     reference=reference.unmask_,
     reference_check=_check,
+    example=_example,
+    gradients="own",
 )

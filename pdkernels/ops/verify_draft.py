@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check_index, check_type, fail
+from pdkernels._validation import check_index, check_indices, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import call, define
+from pdkernels.ops._library import Draw, call, define
 from pdkernels.reference import verify_draft as reference
+
+__all__ = ["DraftVerdict", "verify_draft"]
 
 
 class DraftVerdict(NamedTuple):
@@ -88,19 +90,20 @@ def _fake(
     if draft.dim() not in (2, 3):
         fail(op, "draft", "have shape (batch, width) or (batch, candidates, width)", tuple(draft.shape))
     device, batch, width = draft.device, draft.shape[0], draft.shape[-1]
-    check_index(op, "draft", draft, tuple(draft.shape), device)
-    check_index(op, "predictions", predictions, tuple(draft.shape), device)
+    check_index(op, "draft", draft, draft.shape, device)
+    check_index(op, "predictions", predictions, draft.shape, device)
     if draft.dim() == 3 and draft.shape[1] == 0:
         fail(op, "draft", "have at least one candidate", tuple(draft.shape))
-    if draft_lengths is not None:
-        check_index(op, "draft_lengths", draft_lengths, (batch,), device)
-    if end_tokens is not None:
-        check_index(op, "end_tokens", end_tokens, (None,), device)
-    if refill is not None:
-        check_index(op, "refill", refill, (batch, width), device)
+    check_indices(op, (batch,), device, draft_lengths=draft_lengths)
+    check_indices(op, (None,), device, end_tokens=end_tokens)
+    check_indices(op, (batch, width), device, refill=refill)
     numbers, flags = draft.new_empty(batch, dtype=torch.int64), draft.new_empty(batch, dtype=torch.bool)
     new_draft = draft.new_empty((batch, width), dtype=torch.int64)
     return numbers, torch.empty_like(numbers), flags, new_draft, torch.empty_like(numbers)
+
+
+def _example(draw: Draw) -> dict[str, Any]:
+    return {"draft": draw.ints(0, 1, 3, 9), "predictions": draw.ints(0, 1, 3, 9)}
 
 
 verify_draft_op = define(
@@ -108,4 +111,6 @@ verify_draft_op = define(
     "Tensor? refill=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=reference.verify_draft,
+    example=_example,
+    gradients="own",
 )

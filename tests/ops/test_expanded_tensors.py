@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
 import pdkernels as pd
-from pdkernels.ops._library import SCHEMAS
+from pdkernels.ops._library import OPS
+from tests.ops.examples import dims_to_expand, example, run, written_by
 
 PLAN = pd.masks.causal(4).plan(16, 16)
-TABLE = torch.ones(8, 16)
+# `log_step_` takes contiguous tensors alone.
+WRITERS = [name for name, spec in OPS.items() if spec.written and name != "log_step_"]
+CASES = [(op, name, dim) for op in WRITERS for name, tensor in written_by(op).items() for dim in dims_to_expand(tensor)]
 
 
 def ints(*shape: int) -> Tensor:
@@ -23,110 +24,30 @@ def kv(slots: int = 8, heads: int = 2) -> Tensor:
     return torch.randn(2, slots, heads, 16)
 
 
-def attention(k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
-    new = (kv(4), kv(4), kv(4))
-    pd.speculative_attention_append_(*new, k_cache, v_cache, ints(2), PLAN, backend=backend)
-
-
-def apply_rope_append(qkv: Tensor, k_cache: Tensor, v_cache: Tensor, backend: str) -> None:
-    pd.apply_rope_append_(qkv, None, TABLE, TABLE, k_cache, v_cache, ints(2), backend=backend)
-
-
-def advance(
-    tokens: Tensor,
-    recurrences: Tensor,
-    stable: Tensor,
-    width: Tensor,
-    cursor: Tensor,
-    advance: Tensor,
-    steps: Tensor,
-    remaining: Tensor,
-    backend: str,
-) -> None:
-    before = (tokens, ints(2, 4), recurrences, stable, width, cursor, advance, steps, remaining)
-    pd.recurrence_advance_(*before, inner_recurrence=1, backend=backend)
-
-
-def unmask(tokens: Tensor, backend: str) -> None:
-    pd.unmask_(tokens, torch.full((2, 4), 3), torch.rand(2, 4), mask_token=0, quota=2, backend=backend)
-
-
-# Each op with the tensors that it writes.
-CALLS: dict[str, tuple[Callable[..., None], dict[str, Tensor]]] = {
-    "kv_append_": (
-        lambda k_cache, v_cache, backend: pd.kv_append_(
-            k_cache, v_cache, kv(3)[None], kv(3)[None], ints(2), backend=backend
-        ),
-        {"k_cache": kv()[None], "v_cache": kv()[None]},
-    ),
-    "kv_commit_": (
-        lambda k_cache, v_cache, lengths, backend: pd.kv_commit_(
-            k_cache, v_cache, lengths, ints(2) + 1, ints(2, 1) + 1, backend=backend
-        ),
-        {"k_cache": kv(), "v_cache": kv(), "lengths": ints(2)},
-    ),
-    "kv_trim_": (lambda lengths, backend: pd.kv_trim_(lengths, ints(2), backend=backend), {"lengths": ints(2) + 1}),
-    "speculative_attention_append_": (attention, {"k_cache": kv(), "v_cache": kv()}),
-    "apply_rope_append_": (apply_rope_append, {"qkv": kv(4, 6), "k_cache": kv(), "v_cache": kv()}),
-    "apply_rope_": (lambda x, backend: pd.apply_rope_(x, TABLE, TABLE, ints(4), backend=backend), {"x": kv(4)}),
-    "unmask_": (unmask, {"tokens": ints(2, 4)}),
-    "select_stale_rows_": (
-        lambda v_cache, backend: pd.select_stale_rows_(kv(4), v_cache, ints(2), count=2, backend=backend),
-        {"v_cache": kv()},
-    ),
-    "add_cached_rows_": (
-        lambda cached, backend: pd.add_cached_rows_(kv()[:, :, 0], cached, kv(1)[:, :, 0], ints(2, 1), backend=backend),
-        {"cached": kv()[:, :, 0]},
-    ),
-    "recurrence_advance_": (
-        advance,
-        {
-            "tokens": ints(2, 5),
-            "recurrences": ints(2, 4),
-            "stable": ints(2, 4),
-            "width": ints(2) + 4,
-            "cursor": ints(2),
-            "advance": ints(2),
-            "steps": ints(2),
-            "remaining": ints(2) + 9,
-        },
-    ),
-}
-CASES = [
-    (op, name, dim)
-    for op, (_, tensors) in CALLS.items()
-    for name, tensor in tensors.items()
-    for dim in range(tensor.dim())
-    if tensor.shape[dim] > 1
-    and (tensor.dim() < 3 or dim < tensor.dim() - 1)  # of rows of numbers the last one is contiguous
-]
-
-
-def test_every_op_that_writes_is_looked_at() -> None:
-    writes = {name for name, schema in SCHEMAS.items() if "!" in schema}
-    assert writes == {*CALLS, "log_step_"}  # which takes contiguous tensors alone
+def test_what_is_marked_in_a_schema_is_in_the_example() -> None:
+    assert all(
+        set(written_by(op)) == set(spec.written) and ("!" in spec.schema) == bool(spec.written)
+        for op, spec in OPS.items()
+    )
+    assert {op for op, _, _ in CASES} == set(WRITERS)
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 @pytest.mark.parametrize("op, name, dim", CASES)
 def test_expanded_is_refused_and_left_alone(op: str, name: str, dim: int, backend: str) -> None:
-    run, tensors = CALLS[op]
-    tensors = {key: tensor.clone() for key, tensor in tensors.items()}
-    expanded = tensors[name].narrow(dim, 0, 1).expand_as(tensors[name])
-    tensors[name] = expanded
-    before = {key: tensor.clone() for key, tensor in tensors.items()}
+    arguments = example(op)
+    arguments[name] = arguments[name].narrow(dim, 0, 1).expand_as(arguments[name])
+    before = {name: arguments[name].clone() for name in OPS[op].written}
     text = rf"pdkernels\.{op}: {name} must have a place in memory for each entry, got shape .* with strides .*\. It is written; pass a copy"
     with pytest.raises(ValueError, match=text):
-        run(**tensors, backend=backend)
-    assert all(torch.equal(tensors[key], before[key]) for key in tensors)
+        run(op, arguments, backend=backend)
+    assert all(torch.equal(arguments[name], x) for name, x in before.items())
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("op", WRITERS)
 def test_whole_tensors_and_views_are_taken(op: str) -> None:
     """Every other entry of a larger tensor is a place of its own."""
-    run, tensors = CALLS[op]
-    apart = {key: tensor.repeat_interleave(2, 0)[::2] for key, tensor in tensors.items()}
-    run(**apart, backend="auto")
+    run(op, example(op) | {name: x.repeat_interleave(2, 0)[::2] for name, x in written_by(op).items()})
 
 
 def test_layers_in_one_place() -> None:

@@ -86,7 +86,12 @@ SELECT = [
     ("cache batch", lambda c: {"v_cache": c.v_cache[:1]}, ValueError, r"v_cache must have a batch of 2 like v, got 1"),
     ("negative", lambda c: {"count": -1}, ValueError, r"count must be at least 0, got -1"),
     ("count type", lambda c: {"count": 1.5}, TypeError, r"count must be an int, got float"),
-    ("update", lambda c: {"update": "some"}, ValueError, r"update must be one of all, selected, none, got 'some'"),
+    (
+        "update",
+        lambda c: {"update": "some"},
+        ValueError,
+        r"update must be one of 'all', 'selected', 'none', got 'some'",
+    ),
     ("starts shape", lambda c: {"starts": c.starts[:1]}, ValueError, r"starts must have shape \(2\), got \(1,\)"),
     (
         "wanted dtype",

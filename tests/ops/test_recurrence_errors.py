@@ -146,10 +146,22 @@ BAD = [
         INJECT,
         {"schedule": "cosine"},
         ValueError,
-        "schedule must be one of constant, linear, harmonic, root, got 'cosine'",
+        "schedule must be one of 'constant', 'linear', 'harmonic', 'root', got 'cosine'",
     ),
-    (pd.recurrence_inject, INJECT, {"mixer": "cubic"}, ValueError, "mixer must be one of linear, sqrt, got 'cubic'"),
-    (pd.recurrence_inject, INJECT, {"new_state": None}, ValueError, "new_state must be one of fresh, copied, got None"),
+    (
+        pd.recurrence_inject,
+        INJECT,
+        {"mixer": "cubic"},
+        ValueError,
+        "mixer must be one of 'linear', 'sqrt', got 'cubic'",
+    ),
+    (
+        pd.recurrence_inject,
+        INJECT,
+        {"new_state": None},
+        ValueError,
+        "new_state must be one of 'fresh', 'copied', got None",
+    ),
     (
         pd.recurrence_inject,
         INJECT,
@@ -300,7 +312,13 @@ BAD = [
         TypeError,
         "end_tokens must be an int32 or int64 tensor, got int",
     ),
-    (pd.recurrence_advance_, ADVANCE, {"rule": "first"}, ValueError, "rule must be one of prefix, last, got 'first'"),
+    (
+        pd.recurrence_advance_,
+        ADVANCE,
+        {"rule": "first"},
+        ValueError,
+        "rule must be one of 'prefix', 'last', got 'first'",
+    ),
 ]
 
 

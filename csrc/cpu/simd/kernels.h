@@ -1,5 +1,4 @@
-// The kernels of this folder, each compiled once for every level of CpuIsa, and what the rest of the library gives
-// them.
+// The families whose kernels are compiled once for every level of CpuIsa, and what the rest of the library gives them.
 #pragma once
 
 #include <cstdint>
@@ -16,27 +15,5 @@ namespace pdkernels::cpu {
 // At least `bytes` of this thread's memory, aligned to 64 bytes. It stays with the thread; the next call may move it.
 // As with the thread pool, the bindings define it.
 char* thread_scratch(int64_t bytes);
-
-#define PDK_DECLARE_SIMD_KERNELS(isa)                                  \
-  namespace isa {                                                      \
-  void recurrence_inject(const InjectArgs& args);                      \
-  void recurrence_exit(const ExitArgs& args);                          \
-  void block_sparse_attention(const AttentionArgs& args);              \
-  void block_sparse_attention_backward(const AttentionGradArgs& args); \
-  void speculative_attention(const SpeculativeArgs& args);             \
-  void add_rms_norm(const AddRmsNormArgs& args);                       \
-  void silu_and_mul(const SiluAndMulArgs& args);                       \
-  void apply_rope_append(const ApplyRopeAppendArgs& args);             \
-  void apply_rope(const ApplyRopeArgs& args);                          \
-  void logit_divergence(const LogitDivergenceArgs& args);              \
-  void select_stale_rows(const StaleRowsArgs& args);                   \
-  void add_cached_rows(const AddCachedArgs& args);                     \
-  void token_statistics(const TokenStatisticsArgs& args);              \
-  }
-PDK_DECLARE_SIMD_KERNELS(portable)
-PDK_DECLARE_SIMD_KERNELS(avx2)
-PDK_DECLARE_SIMD_KERNELS(avx512)
-PDK_DECLARE_SIMD_KERNELS(amx)
-#undef PDK_DECLARE_SIMD_KERNELS
 
 }  // namespace pdkernels::cpu

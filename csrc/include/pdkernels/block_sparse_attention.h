@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "pdkernels/platform.h"
+
 namespace pdkernels {
 
 enum class Element { kFloat, kHalf, kBfloat16 };
@@ -63,5 +65,10 @@ struct AttentionGradArgs : AttentionArgs {
   // and, for float32, what makes weights computed from `lse` sum up to 1.
   float* delta;
 };
+
+PDK_KERNEL(block_sparse_attention, AttentionArgs)
+PDK_VECTOR_KERNEL(block_sparse_attention, AttentionArgs)
+PDK_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
+PDK_VECTOR_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
 
 }  // namespace pdkernels

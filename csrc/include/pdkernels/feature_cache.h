@@ -102,4 +102,10 @@ struct AddCachedArgs {
   }
 };
 
+PDK_KERNEL(select_stale_rows, StaleRowsArgs)
+PDK_VECTOR_KERNEL(select_stale_rows, StaleRowsArgs)
+PDK_KERNEL(gather_rows, GatherRowsArgs)
+PDK_KERNEL(add_cached_rows, AddCachedArgs)
+PDK_VECTOR_KERNEL(add_cached_rows, AddCachedArgs)
+
 }  // namespace pdkernels

@@ -87,6 +87,11 @@ struct CommitArgs {
   bool advance = true;     // lengths grow after the last launch only, if a model has more layers than one can carry
 };
 
+struct TrimArgs {
+  IndexView lengths, new_lengths;
+  int64_t batch = 0;
+};
+
 // What can be wrong with one sequence of a call. A sequence with anything wrong is left exactly as it was.
 enum class Fault : int32_t { none, length, count, room, source, page };
 
@@ -110,5 +115,9 @@ PDK_HD Fault check_commit_row(const CommitArgs& args, int64_t sequence, int64_t 
       pages.holds(pages.locate(sequence, length + source)) && pages.holds(pages.locate(sequence, length + row));
   return held ? Fault::none : Fault::page;
 }
+
+PDK_KERNEL(kv_append, AppendArgs)
+PDK_KERNEL(kv_commit, CommitArgs)
+PDK_KERNEL(kv_trim, TrimArgs)
 
 }  // namespace pdkernels

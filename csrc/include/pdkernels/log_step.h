@@ -13,6 +13,9 @@ struct LogStepArgs {
   int64_t steps = 0;
   int64_t* count = nullptr;  // [1]: entries in the log
   bool* more = nullptr;      // [1]
+  // CUDA: the conditional node of a graph that is told whether to go on.
+  bool conditional = false;
+  uint64_t handle = 0;
 
   PDK_HD int64_t size() const { return batch * columns; }
   PDK_HD bool going(int64_t b) const { return entry[b * columns] > 0; }
@@ -20,5 +23,7 @@ struct LogStepArgs {
   // After an entry at `at`. A full log ends a loop, whatever its sequences want.
   PDK_HD bool goes_on(int64_t at, bool any_going) const { return any_going && has_room(at + 1); }
 };
+
+PDK_KERNEL(log_step, LogStepArgs)
 
 }  // namespace pdkernels

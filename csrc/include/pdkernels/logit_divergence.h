@@ -23,4 +23,6 @@ struct LogitDivergenceArgs {
   PDK_HD int64_t chunks() const { return (width + kDivergenceChunk - 1) / kDivergenceChunk; }
 };
 
+PDK_VECTOR_KERNEL(logit_divergence, LogitDivergenceArgs)
+
 }  // namespace pdkernels

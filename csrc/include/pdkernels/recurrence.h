@@ -221,4 +221,10 @@ struct Advance {
   int64_t left_;
 };
 
+PDK_KERNEL(recurrence_inject, InjectArgs)
+PDK_VECTOR_KERNEL(recurrence_inject, InjectArgs)
+PDK_KERNEL(recurrence_exit, ExitArgs)
+PDK_VECTOR_KERNEL(recurrence_exit, ExitArgs)
+PDK_KERNEL(recurrence_advance, AdvanceArgs)
+
 }  // namespace pdkernels

@@ -45,4 +45,7 @@ struct SpeculativeArgs
   int64_t source(int64_t b, int64_t i) const { return source_index.given() ? source_index.load(b, i) : i; }
 };
 
+PDK_KERNEL(speculative_attention, SpeculativeArgs)
+PDK_VECTOR_KERNEL(speculative_attention, SpeculativeArgs)
+
 }  // namespace pdkernels

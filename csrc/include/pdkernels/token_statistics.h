@@ -131,4 +131,7 @@ struct TokenStatisticsArgs {
   }
 };
 
+PDK_KERNEL(token_statistics, TokenStatisticsArgs)
+PDK_VECTOR_KERNEL(token_statistics, TokenStatisticsArgs)
+
 }  // namespace pdkernels

@@ -99,4 +99,11 @@ struct ApplyRopeArgs {
   PDK_HD int64_t row_offset(int64_t b, int64_t row) const { return b * batch_stride + row * row_stride; }
 };
 
+PDK_VECTOR_KERNEL(add_rms_norm, AddRmsNormArgs)
+PDK_VECTOR_KERNEL(silu_and_mul, SiluAndMulArgs)
+PDK_KERNEL(apply_rope_append, ApplyRopeAppendArgs)
+PDK_VECTOR_KERNEL(apply_rope_append, ApplyRopeAppendArgs)
+PDK_KERNEL(apply_rope, ApplyRopeArgs)
+PDK_VECTOR_KERNEL(apply_rope, ApplyRopeArgs)
+
 }  // namespace pdkernels

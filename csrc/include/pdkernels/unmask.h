@@ -137,4 +137,6 @@ inline uint64_t unmask_bar(const UnmaskArgs& args, double threshold, bool strict
   return low == 0 ? 1 : static_cast<uint64_t>(low) << 32;
 }
 
+PDK_KERNEL(unmask, UnmaskArgs)
+
 }  // namespace pdkernels

@@ -71,4 +71,6 @@ struct VerifyArgs {
   }
 };
 
+PDK_KERNEL(verify_draft, VerifyArgs)
+
 }  // namespace pdkernels

@@ -1,25 +1,21 @@
-// Tensors -> the argument structs of steps that recompute only some rows.
+// Steps that recompute only some rows: see pdkernels/ops/feature_cache.py.
 #pragma once
 
 #include "pdkernels/feature_cache.h"
-#include "unpack_transformer_ops.h"
+#include "transformer_ops.h"
 
-#include <string>
+namespace pdkernels::PDK_DEVICE::bindings {
 
-namespace pdkernels::bindings {
-
-template <class Run>
-Tensor run_select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
-                             const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
-                             const OptionalTensor& block_table, const Run& run) {
+inline Tensor select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
+                                const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
+                                const OptionalTensor& block_table) {
+  const Launch launch(v);
   const SameDevice device(v);
-  STD_TORCH_CHECK(v.dim() == 4 && v_cache.dim() == 4, "pdkernels: v and its cache must have 4 dimensions");
-  require_like(device, v_cache, v);
+  PDK_FITS(v.dim() == 4 && v_cache.dim() == 4);
+  device.require(v_cache, v.scalar_type());
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
-  STD_TORCH_CHECK(count >= 0, "pdkernels: count must be at least 0");
-  STD_TORCH_CHECK(update == "all" || update == "selected" || update == "none",
-                  "pdkernels: update must be all, selected or none");
+  PDK_FITS(count >= 0 && (update == "all" || update == "selected" || update == "none"));
   StaleRowsArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
@@ -34,9 +30,8 @@ Tensor run_select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tenso
   args.update = update == "all" ? Update::kAll : update == "selected" ? Update::kSelected : Update::kNone;
   Tensor index = torch::stable::new_empty(v, {args.batch, count}, ScalarType::Long);
   Tensor keys = torch::stable::new_empty(v, {args.batch, args.rows}, ScalarType::Int);
-  args.index = static_cast<int64_t*>(index.data_ptr());
-  args.keys = static_cast<uint32_t*>(keys.data_ptr());
-  run(args);
+  args.index = data<int64_t>(index), args.keys = data<uint32_t>(keys);
+  launch(PDK_DEVICE::select_stale_rows, args);
   return index;
 }
 
@@ -54,10 +49,10 @@ inline BatchRows batch_rows(const Tensor& t, int64_t unit = 1) {
   return {t.data_ptr(), t.stride(0) * unit, t.stride(1) * unit};
 }
 
-template <class Run>
-Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
+inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
+  const Launch launch(x);
   const SameDevice device(x);
-  STD_TORCH_CHECK(x.dim() >= 2, "pdkernels: x must have at least 2 dimensions");
+  PDK_FITS(x.dim() >= 2);
   const Tensor held = with_whole_rows(x);
   const int64_t size = static_cast<int64_t>(x.element_size());
   GatherRowsArgs args;
@@ -68,20 +63,18 @@ Tensor run_gather_rows(const Tensor& x, const Tensor& index, const Run& run) {
   Tensor out = torch::stable::new_empty(x, shape, x.scalar_type());
   args.x = batch_rows(held, size);
   args.out = bytes(out);
-  run(args);
+  launch(PDK_DEVICE::gather_rows, args);
   return out;
 }
 
-template <class Run>
-Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
-                           const OptionalTensor& index, const Run& run) {
+inline Tensor add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
+                              const OptionalTensor& index) {
+  const Launch launch(x);
   const SameDevice device(x);
-  STD_TORCH_CHECK(x.dim() == 3, "pdkernels: x must have 3 dimensions");
-  require_like(device, cached, x);
-  require_shape(cached, x);
-  STD_TORCH_CHECK(cached.size(2) <= 1 || cached.stride(2) == 1,
-                  "pdkernels: cached must have a contiguous last dimension");
-  STD_TORCH_CHECK(rows.has_value() == index.has_value(), "pdkernels: rows and index must be given together");
+  PDK_FITS(x.dim() == 3);
+  device.require(cached, x.scalar_type(), {x.size(0), x.size(1), x.size(2)});
+  PDK_FITS(cached.size(2) <= 1 || cached.stride(2) == 1);
+  PDK_FITS(rows.has_value() == index.has_value());
   AddCachedArgs args;
   args.element = row_element(x);
   args.batch = x.size(0), args.rows = x.size(1), args.width = x.size(2);
@@ -90,10 +83,7 @@ Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const Optional
   const Tensor held = with_whole_rows(x);
   OptionalTensor fresh;
   if (rows.has_value()) {
-    require_like(device, *rows, x);
-    STD_TORCH_CHECK(rows->dim() == 3 && rows->size(0) == args.batch && rows->size(1) == args.replaced &&
-                        rows->size(2) == args.width,
-                    "pdkernels: rows must have a row for each index");
+    device.require(*rows, x.scalar_type(), {args.batch, args.replaced, args.width});
     fresh = with_whole_rows(*rows);
     args.fresh = batch_rows(*fresh);
   }
@@ -101,8 +91,12 @@ Tensor run_add_cached_rows(const Tensor& x, const Tensor& cached, const Optional
   require_own_places({{args.batch, cached.stride(0)}, {args.rows, cached.stride(1)}, {args.width, 1}});
   Tensor out = torch::stable::new_empty(x, {args.batch, args.rows, args.width}, x.scalar_type());
   args.out = out.data_ptr();
-  run(args);
+  launch(PDK_DEVICE::add_cached_rows, args);
   return out;
 }
 
-}  // namespace pdkernels::bindings
+PDK_IMPL("select_stale_rows_", select_stale_rows)
+PDK_IMPL("gather_rows", gather_rows)
+PDK_IMPL("add_cached_rows_", add_cached_rows)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings

@@ -1,37 +1,24 @@
-// Tensors -> the argument struct of the vocabulary-statistics kernels. As in unpack.h: geometry is checked here, in
-// short words.
+// Statistics of logits: see pdkernels/ops/token_statistics.py.
 #pragma once
 
 #include "pdkernels/token_statistics.h"
-#include "unpack_recurrence.h"
-#include "unpack_transformer_ops.h"
+#include "transformer_ops.h"
 
-#include <string>
-
-namespace pdkernels::bindings {
+namespace pdkernels::PDK_DEVICE::bindings {
 
 using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-inline std::vector<int64_t> sizes_of(const Tensor& t) {
-  std::vector<int64_t> sizes;
-  for (int64_t d = 0; d < t.dim(); ++d) sizes.push_back(t.size(d));
-  return sizes;
-}
-
-template <class Run>
-Statistics run_token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step,
-                                const OptionalTensor& steps, const OptionalTensor& positions,
-                                const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
-                                double top_p, double min_p, const std::string& distribution, const Run& run) {
+inline Statistics token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step,
+                                   const OptionalTensor& steps, const OptionalTensor& positions,
+                                   const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
+                                   double top_p, double min_p, const std::string& distribution) {
+  const Launch launch(logits);
   const SameDevice device(logits);
   const Rows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
-  STD_TORCH_CHECK(rows.width > 0 && rows.width < kWords, "pdkernels: logits must have at least one token");
-  STD_TORCH_CHECK(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1 &&
-                      step >= 0 && step < kWords,
-                  "pdkernels: an option is out of range");
-  STD_TORCH_CHECK(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed,
-                  "pdkernels: an option is out of range");
+  PDK_FITS(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
+  PDK_FITS(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1);
+  PDK_FITS(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
   args.logits = rows.view();
@@ -43,7 +30,7 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
   const auto numbers = [&](const OptionalTensor& given, OptionalTensor& held) {
     if (!given.has_value()) return IndexView{};
     device.require(*given);
-    STD_TORCH_CHECK(sizes_of(*given) == shape, "pdkernels: an index tensor has the wrong shape");
+    PDK_FITS(sizes_of(*given) == shape);
     held = packed(*given);
     static char nothing;  // given, even if it has no bytes to point to
     return IndexView{args.rows > 0 ? held->data_ptr() : &nothing, 1, 0, is_wide(*held)};
@@ -53,15 +40,14 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
   args.positions = numbers(positions, held[1]);
   args.steps = numbers(steps, held[2]);
   args.step = static_cast<uint32_t>(step);
-  args.key[0] = static_cast<uint32_t>(seed);
-  args.key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
+  set_key(args.key, seed);
   constexpr double kCoolest = 1e-30;  // scores of floats are the same at any temperature below
   args.temperature = temperature > 0 && temperature < kCoolest ? kCoolest : temperature;
   args.top_p = top_p, args.min_p = min_p;
   args.sampling = is_second(distribution, "model", "sampling");
   args.top_k = static_cast<int>(top_k);
   for (const int64_t token : suppress) {
-    STD_TORCH_CHECK(token >= 0 && token < rows.width, "pdkernels: a suppressed token is out of range");
+    PDK_FITS(token >= 0 && token < rows.width);
     args.suppress[args.num_suppressed++] = token;
   }
 
@@ -74,17 +60,18 @@ Statistics run_token_statistics(const Tensor& logits, double temperature, int64_
   Tensor probs = numbers_out(shape, ScalarType::Float), top_probs = numbers_out(wide, ScalarType::Float);
   Tensor margin = numbers_out(shape, ScalarType::Float), entropy = numbers_out(shape, ScalarType::Float);
   Tensor logsumexp = numbers_out(shape, ScalarType::Float);
-  args.ids = static_cast<int64_t*>(ids.data_ptr()), args.top_ids = static_cast<int64_t*>(top_ids.data_ptr());
-  const auto floats = [](const Tensor& t) { return static_cast<float*>(t.data_ptr()); };
-  args.probs = floats(probs), args.top_probs = floats(top_probs), args.margin = floats(margin);
-  args.entropy = floats(entropy), args.logsumexp = floats(logsumexp);
+  args.ids = data<int64_t>(ids), args.top_ids = data<int64_t>(top_ids);
+  args.probs = data<float>(probs), args.top_probs = data<float>(top_probs), args.margin = data<float>(margin);
+  args.entropy = data<float>(entropy), args.logsumexp = data<float>(logsumexp);
   // What the parts of the vocabulary leave for each other: sized by the shapes alone.
   const int64_t doubles = static_cast<int64_t>(sizeof(TokenPart) / sizeof(double));
   Tensor parts = numbers_out({args.rows * args.num_parts() * doubles}, ScalarType::Double);
   Tensor cuts = numbers_out({args.filtered() ? args.rows : 0}, ScalarType::Float);
-  args.parts = static_cast<TokenPart*>(parts.data_ptr()), args.cuts = floats(cuts);
-  if (args.rows > 0) run(args);
+  args.parts = data<TokenPart>(parts), args.cuts = data<float>(cuts);
+  if (args.rows > 0) launch(PDK_DEVICE::token_statistics, args);
   return {ids, probs, top_ids, top_probs, margin, entropy, logsumexp};
 }
 
-}  // namespace pdkernels::bindings
+PDK_IMPL("token_statistics", token_statistics)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings

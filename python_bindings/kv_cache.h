@@ -1,0 +1,58 @@
+// Edits of KV caches: see pdkernels/ops/kv_cache.py.
+#pragma once
+
+#include "device.h"
+
+namespace pdkernels::PDK_DEVICE::bindings {
+
+inline void kv_append(const Tensors& k_cache, const Tensors& v_cache, const Tensors& k_new, const Tensors& v_new,
+                      const Tensor& lengths, const OptionalTensor& counts, const OptionalTensor& block_table) {
+  const Launch launch(lengths);
+  Cache cache(k_cache, v_cache, block_table, lengths);
+  cache.add_rows(k_new, v_new);
+  AppendArgs args;
+  args.lengths = index_view(cache.device, lengths, 1, cache.batch);
+  args.counts = index_view(cache.device, counts, 1, cache.batch);
+  args.max_rows = cache.sources[0]->slots;
+  cache.for_launches([&](const CacheView& view, int64_t first) {
+    args.cache = view;
+    for (int s = 0; s < 2; ++s) {
+      args.source_rows[s] = cache.sources[s]->row;
+      args.source_batch_stride[s] = cache.sources[s]->row.page_stride;
+    }
+    Cache::fill(args.source, view.layers, first, *cache.sources[0], *cache.sources[1]);
+    launch(PDK_DEVICE::kv_append, args);
+  });
+}
+
+inline void kv_commit(const Tensors& k_cache, const Tensors& v_cache, const Tensor& lengths, const Tensor& counts,
+                      const OptionalTensor& source_index, const OptionalTensor& block_table) {
+  const Launch launch(lengths);
+  Cache cache(k_cache, v_cache, block_table, lengths);
+  CommitArgs args;
+  args.lengths = written_view(cache.device, lengths, 1, cache.batch);
+  args.counts = index_view(cache.device, counts, 1, cache.batch);
+  args.source_index = index_view(cache.device, source_index, 2, cache.batch);
+  args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
+  const int64_t layers = static_cast<int64_t>(cache.sides[0].layers.size());
+  cache.for_launches([&](const CacheView& view, int64_t first) {
+    args.cache = view;
+    args.advance = first + view.layers == layers;
+    launch(PDK_DEVICE::kv_commit, args);
+  });
+}
+
+inline void kv_trim(const Tensor& lengths, const Tensor& new_lengths) {
+  const Launch launch(lengths);
+  const SameDevice device(lengths);
+  PDK_FITS(lengths.dim() == 1);
+  const int64_t batch = lengths.size(0);
+  launch(PDK_DEVICE::kv_trim,
+         TrimArgs{written_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch});
+}
+
+PDK_IMPL("kv_append_", kv_append)
+PDK_IMPL("kv_commit_", kv_commit)
+PDK_IMPL("kv_trim_", kv_trim)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings

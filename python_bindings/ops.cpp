@@ -1,0 +1,137 @@
+// The tensor ops of one device, registered through torch's stable ABI: this file is compiled for the CPU and, with
+// PDKERNELS_DEVICE_CUDA, for CUDA. A family's bindings are in the header of its name; schemas live in pdkernels/ops.
+#include "feature_cache.h"
+#include "kv_cache.h"
+#include "log_step.h"
+#include "logit_divergence.h"
+#include "recurrence.h"
+#include "token_statistics.h"
+#include "transformer_ops.h"
+#include "unmask.h"
+#include "verify_draft.h"
+
+#ifndef PDKERNELS_DEVICE_CUDA  // what follows is the CPU's: its threads, and attention, which is Triton's on CUDA
+
+#include <memory>
+#include <new>
+
+#include "parallel.h"
+#include "simd/kernels.h"
+#include "unpack_attention.h"
+
+void pdkernels::cpu::run_parallel(int64_t begin, int64_t end, int64_t grain, RangeFunction function, void* context) {
+  TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, function, context));
+}
+
+char* pdkernels::cpu::thread_scratch(int64_t bytes) {
+  struct Free {
+    void operator()(char* p) const { ::operator delete(p, std::align_val_t{64}); }
+  };
+  thread_local std::unique_ptr<char, Free> memory;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    memory.reset();
+    memory.reset(static_cast<char*>(::operator new(bytes, std::align_val_t{64})));
+    size = bytes;
+  }
+  return memory.get();
+}
+
+namespace pdkernels::cpu::bindings {
+namespace {
+
+std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles,
+                                                  Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps,
+                                                  Tensor q_order, Tensor k_order, Tensor bitmaps, int64_t block_q,
+                                                  int64_t block_k, double scale) {
+  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
+  Tensor out = new_like(q);
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  pdkernels::AttentionArgs args;
+  unpack_attention(q, k, v, out, lse,
+                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+                   block_q, block_k, scale, args);
+  pdkernels::cpu::block_sparse_attention(args);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
+    Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor kv_offsets, Tensor kv_tiles,
+    Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order, Tensor k_order,
+    Tensor bitmaps, int64_t block_q, int64_t block_k, double scale, OptionalTensor grad_lse) {
+  pdkernels::AttentionGradArgs args;
+  unpack_attention(q, k, v, out, lse,
+                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
+                   block_q, block_k, scale, args);
+  const SameDevice device(q);
+  Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
+  // Two numbers a row that the first pass leaves for the second.
+  Tensor delta = torch::stable::new_empty(lse, {2, args.batch * args.q_heads * args.q_len}, ScalarType::Float);
+  const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
+    return heads_view(device, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
+  };
+  args.grad_out = view(grad_out, args.q_len, args.q_heads);
+  args.dq = view(dq, args.q_len, args.q_heads);
+  args.dk = view(dk, args.kv_len, args.kv_heads);
+  args.dv = view(dv, args.kv_len, args.kv_heads);
+  args.grad_lse = grad_lse.has_value() ? row_numbers(device, *grad_lse, args) : nullptr;
+  args.delta = static_cast<float*>(delta.data_ptr());
+  pdkernels::cpu::block_sparse_attention_backward(args);
+  return {dq, dk, dv};
+}
+
+// `unpack_rows(args)` says which of the new tokens are stored.
+template <class UnpackRows>
+std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
+                                            const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                                            const std::array<Tensor, 3>& lists, const Tensor& bitmaps, int64_t block_q,
+                                            int64_t block_k, double scale, const OptionalTensor& block_table,
+                                            const UnpackRows& unpack_rows) {
+  STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
+  Tensor out = new_like(q);
+  Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
+  pdkernels::SpeculativeArgs args;
+  unpack_heads(q, k_new, v_new, out, lse, block_q, block_k, scale, args);
+  unpack_tail(SameDevice(q), lists, bitmaps, args);
+  unpack_prefix(SameDevice(q), k_cache, v_cache, lengths, block_table, args);
+  unpack_rows(args);
+  // What the splits of the prefix leave for each other: sized by the capacity, so the same at every step.
+  Tensor parts = torch::stable::new_empty(
+      q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
+  Tensor parts_lse = torch::stable::new_empty(q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(2), q.size(1)},
+                                              ScalarType::Float);
+  args.parts = static_cast<float*>(parts.data_ptr());
+  args.parts_lse = static_cast<float*>(parts_lse.data_ptr());
+  pdkernels::cpu::speculative_attention(args);
+  return {out, lse};
+}
+
+std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
+                                                 Tensor lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
+                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 OptionalTensor block_table) {
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
+                          block_q, block_k, scale, block_table, [](pdkernels::SpeculativeArgs&) {});
+}
+
+std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache,
+                                                        Tensor v_cache, Tensor lengths, Tensor kv_offsets,
+                                                        Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps,
+                                                        int64_t block_q, int64_t block_k, double scale,
+                                                        OptionalTensor block_table, OptionalTensor counts,
+                                                        OptionalTensor source_index) {
+  return attend_to_prefix(
+      q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k, scale,
+      block_table, [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });
+}
+
+}  // namespace
+
+PDK_IMPL("block_sparse_attention", block_sparse_attention)
+PDK_IMPL("block_sparse_attention_backward", block_sparse_attention_backward)
+PDK_IMPL("speculative_attention", speculative_attention)
+PDK_IMPL("speculative_attention_append_", speculative_attention_append)
+
+}  // namespace pdkernels::cpu::bindings
+
+#endif

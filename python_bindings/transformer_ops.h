@@ -1,0 +1,159 @@
+// What lies between the matrix products of a layer: see pdkernels/ops/transformer_ops.py.
+#pragma once
+
+#include "device.h"
+#include "pdkernels/transformer_ops.h"
+
+namespace pdkernels::PDK_DEVICE::bindings {
+
+// A tensor (..., width) as rows. A layout that no single distance between rows describes is copied.
+struct Rows {
+  Tensor held;
+  int64_t count = 1, width, stride = 0;
+
+  explicit Rows(const Tensor& t) : held(t) {
+    PDK_FITS(t.dim() > 0);
+    width = t.size(t.dim() - 1);
+    if (!describe()) held = torch::stable::contiguous(t), stride = width;
+  }
+  RowsView view() const { return {held.data_ptr(), stride}; }
+
+ private:
+  bool describe() {
+    bool fits = width <= 1 || held.stride(held.dim() - 1) == 1;
+    for (int64_t d = held.dim() - 2; d >= 0; --d) {
+      const int64_t size = held.size(d);
+      if (size != 1) {
+        if (count == 1) stride = held.stride(d);
+        fits = fits && (count == 1 || held.stride(d) == stride * count);
+      }
+      count *= size;
+    }
+    return fits;
+  }
+};
+
+// Rows of a tensor that is given like another one, shape and all.
+inline std::optional<Rows> rows_like(const SameDevice& device, const OptionalTensor& t, const Tensor& other) {
+  if (!t.has_value()) return std::nullopt;
+  device.require(*t, other.scalar_type());
+  PDK_FITS(sizes_of(*t) == sizes_of(other));
+  return Rows(*t);
+}
+
+inline std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const OptionalTensor& residual,
+                                               const OptionalTensor& weight, const OptionalTensor& next_weight,
+                                               double eps) {
+  const Launch launch(x);
+  const SameDevice device(x);
+  const Rows rows(x);
+  const std::optional<Rows> other = rows_like(device, residual, x);
+  const auto weights = [&](const OptionalTensor& t) {
+    if (!t.has_value()) return OptionalTensor();
+    device.require(*t, x.scalar_type(), {rows.width});
+    return OptionalTensor(packed(*t));
+  };
+  const OptionalTensor first = weights(weight), second = weights(next_weight);
+  PDK_FITS(eps >= 0 && (first || (second && other)));
+  Tensor y = torch::stable::new_empty(x, shape_of(x, rows.width), x.scalar_type());
+  Tensor next =
+      torch::stable::new_empty(x, second ? shape_of(x, rows.width) : std::vector<int64_t>{0}, x.scalar_type());
+  AddRmsNormArgs args;
+  args.element = row_element(x);
+  args.x = rows.view(), args.residual = other ? other->view() : RowsView{}, args.y = {y.data_ptr(), rows.width},
+  args.next = {next.data_ptr(), rows.width};
+  args.weight = first ? first->data_ptr() : nullptr, args.next_weight = second ? second->data_ptr() : nullptr;
+  args.rows = rows.count, args.width = rows.width, args.eps = static_cast<float>(eps);
+  if (args.rows > 0 && args.width > 0) launch(PDK_VECTOR(add_rms_norm), args);
+  return {y, next};
+}
+
+inline Tensor silu_and_mul(const Tensor& x) {
+  const Launch launch(x);
+  const Rows rows(x);
+  PDK_FITS(rows.width % 2 == 0);
+  Tensor out = torch::stable::new_empty(x, shape_of(x, rows.width / 2), x.scalar_type());
+  SiluAndMulArgs args;
+  args.element = row_element(x);
+  args.x = rows.view(), args.out = {out.data_ptr(), rows.width / 2};
+  args.rows = rows.count, args.width = rows.width / 2;
+  if (args.rows > 0 && args.width > 0) launch(PDK_VECTOR(silu_and_mul), args);
+  return out;
+}
+
+inline const float* rotary_table(const SameDevice& device, const Tensor& t, const Tensor& cos, int64_t head_dim) {
+  device.require(t, ScalarType::Float, {-1, head_dim});
+  PDK_FITS(t.is_contiguous() && t.size(0) > 0 && t.size(0) == cos.size(0));
+  return data<float>(t);
+}
+
+inline void apply_rope_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin,
+                              const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                              const OptionalTensor& counts, const OptionalTensor& block_table, bool interleaved,
+                              const OptionalTensor& slots) {
+  const Launch launch(qkv);
+  const SameDevice device(qkv);
+  PDK_FITS(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4);
+  ApplyRopeAppendArgs args;
+  args.element = row_element(qkv);
+  args.qkv = qkv.data_ptr();
+  args.batch_stride = qkv.stride(0), args.row_stride = qkv.stride(1), args.head_stride = qkv.stride(2);
+  args.batch = qkv.size(0), args.rows = qkv.size(1), args.head_dim = qkv.size(3);
+  PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1);
+  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {qkv.size(2), args.head_stride}});
+  const Cache cache({k_cache}, {v_cache}, block_table, lengths);
+  PDK_FITS(cache.batch == args.batch);
+  for (int s = 0; s < 2; ++s) {
+    const Tensor& t = s == 0 ? k_cache : v_cache;
+    device.require(t, qkv.scalar_type(), {-1, -1, k_cache.size(2), args.head_dim});
+    args.cache[s] = bytes(t);
+    args.cache_rows[s] = cache.sides[s].row;
+  }
+  args.pages = cache.pages;
+  args.kv_heads = k_cache.size(2), args.heads = qkv.size(2) - 2 * args.kv_heads;
+  PDK_FITS(args.kv_heads > 0 && args.heads >= args.kv_heads && args.heads % args.kv_heads == 0);
+  OptionalTensor held;
+  if (bias.has_value()) {
+    device.require(*bias, qkv.scalar_type(), {args.turned_heads(), args.head_dim});
+    held = packed(*bias);
+  }
+  args.bias = held ? held->data_ptr() : nullptr;
+  args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
+  args.positions = cos.size(0);
+  args.lengths = index_view(device, lengths, 1, args.batch);
+  args.counts = index_view(device, counts, 1, args.batch);
+  args.slots = index_table(device, slots, args.batch, args.rows);
+  args.interleaved = interleaved;
+  launch(PDK_DEVICE::apply_rope_append, args);
+}
+
+inline void apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                       bool interleaved) {
+  const Launch launch(x);
+  const SameDevice device(x);
+  PDK_FITS(x.dim() == 4);
+  ApplyRopeArgs args;
+  args.element = row_element(x);
+  args.x = x.data_ptr();
+  args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
+  args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
+  PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1);
+  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {args.heads, args.head_stride}});
+  args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
+  args.table_rows = cos.size(0);
+  if (positions.dim() == 1) {  // the same for every sequence
+    args.positions = index_view(device, positions, 1, args.rows);
+    args.positions.stride1 = args.positions.stride0, args.positions.stride0 = 0;
+  } else {
+    args.positions = index_table(device, positions, args.batch, args.rows);
+  }
+  args.interleaved = interleaved;
+  launch(PDK_DEVICE::apply_rope, args);
+}
+
+PDK_IMPL("add_rms_norm", add_rms_norm)
+PDK_IMPL("silu_and_mul", silu_and_mul)
+PDK_IMPL("apply_rope_append_", apply_rope_append)
+PDK_IMPL("apply_rope_", apply_rope)
+
+}  // namespace pdkernels::PDK_DEVICE::bindings

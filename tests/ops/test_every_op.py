@@ -1,0 +1,47 @@
+"""What holds for each op that is defined, by the example that it states."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+
+import pdkernels as pd
+from pdkernels.ops._library import OPS
+from tests.ops.examples import PUBLIC, example, is_float, raw_arguments, run, tensors_in
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op: str) -> None:
+    arguments, options = raw_arguments(op)
+    with torch.no_grad():
+        torch.library.opcheck(OPS[op].overload, arguments, options)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_example_is_the_same_for_the_same_seed(op: str) -> None:
+    one, again, other = example(op, 1), example(op, 1), example(op, 2)
+    tensors = [name for name, x in one.items() if isinstance(x, Tensor)]
+    assert all(torch.equal(one[name], again[name]) for name in tensors)
+    assert any(not torch.equal(one[name], other[name]) for name in tensors)
+    assert all(one[name].shape == other[name].shape for name in tensors)
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_the_kernel_is_the_reference(op: str) -> None:
+    """Closely enough to tell one op from another; each family's tests say how closely."""
+    kernel, reference = example(op), example(op)
+    found = [*tensors_in(run(op, kernel)), *(kernel[name] for name in OPS[op].written)]
+    wanted = [*tensors_in(run(op, reference, backend="reference")), *(reference[name] for name in OPS[op].written)]
+    assert len(found) == len(wanted) > 0
+    for a, b in zip(found, wanted):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True) if is_float(a) else torch.equal(a, b)
+
+
+@pytest.mark.parametrize("op", PUBLIC)
+def test_names_are_those_of_the_public_function(op: str) -> None:
+    parameters = inspect.signature(getattr(pd, op)).parameters
+    assert set(OPS[op].written) | set(example(op)) <= set(parameters)
