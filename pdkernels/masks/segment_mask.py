@@ -13,6 +13,7 @@ from torch import Tensor
 from pdkernels import _host
 from pdkernels._validation import check, check_type, integer, message
 from pdkernels.masks._arguments import arange
+from pdkernels.masks.draw import Picture, draw
 from pdkernels.masks.tile_plan import TilePlan, numbered
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -253,9 +254,9 @@ class SegmentMask:
             tile: overlays the tiles of this size: outlined where all is visible, hatched where a bitmap is needed.
             title: above the picture; None: the kinds of segments. The size and the density are always added.
         """
-        from pdkernels.masks.draw import draw
-
-        draw(self, path, tile, title)
+        plan = None if tile is None else self.plan(*(tile if isinstance(tile, tuple) else (tile, tile)))
+        picture = Picture(self.segments, self.segment_ids, self._rows, self._columns, self.density, self._visible)
+        draw(picture, path, plan, title)
 
 
 def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:

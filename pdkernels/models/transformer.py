@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models import fused
 from pdkernels.models.attention import (
@@ -34,10 +35,7 @@ from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
 
 if TYPE_CHECKING:
-    from pdkernels.cache import ContiguousKVCache, PagedKVCache
     from pdkernels.models.tokenizers import Tokenizer
-
-    Cache: TypeAlias = ContiguousKVCache | PagedKVCache
 
 
 class Transformer(nn.Module):
