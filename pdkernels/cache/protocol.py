@@ -15,12 +15,14 @@ class Cache(Protocol):
     k: Tensor
     v: Tensor
     lengths: Tensor
-    block_table: Tensor | None
     batch: int
     capacity: int
     layers: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def block_table(self) -> Tensor | None: ...
 
     @property
     def device(self) -> torch.device: ...

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pdkernels._validation import message
-from pdkernels.masks._arguments import arange
 from pdkernels.masks.tile_plan import TilePlan
 
 if TYPE_CHECKING:
@@ -113,10 +112,12 @@ def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title:
 def _sampled(window: tuple[int, int]) -> Tensor:
     start, stop = window
     count = min(stop - start, MOST)
-    return start + (arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
+    return start + (torch.arange(count, dtype=torch.float64, device="cpu") * ((stop - start) / max(count, 1))).to(
+        torch.int64
+    )
 
 
-def _colours(mask: Picture, colours: dict[str, str]) -> Tensor:
+def _colours(mask: Picture, colours: dict[str, str]) -> Any:
     """``(rows, columns, 3)``: the colour of the key's kind, paler where the key is in another segment than the query."""
     from matplotlib.colors import to_rgb
 
@@ -154,7 +155,8 @@ def _lines(axes: Axes, mask: Picture) -> None:
 
 def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
     """Bars above and beside the matrix: which segment is where."""
-    figure = axes.get_figure()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     width, height = figure.get_size_inches()
     for window, horizontal in ((mask.columns, True), (mask.rows, False)):
         total = max(window[1] - window[0], 1)
@@ -228,7 +230,8 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    full, partial = [], []
+    full: list[Rectangle] = []
+    partial: list[Rectangle] = []
     for i in range(len(plan.kv_offsets) - 1):
         for visit in range(int(plan.kv_offsets[i]), int(plan.kv_offsets[i + 1])):
             corner = (int(plan.kv_tiles[visit]) * plan.block_k, i * plan.block_q)
@@ -236,13 +239,13 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
             (full if plan.kv_bitmaps[visit] < 0 else partial).append(Rectangle(corner, *box))
     thin = 1.1 if len(full) + len(partial) < 300 else 0.35
     axes.add_collection(PatchCollection(full, facecolor="none", edgecolor=INK, linewidth=thin, zorder=3))
-    hatched = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
+    hatched: dict[str, Any] = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
     axes.add_collection(
         PatchCollection(partial, facecolor="none", edgecolor=PARTIAL, alpha=0.6, linewidth=thin, zorder=4, **hatched)
     )
 
 
-def _kind_legend(colours: dict[str, str]) -> list:
+def _kind_legend(colours: dict[str, str]) -> list[Any]:
     from matplotlib.patches import Patch
 
     return [
@@ -251,7 +254,7 @@ def _kind_legend(colours: dict[str, str]) -> list:
     ]
 
 
-def _tile_legend() -> list:
+def _tile_legend() -> list[Any]:
     from matplotlib.patches import Patch
 
     return [

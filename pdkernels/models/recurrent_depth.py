@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ from pdkernels.ops.recurrence import recurrence_inject
 
 if TYPE_CHECKING:
     from pdkernels.models.tokenizers import Tokenizer
+
+__all__ = ["STATE_STD", "RecurrentDepth", "RecurrentDepthConfig"]
 
 STATE_STD = math.sqrt(0.4)
 """Standard deviation of an initial state before it is cut at three of them: sqrt(2 / (5 E)), as of weights, times sqrt(E)."""
@@ -86,9 +88,9 @@ class RecurrentDepth(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
         # The first half of its columns takes the state, the other one the embedding.
         self.adapter = nn.Parameter(torch.empty(hidden, 2 * hidden))
-        self.prelude_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.prelude_layers))
-        self.core_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.core_layers))
-        self.coda_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.coda_layers))
+        self.prelude_layers = _layers(config, config.prelude_layers)
+        self.core_layers = _layers(config, config.core_layers)
+        self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
         self.initialize_()
@@ -269,12 +271,14 @@ class RecurrentDepth(nn.Module):
             x = select_rows("RecurrentDepth", x, rows)
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
 
-    def _run(self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
+    def _run(
+        self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
+    ) -> torch.Tensor:
         x, residual = self._run_parts(layers, x, context, slot)
         return add_norm(x, residual, layers[-1].norm_4, None, self.config.norm_eps)[0]
 
     def _run_parts(
-        self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int
+        self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
         eps = self.config.norm_eps
@@ -286,3 +290,7 @@ class RecurrentDepth(nn.Module):
 
     def _rope(self, limit: int) -> Rotation:
         return self._tables.covering(limit, self.device, self.dtype)
+
+
+def _layers(config: RecurrentDepthConfig, count: int) -> Sequence[RecurrentLayer]:
+    return cast(Sequence[RecurrentLayer], nn.ModuleList(RecurrentLayer(config) for _ in range(count)))

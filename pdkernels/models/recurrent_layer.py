@@ -78,4 +78,5 @@ class RecurrentLayer(nn.Module):
             counts=context.counts,
             block_table=cache.block_table,
         )
-        return attend_stored(*qkv.split(heads, -2), context.visibility, cache, slot)
+        q, k, v = qkv.split(heads, -2)
+        return attend_stored(q, k, v, context.visibility, cache, slot)
