@@ -12,23 +12,22 @@ from hypothesis import strategies as st
 from pdkernels.decoding import DecodeResult, generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
-from tests.decoding import tri_mode
-from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.tri_mode import (
+from tests.support import tri_mode
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.tri_mode import (
+    MASK,
+    SKILLS,
     Cached,
-    KeepsCache,
+    ScriptedTriMode,
+    Table,
     assert_alone_as_in_a_batch,
     assert_cache_is_causal,
     assert_end_tokens_of_the_model,
     lowest_confidence,
-    page_sizes,
-    plain,
     prompts,
-    reads_of_the_device,
-    seeds,
     small_transformer,
 )
-from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "block_diffusion"
 # threshold and steps_per_block
@@ -137,7 +136,7 @@ def test_a_random_transformer(
     result = generate(
         keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
-    expected = [block_diffusion(plain(model), p, limit, mask_token=12, end_tokens=ends, **options) for p in batch]
+    expected = [block_diffusion(Plain(model), p, limit, mask_token=12, end_tokens=ends, **options) for p in batch]
     assert_same(result, expected)
     if refresh == "causal":
         sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
@@ -222,7 +221,7 @@ def test_blocks_of_one_token_are_autoregressive(batch: list[list[int]], limit: i
     model = small_transformer(3)
     result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=1)
     for prompt, tokens in zip(batch, result.tokens, strict=True):
-        assert tokens.tolist() == autoregressive(plain(model), prompt, limit).tokens
+        assert tokens.tolist() == autoregressive(Plain(model), prompt, limit).tokens
     assert result.stats.forwards == limit
 
 
@@ -251,11 +250,11 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     assert result.stats.accepted == [[5] * 5]
 
 
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_of_the_device_per_step() -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
     result = generate(model, [[1, 2], [5]], METHOD, **options)
-    assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
+    assert reads_of_the_device(model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
 
 # ---- errors

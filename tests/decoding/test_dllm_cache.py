@@ -17,10 +17,11 @@ from pdkernels.reference.dllm_cache import FeatureCache as Reference
 from pdkernels.reference.dllm_cache import dllm_cache
 from pdkernels.reference.llada import unmask_by_quota
 from pdkernels.reference.masked_sampling import Canvas
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, assert_same, small_masked
-from tests.decoding.masked_parts import deep_masked, with_parts
-from tests.decoding.tri_mode import page_sizes, prompts, reads_of_the_device, seeds
+from tests.support import masked_promises as shared
+from tests.support.base import page_sizes, reads_of_the_device, seeds
+from tests.support.masked import MASK, deep_masked, small_masked, with_parts
+from tests.support.masked_promises import assert_same
+from tests.support.tri_mode import prompts
 
 METHOD = "dllm_cache"
 EXACT: dict[str, Any] = {"prompt_interval": 1, "gen_interval": 1}
@@ -194,15 +195,15 @@ def test_float32_fills_the_same_places() -> None:
             assert step.committed == other.committed and step.confidence == pytest.approx(other.confidence, rel=1e-3)
 
 
-def test_end_tokens_streaming_and_reads_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_tokens_streaming_and_reads_of_the_device() -> None:
     """Every token is heard once; a step is polled once where something may end a text, else never; the record is read once."""
     heard: list[list[int]] = [[], []]
     arguments = small_masked(0), [[1, 2], [5]], METHOD
     options: dict[str, Any] = {"max_new_tokens": 12, "end_tokens": (4, 5)}
     result = generate(*arguments, on_tokens=lambda sequence, ids, accepted: heard[sequence].extend(ids), **options)
     assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert reads_of_the_device(monkeypatch, *arguments, **options) == result.stats.forwards + 1
-    assert reads_of_the_device(monkeypatch, *arguments, max_new_tokens=12) == 2
+    assert reads_of_the_device(*arguments, **options) == result.stats.forwards + 1
+    assert reads_of_the_device(*arguments, max_new_tokens=12) == 2
 
 
 def test_no_tokens_need_no_forward() -> None:

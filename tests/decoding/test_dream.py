@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.dream import dream
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
-from tests.decoding.tri_mode import seeds
+from tests.support import masked_promises as shared
+from tests.support.base import Plain, seeds
+from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
+from tests.support.masked_promises import assert_same
 
 METHOD = "dream"
 ALGORITHMS = ["origin", "maskgit_plus", "topk_margin", "entropy"]
@@ -133,13 +134,13 @@ def test_streaming_gives_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["origin", "entropy"])
-def test_one_read_of_the_device_per_step(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.assert_one_read_per_step(monkeypatch, METHOD, algorithm=algorithm)
+def test_one_read_of_the_device_per_step(algorithm: str) -> None:
+    shared.assert_one_read_per_step(METHOD, algorithm=algorithm)
 
 
-def test_no_read_where_the_schedule_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_read_where_the_schedule_alone_decides() -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
-    assert shared.reads_of_the_device(monkeypatch, Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
+    assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
 
 
 def test_no_tokens_need_no_forward() -> None:

@@ -15,10 +15,11 @@ from pdkernels.decoding import generate
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
-from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.masked_models import MASK, hashed
-from tests.decoding.masked_parts import Remembering, assert_same, deep_masked, with_parts
-from tests.decoding.tri_mode import KeepsCache, page_sizes, prompts, reads_of_the_device, seeds
+from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds
+from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
+from tests.support.masked_promises import assert_same_or_waiting
+from tests.support.tri_mode import prompts
 
 METHOD = "fast_dllm_v2"
 
@@ -68,7 +69,7 @@ def test_equals_the_reference(
     }
     model = model_of(weights)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
-    assert_same(result, reference(model, batch, limit, **options), waits=True)
+    assert_same_or_waiting(result, reference(model, batch, limit, **options), waits=True)
 
 
 @settings(max_examples=10)
@@ -191,7 +192,7 @@ def test_a_trained_model_with_a_mask_token_runs() -> None:
 END = 4
 
 
-def test_end_tokens_streaming_and_reads_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_tokens_streaming_and_reads_of_the_device() -> None:
     """End tokens are the model's by default; every token is heard once; a step is polled once, and the record once more."""
     script = hashed(3)
     model = Blockwise(lambda text: [(END if place == 9 else 7, 0.95) for place in range(len(text))], end_tokens=(END,))
@@ -202,7 +203,7 @@ def test_end_tokens_streaming_and_reads_of_the_device(monkeypatch: pytest.Monkey
     options: dict[str, Any] = {"max_new_tokens": 13, "block_size": 4, "small_block_size": 2, "end_tokens": (2,)}
     result = generate(*arguments, on_tokens=lambda sequence, ids, accepted: heard[sequence].extend(ids), **options)
     assert heard == [tokens.tolist() for tokens in result.tokens]
-    assert reads_of_the_device(monkeypatch, *arguments, **options) == result.stats.forwards + 1
+    assert reads_of_the_device(*arguments, **options) == result.stats.forwards + 1
 
 
 def test_no_tokens_need_no_forward() -> None:

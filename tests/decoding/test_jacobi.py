@@ -12,7 +12,7 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import JacobiResult, jacobi, jacobi_window
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
 
 token = st.integers(0, VOCABULARY - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=4)

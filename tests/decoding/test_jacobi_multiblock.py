@@ -17,9 +17,9 @@ from pdkernels.decoding._multiblock import Limits, Progress, PseudoBlock
 from pdkernels.models.transformer import Transformer
 from pdkernels.reference import jacobi_multiblock as reference
 from pdkernels.reference.autoregressive import Model, autoregressive
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, Script, from_list
 from tests.decoding.test_jacobi import small_transformer
 from tests.reference.test_reference_jacobi_multiblock import ALL_SCRIPTS
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, Script, from_list
 
 METHOD = "jacobi_multiblock"
 token = st.integers(0, VOCABULARY - 1)

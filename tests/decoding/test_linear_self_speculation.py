@@ -17,10 +17,14 @@ from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
-from tests.decoding.tri_mode import (
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.tri_mode import (
+    MASK,
+    SKILLS,
     Cached,
-    KeepsCache,
+    ScriptedTriMode,
+    Table,
     assert_alone_as_in_a_batch,
     assert_cache_is_causal,
     assert_end_tokens_of_the_model,
@@ -29,14 +33,9 @@ from tests.decoding.tri_mode import (
     assert_streaming_tells_drafts_apart,
     drafter,
     lowest_confidence,
-    page_sizes,
-    plain,
     prompts,
-    reads_of_the_device,
-    seeds,
     small_transformer,
 )
-from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "linear_self_speculation"
 # verification and threshold
@@ -129,7 +128,7 @@ def test_a_random_transformer(
     )
     expected = [
         linear_self_speculation(
-            plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
+            Plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
         )
         for p in batch
     ]
@@ -139,7 +138,7 @@ def test_a_random_transformer(
     if kind[0] == "compare":
         for prompt, tokens in zip(batch, result.tokens, strict=True):
             sampled = sampled_autoregressive(
-                plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
             )
             assert tokens.tolist() == sampled.tokens
 
@@ -152,7 +151,7 @@ def test_at_the_smallest_temperature_draws_are_greedy(verification: str) -> None
     sampled, greedy = (generate(model, [1, 2], METHOD, temperature=t, **options).tokens for t in (5e-324, 0.0))
     assert torch.equal(sampled, greedy)
     reference = linear_self_speculation(
-        plain(model), [1, 2], 10, mask_token=12, block_size=4, temperature=5e-324, verification=verification
+        Plain(model), [1, 2], 10, mask_token=12, block_size=4, temperature=5e-324, verification=verification
     )
     assert reference.tokens == greedy.tolist()
 
@@ -256,12 +255,12 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.5])
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch, threshold: float) -> None:
+def test_one_read_of_the_device_per_step(threshold: float) -> None:
     """And one per draft pass where that decides about the next: not behind the last one that a block can have."""
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "threshold": threshold, "end_tokens": (4,)}
     trace = generate(model, [[1, 2], [5]], METHOD, trace=True, **options).stats.trace
-    reads = reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options)
+    reads = reads_of_the_device(model, [[1, 2], [5]], METHOD, **options)
     passes = [max(step.forwards for step in cycle if step) - 1 for cycle in zip_longest(*trace)]
     assert (max(passes) == 4) == (threshold > 1)
     assert reads == 1 + len(passes) + (sum(min(count, 3) for count in passes) if threshold else 0)

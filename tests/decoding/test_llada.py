@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import available, generate, supports
 from pdkernels.reference.llada import llada
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
-from tests.decoding.tri_mode import seeds
+from tests.support import masked_promises as shared
+from tests.support.base import Plain, seeds
+from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
+from tests.support.masked_promises import assert_same
 
 METHOD = "llada"
 
@@ -153,14 +154,14 @@ def test_streaming_gives_every_token_once() -> None:
     shared.assert_streaming_gives_every_token_once(METHOD, block_size=4)
 
 
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.assert_one_read_per_step(monkeypatch, METHOD)
+def test_one_read_of_the_device_per_step() -> None:
+    shared.assert_one_read_per_step(METHOD)
 
 
-def test_no_read_where_the_schedule_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_read_where_the_schedule_alone_decides() -> None:
     """One for the tokens and one for the record, when all is done."""
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
-    assert shared.reads_of_the_device(monkeypatch, Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
+    assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
 
 
 def test_no_tokens_need_no_forward() -> None:

@@ -15,10 +15,14 @@ from pdkernels.decoding.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.tri_mode import (
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.tri_mode import (
+    MASK,
+    SKILLS,
     Cached,
-    KeepsCache,
+    ScriptedTriMode,
+    Table,
     assert_alone_as_in_a_batch,
     assert_cache_is_causal,
     assert_end_tokens_of_the_model,
@@ -26,14 +30,9 @@ from tests.decoding.tri_mode import (
     assert_shorter_is_the_beginning,
     assert_streaming_tells_drafts_apart,
     drafter,
-    page_sizes,
-    plain,
     prompts,
-    reads_of_the_device,
-    seeds,
     small_transformer,
 )
-from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "quadratic_self_speculation"
 
@@ -126,7 +125,7 @@ def test_a_random_transformer(
     )
     expected = [
         quadratic_self_speculation(
-            plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
+            Plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
         )
         for p in batch
     ]
@@ -136,7 +135,7 @@ def test_a_random_transformer(
     if shape["ensemble_weight"] == 1:
         for prompt, tokens in zip(batch, result.tokens, strict=True):
             sampled = sampled_autoregressive(
-                plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
             )
             assert tokens.tolist() == sampled.tokens
 
@@ -236,11 +235,11 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
     assert_end_tokens_of_the_model(METHOD)
 
 
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_of_the_device_per_step() -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
     result = generate(model, [[1, 2], [5]], METHOD, **options)
-    assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
+    assert reads_of_the_device(model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
 
 def test_the_head_runs_on_rows_that_are_needed() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_adaptive import THRESHOLDS, recurrent_adaptive
-from tests.decoding.recurrent_models import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
+from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_adaptive"
 BATCH = [[3, 1, 4], [1], [5, 9]]

@@ -14,18 +14,9 @@ from pdkernels.decoding._recurrent import filtered
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
-from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.recurrent_models import (
-    RECURRENCES,
-    HostReads,
-    draws,
-    init_of,
-    models,
-    page_sizes,
-    prompts,
-    seeds,
-    token,
-)
+from tests.support.base import HostReads
+from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_static"
 RECURRENT = [method for method in available() if method.startswith("recurrent_")]

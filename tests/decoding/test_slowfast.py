@@ -13,10 +13,10 @@ import pdkernels as pd
 from pdkernels.decoding import generate
 from pdkernels.reference.dllm_cache import FeatureCache
 from pdkernels.reference.slowfast import slowfast
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
-from tests.decoding.masked_parts import with_parts
-from tests.decoding.tri_mode import seeds
+from tests.support import masked_promises as shared
+from tests.support.base import Plain, seeds
+from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked, with_parts
+from tests.support.masked_promises import assert_same
 
 METHOD = "slowfast"
 
@@ -259,8 +259,8 @@ def test_streaming_gives_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("cycle", ["last", "published"])
-def test_one_read_of_the_device_per_step(cycle: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.assert_one_read_per_step(monkeypatch, METHOD, cycle=cycle)
+def test_one_read_of_the_device_per_step(cycle: str) -> None:
+    shared.assert_one_read_per_step(METHOD, cycle=cycle)
 
 
 def test_no_tokens_need_no_forward() -> None:

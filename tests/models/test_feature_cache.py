@@ -15,9 +15,8 @@ from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.models.layer import Layer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.dllm_cache import FeatureCache as Reference
-from tests.decoding.masked_models import MASK
-from tests.decoding.masked_parts import deep_masked, with_parts
 from tests.harness.error_budget import assert_within_budget, measured
+from tests.support.masked import MASK, deep_masked, with_parts
 
 
 def canvases(generator: torch.Generator, prompts: list[int], generated: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 from pdkernels.models import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdkernels.models.rope import rope_tables
-from tests.models.plain import LINEAR, LLAMA31, MINISTRAL3, frequency
+from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, frequency
 
 # Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.
 LLAMA31_8B: dict[str, Any] = {

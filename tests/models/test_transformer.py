@@ -21,7 +21,7 @@ from pdkernels.models import (
 from pdkernels.models.attention import cached_visibility
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.rope import apply_rope, rope_tables
-from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
+from tests.support.checkpoints import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
 
 CONFIG = TransformerConfig(
     vocab_size=13,

@@ -23,8 +23,8 @@ from pdkernels.reference.jacobi_multiblock import (
     jacobi_multiblock_published,
     recycled,
 )
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, from_list
-from tests.reference.tri_mode import MASK, ScriptedTriMode, Table, TinyTransformer, assert_clean_rows_see_no_noise
+from tests.support.causal import SCRIPTS, VOCABULARY, from_list
+from tests.support.tri_mode import MASK, ScriptedTriMode, Table, TinyTransformer, assert_clean_rows_see_no_noise
 
 token = st.integers(0, VOCABULARY - 1)
 PAD = VOCABULARY - 1

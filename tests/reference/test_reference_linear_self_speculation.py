@@ -14,9 +14,10 @@ from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import LinearStep, linear_self_speculation, verdicts
 from pdkernels.reference.sampling import draw, sampled_autoregressive, uniforms
-from tests.decoding.fake_models import SCRIPTS, from_list
 from tests.harness.error_budget import assert_within_budget
-from tests.reference.tri_mode import (
+from tests.support.base import follows, sequence_distribution
+from tests.support.causal import SCRIPTS, from_list
+from tests.support.tri_mode import (
     MASK,
     SKILLS,
     ScriptedTriMode,
@@ -24,10 +25,8 @@ from tests.reference.tri_mode import (
     TinyTransformer,
     always,
     assert_clean_rows_see_no_noise,
-    follows,
     never,
     patchy,
-    sequence_distribution,
 )
 
 token = st.integers(0, MASK - 1)

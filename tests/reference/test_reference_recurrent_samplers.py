@@ -23,9 +23,9 @@ from pdkernels.reference.recurrent_adaptive import (
 from pdkernels.reference.recurrent_sampling import choose, filtered, forward, position_states, refine, rows
 from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation
 from pdkernels.reference.recurrent_static import recurrent_static
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY
-from tests.reference.recurrent_models import Scripted, init, tiny, zeros
-from tests.reference.tri_mode import follows
+from tests.support.base import follows
+from tests.support.causal import SCRIPTS, VOCABULARY
+from tests.support.recurrent import Scripted, init, tiny, zeros
 
 PROMPT = [3, 1, 4]
 

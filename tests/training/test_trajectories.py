@@ -22,7 +22,7 @@ from pdkernels.training import (
     noise_ratios,
     pack_noise_aware,
 )
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
 
 PAD, NOISE = 99, 5000
 token = st.integers(0, VOCABULARY - 1)
