@@ -15,6 +15,7 @@ from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diff
 from tests.support import tri_mode
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
 from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
     SKILLS,
@@ -261,27 +262,24 @@ def test_one_read_of_the_device_per_step() -> None:
 
 OP = "pdkernels.decoding.block_diffusion: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
-    ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
-    ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
-    ({"threshold": math.nan}, ValueError, "threshold must be at least 0, got nan."),
-    (
-        {"steps_per_block": 4},
-        ValueError,
-        "steps_per_block must be None beside a threshold, got 4. Pass threshold=None.",
-    ),
-    ({"steps_per_block": 0, "threshold": None}, ValueError, "steps_per_block must be at least 1, got 0."),
-    ({"refresh": "never"}, ValueError, "refresh must be 'causal' or 'bidirectional', got 'never'."),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-    ({"mask_token": 24}, ValueError, "mask_token must be an id in 0 .. 23, got 24."),
+    ({"block_size": 0}, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
+    ({"threshold": "high"}, "TypeError: threshold must be a number, got str."),
+    ({"threshold": -0.1}, "threshold must be at least 0, got -0.1."),
+    ({"threshold": math.nan}, "threshold must be at least 0, got nan."),
+    ({"steps_per_block": 4}, "steps_per_block must be None beside a threshold, got 4. Pass threshold=None."),
+    ({"steps_per_block": 0, "threshold": None}, "steps_per_block must be at least 1, got 0."),
+    ({"refresh": "never"}, "refresh must be 'causal' or 'bidirectional', got 'never'."),
+    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+    ({"mask_token": 24}, "mask_token must be an id in 0 .. 23, got 24."),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("options, text", ERRORS)
 @pytest.mark.parametrize("limit", [0, 4])
-def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
+    error, text = kind_of(text)
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)

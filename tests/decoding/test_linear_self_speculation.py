@@ -19,6 +19,7 @@ from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
 from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
     SKILLS,
@@ -304,28 +305,28 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
 
 OP = "pdkernels.decoding.linear_self_speculation: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-    ({"temperature": "hot"}, TypeError, "temperature must be a number, got str."),
-    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-    ({"threshold": -0.5}, ValueError, "threshold must be at least 0, got -0.5."),
-    ({"threshold": None}, TypeError, "threshold must be a number, got NoneType."),
-    ({"verification": "trust"}, ValueError, "verification must be one of 'compare', 'rejection', got 'trust'."),
+    ({"block_size": 0}, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
+    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+    ({"temperature": "hot"}, "TypeError: temperature must be a number, got str."),
+    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+    ({"threshold": -0.5}, "threshold must be at least 0, got -0.5."),
+    ({"threshold": None}, "TypeError: threshold must be a number, got NoneType."),
+    ({"verification": "trust"}, "verification must be one of 'compare', 'rejection', got 'trust'."),
     (
         {"verification": "rejection", "threshold": 0.5},
-        ValueError,
         "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
         "use verification='compare'.",
     ),
-    ({"mask_token": 24}, ValueError, "mask_token must be an id in 0 .. 23, got 24."),
-    ({"mask_token": "x"}, TypeError, "mask_token must be an int, got str."),
+    ({"mask_token": 24}, "mask_token must be an id in 0 .. 23, got 24."),
+    ({"mask_token": "x"}, "TypeError: mask_token must be an int, got str."),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("options, text", ERRORS)
 @pytest.mark.parametrize("limit", [0, 4])
-def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
+    error, text = kind_of(text)
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)

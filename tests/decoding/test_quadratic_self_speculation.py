@@ -17,6 +17,7 @@ from pdkernels.reference.quadratic_self_speculation import quadratic_self_specul
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
 from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
     SKILLS,
@@ -256,33 +257,32 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 
 OP = "pdkernels.decoding.quadratic_self_speculation: "
 ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+    ({"block_size": 0}, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
     (
         {"block_size": 4, "masks_per_group": 3},
-        ValueError,
         "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask.",
     ),
-    ({"masks_per_group": 20.0}, TypeError, "masks_per_group must be an int, got float."),
-    ({"label_shift": 2}, ValueError, "label_shift must be 0 or 1, got 2."),
-    ({"in_group": "none"}, ValueError, "in_group must be 'bidirectional' or 'causal', got 'none'."),
-    ({"ensemble_weight": 1.5}, ValueError, "ensemble_weight must be in [0, 1], got 1.5."),
-    ({"ensemble_weight": None}, TypeError, "ensemble_weight must be a number, got NoneType."),
+    ({"masks_per_group": 20.0}, "TypeError: masks_per_group must be an int, got float."),
+    ({"label_shift": 2}, "label_shift must be 0 or 1, got 2."),
+    ({"in_group": "none"}, "in_group must be 'bidirectional' or 'causal', got 'none'."),
+    ({"ensemble_weight": 1.5}, "ensemble_weight must be in [0, 1], got 1.5."),
+    ({"ensemble_weight": None}, "TypeError: ensemble_weight must be a number, got NoneType."),
     (
         {"ensemble_weight": 0.5, "label_shift": 1},
-        ValueError,
         "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position.",
     ),
-    ({"ensemble": "mean"}, ValueError, "ensemble must be 'probability' or 'logit', got 'mean'."),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-    ({"mask_token": -1}, ValueError, "mask_token must be an id in 0 .. 23, got -1."),
+    ({"ensemble": "mean"}, "ensemble must be 'probability' or 'logit', got 'mean'."),
+    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+    ({"mask_token": -1}, "mask_token must be an id in 0 .. 23, got -1."),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("options, text", ERRORS)
 @pytest.mark.parametrize("limit", [0, 4])
-def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
+    error, text = kind_of(text)
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)

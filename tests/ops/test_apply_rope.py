@@ -18,6 +18,7 @@ from pdkernels.reference.transformer_ops import apply_rope_ as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation
 from tests.ops.kv_cases import copy_of, storage, whole
+from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 STYLES = ["half", "interleaved"]
@@ -297,98 +298,66 @@ def test_debug_checks_raise_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 # --- errors --------------------------------------------------------------------------------------------------------------
 
 TABLE = [
-    (
-        "rank",
-        lambda c: {"x": c.x[0]},
-        ValueError,
-        r"apply_rope_: x must have shape \(B, R, heads, D\), got \(5, 3, 32\)",
-    ),
-    ("type", lambda c: {"x": [1.0]}, TypeError, r"apply_rope_: x must be a tensor, got list"),
+    ("rank", lambda c: {"x": c.x[0]}, r"apply_rope_: x must have shape \(B, R, heads, D\), got \(5, 3, 32\)"),
+    ("type", lambda c: {"x": [1.0]}, r"TypeError: apply_rope_: x must be a tensor, got list"),
     (
         "dtype",
         lambda c: {"x": c.x.long()},
-        TypeError,
-        r"x must be float32, float16 or bfloat16, got torch\.int64\. Convert it",
+        r"TypeError: x must be float32, float16 or bfloat16, got torch\.int64\. Convert it",
     ),
-    ("double", lambda c: {"x": c.x.double()}, TypeError, r"got torch\.float64\. Pass backend='reference'"),
-    ("odd", lambda c: {"x": c.x[..., :7]}, ValueError, r"x must have an even head_dim of at least 2, got 7"),
-    ("no dim", lambda c: {"x": c.x[..., :0]}, ValueError, r"x must have an even head_dim of at least 2, got 0"),
-    ("strides", lambda c: {"x": c.x[..., ::2]}, ValueError, r"x must have a contiguous last dimension, got strides"),
-    ("cos type", lambda c: {"cos": None}, TypeError, r"cos must be a tensor, got NoneType"),
+    ("double", lambda c: {"x": c.x.double()}, r"TypeError: got torch\.float64\. Pass backend='reference'"),
+    ("odd", lambda c: {"x": c.x[..., :7]}, r"x must have an even head_dim of at least 2, got 7"),
+    ("no dim", lambda c: {"x": c.x[..., :0]}, r"x must have an even head_dim of at least 2, got 0"),
+    ("strides", lambda c: {"x": c.x[..., ::2]}, r"x must have a contiguous last dimension, got strides"),
+    ("cos type", lambda c: {"cos": None}, r"TypeError: cos must be a tensor, got NoneType"),
     (
         "cos shape",
         lambda c: {"cos": c.cos[:, :4]},
-        ValueError,
         r"cos must have shape \(P, 32\) of at least one position, got \(40, 4\)",
     ),
-    (
-        "cos empty",
-        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
-        ValueError,
-        r"of at least one position, got \(0, 32\)",
-    ),
-    ("cos rank", lambda c: {"cos": c.cos[0, 0]}, ValueError, r"of at least one position, got \(\)"),
-    ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(40, 32\) like cos, got \(9, 32\)"),
-    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
+    ("cos empty", lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]}, r"of at least one position, got \(0, 32\)"),
+    ("cos rank", lambda c: {"cos": c.cos[0, 0]}, r"of at least one position, got \(\)"),
+    ("sin shape", lambda c: {"sin": c.sin[:9]}, r"sin must have shape \(40, 32\) like cos, got \(9, 32\)"),
+    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, r"TypeError: sin must be float32, got torch\.bfloat16"),
     (
         "doubles",
         lambda c: {"cos": c.cos.double(), "sin": c.sin.double()},
-        TypeError,
-        r"cos must be float32.*for the kernels, got torch\.float64",
+        r"TypeError: cos must be float32.*for the kernels, got torch\.float64",
     ),
-    ("cos strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
-    ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
-    ("positions type", lambda c: {"positions": 3}, TypeError, r"positions must be an int32 or int64 tensor, got int"),
+    ("cos strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, r"cos must be contiguous, got strides"),
+    ("device", lambda c: {"cos": c.cos.to("meta")}, r"cos must be on cpu, got meta"),
+    ("positions type", lambda c: {"positions": 3}, r"TypeError: positions must be an int32 or int64 tensor, got int"),
     (
         "positions dtype",
         lambda c: {"positions": c.positions.float()},
-        TypeError,
-        r"positions must be an int32 or int64 tensor, got torch\.float32",
+        r"TypeError: positions must be an int32 or int64 tensor, got torch\.float32",
     ),
     (
         "positions shape",
         lambda c: {"positions": c.positions[:, :4]},
-        ValueError,
         r"positions must have shape \(2, 5\), got \(2, 4\)",
     ),
-    (
-        "positions of all",
-        lambda c: {"positions": c.positions[0, :4]},
-        ValueError,
-        r"positions must have shape \(5\), got \(4,\)",
-    ),
-    (
-        "positions rank",
-        lambda c: {"positions": c.positions[0, 0]},
-        ValueError,
-        r"positions must have shape \(2, 5\), got \(\)",
-    ),
-    (
-        "positions device",
-        lambda c: {"positions": c.positions.to("meta")},
-        ValueError,
-        r"positions must be on cpu, got meta",
-    ),
-    ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
+    ("positions of all", lambda c: {"positions": c.positions[0, :4]}, r"positions must have shape \(5\), got \(4,\)"),
+    ("positions rank", lambda c: {"positions": c.positions[0, 0]}, r"positions must have shape \(2, 5\), got \(\)"),
+    ("positions device", lambda c: {"positions": c.positions.to("meta")}, r"positions must be on cpu, got meta"),
+    ("style", lambda c: {"style": "pairs"}, r"style must be 'half' or 'interleaved', got 'pairs'"),
     (
         "backend",
         lambda c: {"backend": "triton"},
-        NotImplementedError,
-        r"backend must be one of auto, native, reference on cpu, got 'triton'",
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
     ),
     (
         "gradient",
         lambda c: {"x": c.x.clone().requires_grad_()},
-        NotImplementedError,
-        r"x must not require a gradient, got a tensor that does",
+        r"NotImplementedError: x must not require a gradient, got a tensor that does",
     ),
 ]
 
 
-@pytest.mark.parametrize("change, kind, text", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
-def test_bad_arguments(change, kind: type[Exception], text: str) -> None:
+@pytest.mark.parametrize("change, text", [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_bad_arguments(change, text: str) -> None:
     case = make_case(41)
     before = case.bytes().clone()
-    with pytest.raises(kind, match=text) as error:
+    with refused(text) as error:
         pd.apply_rope_(**{**case._asdict(), **change(case)})
     assert str(error.value).startswith("pdkernels.") and torch.equal(case.bytes(), before)

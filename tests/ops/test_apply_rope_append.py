@@ -19,6 +19,7 @@ from pdkernels.reference.transformer_ops import apply_rope_append_ as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation
 from tests.ops.kv_cases import copy_of, storage, whole
+from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -376,19 +377,12 @@ TABLE = [
     (
         "length",
         lambda c: {"lengths": filled(c.lengths, 1, -1)},
-        ValueError,
         r"apply_rope_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds",
     ),
-    (
-        "count",
-        lambda c: {"counts": filled(c.counts, 0, 6)},
-        ValueError,
-        r"counts must be in \[0, 5\], got 6 for sequence 0",
-    ),
+    ("count", lambda c: {"counts": filled(c.counts, 0, 6)}, r"counts must be in \[0, 5\], got 6 for sequence 0"),
     (
         "room",
         lambda c: {"lengths": filled(c.lengths, 0, 13), "counts": filled(c.counts, 0, 4)},
-        ValueError,
         r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0",
     ),
     (
@@ -399,161 +393,128 @@ TABLE = [
             "lengths": filled(c.lengths, 0, 4),
             "counts": filled(c.counts, 0, 3),
         },
-        ValueError,
         r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0",
     ),
     (
         "qkv rank",
         lambda c: {"qkv": c.qkv[0]},
-        ValueError,
         r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)",
     ),
     (
         "qkv dtype",
         lambda c: {"qkv": c.qkv.long()},
-        TypeError,
-        r"qkv must be float32, float16 or bfloat16, got torch\.int64",
+        r"TypeError: qkv must be float32, float16 or bfloat16, got torch\.int64",
     ),
     (
         "qkv heads",
         lambda c: {"qkv": c.qkv[:, :, :5]},
-        ValueError,
         r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5",
     ),
     (
         "qkv strides",
         lambda c: {"qkv": c.qkv.transpose(2, 3)},
-        ValueError,
         r"qkv must have a contiguous last dimension, got strides",
     ),
     (
         "odd dim",
         lambda c: {"qkv": c.qkv[..., :7], "k": c.k[..., :7], "v": c.v[..., :7]},
-        ValueError,
         r"qkv must have an even head_dim of at least 2, got 7",
     ),
     (
         "double",
         lambda c: {"qkv": c.qkv.double(), "bias": None, "k": c.k.double(), "v": c.v.double()},
-        TypeError,
-        r"got torch\.float64\. Pass backend='reference'",
+        r"TypeError: got torch\.float64\. Pass backend='reference'",
     ),
-    ("bias shape", lambda c: {"bias": c.bias[:4]}, ValueError, r"bias must have shape \(6, 8\), got \(4, 8\)"),
+    ("bias shape", lambda c: {"bias": c.bias[:4]}, r"bias must have shape \(6, 8\), got \(4, 8\)"),
     (
         "bias dtype",
         lambda c: {"bias": c.bias.half()},
-        TypeError,
-        r"bias must be torch\.float32 like the others, got torch\.float16",
+        r"TypeError: bias must be torch\.float32 like the others, got torch\.float16",
     ),
     (
         "cos shape",
         lambda c: {"cos": c.cos[:, :4]},
-        ValueError,
         r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)",
     ),
-    (
-        "cos empty",
-        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
-        ValueError,
-        r"of at least one position, got \(0, 8\)",
-    ),
-    ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(21, 8\) like cos, got \(9, 8\)"),
-    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
-    ("sin strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
+    ("cos empty", lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]}, r"of at least one position, got \(0, 8\)"),
+    ("sin shape", lambda c: {"sin": c.sin[:9]}, r"sin must have shape \(21, 8\) like cos, got \(9, 8\)"),
+    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, r"TypeError: sin must be float32, got torch\.bfloat16"),
+    ("sin strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, r"cos must be contiguous, got strides"),
     (
         "cache dtype",
         lambda c: {"k": c.k.half()},
-        TypeError,
-        r"k_cache must be torch\.float32 like the others, got torch\.float16",
+        r"TypeError: k_cache must be torch\.float32 like the others, got torch\.float16",
     ),
     (
         "cache rank",
         lambda c: {"v": c.v[0]},
-        ValueError,
         r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)",
     ),
     (
         "v shape",
         lambda c: {"v": c.v[:, :9]},
-        ValueError,
         r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)",
     ),
-    ("batch", lambda c: {"k": c.k[:1], "v": c.v[:1]}, ValueError, r"k_cache must have a batch of 2 like qkv, got 1"),
-    ("lengths", lambda c: {"lengths": c.lengths[:1]}, ValueError, r"lengths must have shape \(2\), got \(1,\)"),
+    ("batch", lambda c: {"k": c.k[:1], "v": c.v[:1]}, r"k_cache must have a batch of 2 like qkv, got 1"),
+    ("lengths", lambda c: {"lengths": c.lengths[:1]}, r"lengths must have shape \(2\), got \(1,\)"),
     (
         "counts",
         lambda c: {"counts": c.counts.float()},
-        TypeError,
-        r"counts must be an int32 or int64 tensor, got torch\.float32",
+        r"TypeError: counts must be an int32 or int64 tensor, got torch\.float32",
     ),
-    ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
-    (
-        "slots shape",
-        lambda c: {"slots": c.lengths[:, None]},
-        ValueError,
-        r"slots must have shape \(2, 5\), got \(2, 1\)",
-    ),
+    ("device", lambda c: {"cos": c.cos.to("meta")}, r"cos must be on cpu, got meta"),
+    ("slots shape", lambda c: {"slots": c.lengths[:, None]}, r"slots must have shape \(2, 5\), got \(2, 1\)"),
     (
         "slots dtype",
         lambda c: {"slots": torch.zeros(2, 5)},
-        TypeError,
-        r"slots must be an int32 or int64 tensor, got torch\.float32",
+        r"TypeError: slots must be an int32 or int64 tensor, got torch\.float32",
     ),
     (
         "slot below",
         lambda c: {"slots": filled(SLOTS, (1, 4), -2)},
-        ValueError,
         r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots",
     ),
     (
         "slot beyond",
         lambda c: {"slots": filled(SLOTS, (0, 1), 13)},
-        ValueError,
         r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0",
     ),
     (
         "slot tables",
         lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]},
-        ValueError,
         r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0",
     ),
     (
         "slots count",
         lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)},
-        ValueError,
         r"counts must be in \[0, 5\], got 6 for sequence 0",
     ),
-    ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
+    ("style", lambda c: {"style": "pairs"}, r"style must be 'half' or 'interleaved', got 'pairs'"),
     (
         "gradient",
         lambda c: {"bias": c.bias.clone().requires_grad_()},
-        NotImplementedError,
-        r"bias must not require a gradient",
+        r"NotImplementedError: bias must not require a gradient",
     ),
 ]
 PAGED = [
     (
         "page",
         lambda c: {"block_table": filled(c.block_table, (1, 0), -1)},
-        ValueError,
         r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages",
     ),
     (
         "page beyond",
         lambda c: {"block_table": filled(c.block_table, (0, 1), 99)},
-        ValueError,
         r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0",
     ),
     (
         "slot page",
         lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)},
-        ValueError,
         r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages",
     ),
     (
         "table shape",
         lambda c: {"block_table": c.block_table[:1]},
-        ValueError,
         r"block_table must have shape \(2, any\), got \(1, 4\)",
     ),
 ]
@@ -572,18 +533,18 @@ def test_table_starts_from_a_good_case(page_size: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "page_size, spoil, kind, text",
+    "page_size, spoil, text",
     [*((None, *row[1:]) for row in TABLE), *((4, *row[1:]) for row in PAGED)],
     ids=[row[0] for row in TABLE + PAGED],
 )
-def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str) -> None:
+def test_bad_call(page_size: int | None, spoil, text: str) -> None:
     case = good_case(page_size)
     case.counts = case.counts.clone()
     if page_size:
         case.lengths.copy_(torch.tensor([3, 0]))
     bad = replace(case, **spoil(case))
     before = [t.clone() for t in case.bytes()]
-    with pytest.raises(kind, match=text) as error:
+    with refused(text) as error:
         bad.run(pd.apply_rope_append_)
     assert str(error.value).startswith("pdkernels.apply_rope_append_: ")
     assert all(torch.equal(a, b) for a, b in zip(case.bytes(), before))
