@@ -16,12 +16,7 @@ import pdkernels as pd
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
-MODELS = {
-    "recurrent_": "tiny-recurrent",
-    "linear_": "tiny-trimode",
-    "quadratic_": "tiny-trimode",
-    "block_": "tiny-trimode",
-}
+MODELS = {"recurrent_": "tiny-recurrent"} | dict.fromkeys(("linear_", "quadratic_", "block_"), "tiny-trimode")
 MODELS |= {"fast_dllm_v2": "tiny-trimode", "autoregressive": "tiny-code", "jacobi": "tiny-jacobi"}
 MASKED = "tiny-masked"
 

@@ -49,18 +49,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    intervals: tuple[int, int],
-    ratio: float,
-    baseline: str,
-    block_size: int | None,
-    per_block: int | None,
-    order: dict[str, Any],
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    model, batch, limit, intervals, ratio, baseline, block_size, per_block, order, ends, seed, page_size
 ) -> None:
     steps = None if per_block is None else per_block * -(-limit // (block_size or limit))
     options: dict[str, Any] = {
@@ -108,13 +97,7 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
 def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict[str, Any], interval: int) -> None:
     """Forwards of the text without the prompt count for its own cache alone."""
     model, batch, limit = deep_masked(0, predicts), [[3, 1, 4], [5]], 14
-    kinds = {
-        "prompt_interval": 4,
-        "gen_interval": 3,
-        "transfer_ratio": 0.5,
-        "guidance": 2.5,
-        "guidance_interval": interval,
-    }
+    kinds = dict(prompt_interval=4, gen_interval=3, transfer_ratio=0.5, guidance=2.5, guidance_interval=interval)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, **kinds, **options)
     assert_same(
         result, reference(model, batch, limit, **kinds, **{k: v for k, v in options.items() if k != "page_size"})

@@ -42,15 +42,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )
-def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    order: tuple[str, float],
-    options: Any,
-    ends: list[int],
-    seed: int,
-) -> None:
+def test_equals_the_reference(model, batch, limit, order, options, ends, seed) -> None:
     options = {"algorithm": order[0], "order_temperature": order[1], "end_tokens": ends, "seed": seed} | options
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)

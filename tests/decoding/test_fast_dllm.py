@@ -50,26 +50,9 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    block_size: int,
-    cache: str,
-    rule: dict[str, Any],
-    per_block: int | None,
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    model, batch, limit, block_size, cache, rule, per_block, temperature, ends, seed, page_size
 ) -> None:
-    options = {
-        "block_size": block_size,
-        "cache": cache,
-        "temperature": temperature,
-        "end_tokens": ends,
-        "seed": seed,
-        **rule,
-    }
+    options = dict(block_size=block_size, cache=cache, temperature=temperature, end_tokens=ends, seed=seed, **rule)
     if rule == {"threshold": None} and per_block is not None:
         options["steps"] = per_block * -(-limit // block_size)
     transformer = deep_masked(*model)

@@ -47,16 +47,7 @@ def reference(model: Transformer, batch: list[list[int]], limit: int, **options:
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    weights: int,
-    batch: list[list[int]],
-    limit: int,
-    sizes: tuple[int, int],
-    threshold: float,
-    block_cache: bool,
-    distribution: tuple[float, float],
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    weights, batch, limit, sizes, threshold, block_cache, distribution, ends, seed, page_size
 ) -> None:
     options: dict[str, Any] = {
         "block_size": sizes[0],
@@ -171,13 +162,7 @@ def test_a_threshold_is_exceeded_or_the_surest_place_is_filled() -> None:
 
 def test_float32_fills_the_same_places() -> None:
     exact = model_of(0, 16)
-    options: dict[str, Any] = {
-        "max_new_tokens": 20,
-        "block_size": 8,
-        "small_block_size": 4,
-        "threshold": 0.4,
-        "trace": True,
-    }
+    options: dict[str, Any] = dict(max_new_tokens=20, block_size=8, small_block_size=4, threshold=0.4, trace=True)
     wide, narrow = (generate(m, [[3, 1, 4] * 4, [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
     assert all(map(torch.equal, wide.tokens, narrow.tokens)) and wide.stats.accepted == narrow.stats.accepted
     for steps, others in zip(wide.stats.trace, narrow.stats.trace, strict=True):

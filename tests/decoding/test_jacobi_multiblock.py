@@ -82,15 +82,7 @@ def assert_same(result: DecodeResult, expected: list[reference.JacobiMultiblockR
     ends=st.lists(token, max_size=3),
     page_size=page_sizes,
 )
-def test_equals_greedy_and_the_reference(
-    script: str,
-    ties: bool,
-    batch: list[list[int]],
-    limit: int,
-    chosen: dict[str, Any],
-    ends: list[int],
-    page_size: int | None,
-) -> None:
+def test_equals_greedy_and_the_reference(script, ties, batch, limit, chosen, ends, page_size) -> None:
     model = FakeModel(ALL_SCRIPTS[script], ties=ties)
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **chosen

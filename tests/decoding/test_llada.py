@@ -31,27 +31,15 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     block_size=st.sampled_from([None, None, 1, 3, 4]),
     per_block=st.sampled_from([None, 1, 2, 5]),
     options=st.fixed_dictionaries(
-        {
-            "temperature": st.sampled_from([0.5, 0.0, 1.5]),
-            "guidance": st.sampled_from([0, 0.5, 2.0]),
-            "no_end": st.booleans(),
-        }
+        dict(
+            temperature=st.sampled_from([0.5, 0.0, 1.5]), guidance=st.sampled_from([0, 0.5, 2.0]), no_end=st.booleans()
+        )
     ),
     order=st.sampled_from([{"late_end": True}, {}, {"remasking": "random"}]),
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )
-def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    block_size: int | None,
-    per_block: int | None,
-    options: Any,
-    order: Any,
-    ends: list[int],
-    seed: int,
-) -> None:
+def test_equals_the_reference(model, batch, limit, block_size, per_block, options, order, ends, seed) -> None:
     blocks = -(-limit // (block_size or max(limit, 1)))
     steps = None if per_block is None else per_block * max(blocks, 1)
     options = {"block_size": block_size, "steps": steps, "end_tokens": ends, "seed": seed} | options | order

@@ -68,15 +68,7 @@ def shapes(draw: st.DrawFn, ensembles: bool = True) -> dict[str, Any]:
     page_size=page_sizes,
 )
 def test_equals_the_reference_on_scripts(
-    script: str,
-    skill: str,
-    batch: list[list[int]],
-    limit: int,
-    shape: dict[str, Any],
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    script, skill, batch, limit, shape, temperature, ends, seed, page_size
 ) -> None:
     fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], shape["label_shift"])
     model = Cached(fake, MASK + 1)
@@ -107,17 +99,7 @@ def test_equals_the_reference_on_scripts(
     seed=seeds,
     page_size=page_sizes,
 )
-def test_a_random_transformer(
-    weights: int,
-    adapter: bool,
-    batch: list[list[int]],
-    limit: int,
-    shape: dict[str, Any],
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_a_random_transformer(weights, adapter, batch, limit, shape, temperature, ends, seed, page_size) -> None:
     model = small_transformer(weights, adapter=adapter)
     options = {**shape, "temperature": temperature, "seed": seed}
     keeper = KeepsCache(model)
@@ -256,7 +238,7 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 # ---- errors
 
 OP = "pdkernels.decoding.quadratic_self_speculation: "
-ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 0}, "block_size must be at least 1, got 0."),
     ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
     (

@@ -113,16 +113,7 @@ def assert_same(result: DecodeResult, expected: list[RecurrentResult], limit: in
     options=sampler_options,
     page_size=page_sizes,
 )
-def test_equals_the_reference(
-    weights: tuple[int, float],
-    batch: list[list[int]],
-    limit: int,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    options: Any,
-    page_size: int | None,
-) -> None:
+def test_equals_the_reference(weights, batch, limit, ends, draw, seed, options, page_size) -> None:
     temperature, top_p, min_p, top_k = draw
     result, seen = run(
         weights,

@@ -53,26 +53,13 @@ def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], 
     seed=st.integers(0, 2**32),
 )
 def test_equals_the_reference_step_by_step(
-    predicts: str,
-    prompts: list[int],
-    generated: int,
-    prompt_interval: int,
-    gen_interval: int,
-    ratio: float,
-    baseline: Any,
-    cuts: bool,
-    qk_norm: bool,
-    page_size: int | None,
-    seed: int,
+    predicts, prompts, generated, prompt_interval, gen_interval, ratio, baseline, cuts, qk_norm, page_size, seed
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = deep_masked(seed % 2, predicts, qk_norm=qk_norm)
-    options: dict[str, Any] = {
-        "prompt_interval": prompt_interval,
-        "gen_interval": gen_interval,
-        "transfer_ratio": ratio,
-        "baseline": baseline,
-    }
+    options: dict[str, Any] = dict(
+        prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=ratio, baseline=baseline
+    )
     ours = FeatureCache(model, len(prompts), max(prompts), generated, page_size=page_size, **options)
     plain = [Reference(with_parts(model), prompt, **options) for prompt in prompts]
     tokens, lengths = canvases(generator, prompts, generated), torch.tensor(prompts)
@@ -211,14 +198,9 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 8,
     "attention": "bidirectional",
 }
-SIZES: dict[str, Any] = {
-    "batch": 2,
-    "prompt_capacity": 3,
-    "generated": 4,
-    "prompt_interval": 4,
-    "gen_interval": 2,
-    "transfer_ratio": 0.5,
-}
+SIZES: dict[str, Any] = dict(
+    batch=2, prompt_capacity=3, generated=4, prompt_interval=4, gen_interval=2, transfer_ratio=0.5
+)
 
 
 @pytest.mark.parametrize(

@@ -75,12 +75,9 @@ def make_case(
     )
     drawn = torch.randint(0, P, (batch + 1, 2 * rows), generator=generator, dtype=index_dtype)
     shared = drawn[batch, :rows]
-    positions = {
-        "own": drawn[:batch, :rows],
-        "strided": drawn[1:, ::2],
-        "shared": shared,
-        "expanded": shared.expand(batch, rows),
-    }
+    positions = dict(
+        own=drawn[:batch, :rows], strided=drawn[1:, ::2], shared=shared, expanded=shared.expand(batch, rows)
+    )
     return Case(x, cos, sin, positions[given], style)
 
 
@@ -312,10 +309,9 @@ TABLE = {
     r"of at least one position, got \(\)": {"cos": GOOD.cos[0, 0]},
     r"sin must have shape \(40, 32\) like cos, got \(9, 32\)": {"sin": GOOD.sin[:9]},
     r"TypeError: sin must be float32, got torch\.bfloat16": {"sin": GOOD.sin.bfloat16()},
-    r"TypeError: cos must be float32.*for the kernels, got torch\.float64": {
-        "cos": GOOD.cos.double(),
-        "sin": GOOD.sin.double(),
-    },
+    r"TypeError: cos must be float32.*for the kernels, got torch\.float64": dict(
+        cos=GOOD.cos.double(), sin=GOOD.sin.double()
+    ),
     r"cos must be contiguous, got strides": {"cos": GOOD.cos.repeat(1, 2)[:, ::2]},
     r"cos must be on cpu, got meta": {"cos": GOOD.cos.to("meta")},
     r"TypeError: positions must be an int32 or int64 tensor, got int": {"positions": 3},

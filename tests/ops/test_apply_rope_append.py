@@ -320,15 +320,12 @@ TABLE = {
         "lengths": filled(GOOD.lengths, 1, -1)
     },
     r"counts must be in \[0, 5\], got 6 for sequence 0": {"counts": filled(GOOD.counts, 0, 6)},
-    r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0": {
-        "lengths": filled(GOOD.lengths, 0, 13),
-        "counts": filled(GOOD.counts, 0, 4),
-    },
-    r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0": {
-        **SHORT,
-        "lengths": filled(GOOD.lengths, 0, 4),
-        "counts": filled(GOOD.counts, 0, 3),
-    },
+    r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0": dict(
+        lengths=filled(GOOD.lengths, 0, 13), counts=filled(GOOD.counts, 0, 4)
+    ),
+    r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0": dict(
+        **SHORT, lengths=filled(GOOD.lengths, 0, 4), counts=filled(GOOD.counts, 0, 3)
+    ),
     r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)": {"qkv": GOOD.qkv[0]},
     r"TypeError: qkv must be float32, float16 or bfloat16, got torch\.int64": {"qkv": GOOD.qkv.long()},
     r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5": {"qkv": GOOD.qkv[:, :, :5]},
@@ -336,12 +333,9 @@ TABLE = {
     r"qkv must have an even head_dim of at least 2, got 7": {
         name: getattr(GOOD, name)[..., :7] for name in ("qkv", "k", "v")
     },
-    r"TypeError: got torch\.float64\. Pass backend='reference'": {
-        "qkv": GOOD.qkv.double(),
-        "bias": None,
-        "k": GOOD.k.double(),
-        "v": GOOD.v.double(),
-    },
+    r"TypeError: got torch\.float64\. Pass backend='reference'": dict(
+        qkv=GOOD.qkv.double(), bias=None, k=GOOD.k.double(), v=GOOD.v.double()
+    ),
     r"bias must have shape \(6, 8\), got \(4, 8\)": {"bias": GOOD.bias[:4]},
     r"TypeError: bias must be torch\.float32 like the others, got torch\.float16": {"bias": GOOD.bias.half()},
     r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)": {"cos": GOOD.cos[:, :4]},
@@ -362,10 +356,9 @@ TABLE = {
         "slots": filled(SLOTS, (1, 4), -2)
     },
     r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0": {"slots": filled(SLOTS, (0, 1), 13)},
-    r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0": {
-        "slots": SLOTS,
-        **SHORT,
-    },
+    r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0": dict(
+        slots=SLOTS, **SHORT
+    ),
     r"_: counts must be in \[0, 5\], got 6 for sequence 0": {"slots": SLOTS, "counts": filled(GOOD.counts, 0, 6)},
     r"style must be 'half' or 'interleaved', got 'pairs'": {"style": "pairs"},
     r"NotImplementedError: bias must not require a gradient": {"bias": GOOD.bias.clone().requires_grad_()},
@@ -377,10 +370,9 @@ PAGED = {
     r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0": {
         "block_table": filled(PAGES.block_table, (0, 1), 99)
     },
-    r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages": {
-        "slots": SLOTS,
-        "block_table": filled(PAGES.block_table, (0, 1), -1),
-    },
+    r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages": dict(
+        slots=SLOTS, block_table=filled(PAGES.block_table, (0, 1), -1)
+    ),
     r"block_table must have shape \(2, any\), got \(1, 4\)": {"block_table": PAGES.block_table[:1]},
 }
 

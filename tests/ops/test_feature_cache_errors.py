@@ -36,18 +36,16 @@ GOOD, PAGES, TERMS = good_selection(), good_selection(4), good_sum()
 SELECT = {
     r"starts must be in \[0, 16\], got -1 for sequence 1\. The cache holds": {"starts": filled(GOOD.starts, 1, -1)},
     r"counts must be in \[0, 7\], got 8 for sequence 0": {"counts": filled(GOOD.counts, 0, 8)},
-    r"starts \+ counts must be at most the capacity 16, got 17 for sequence 0": {
-        "starts": filled(GOOD.starts, 0, 13),
-        "counts": filled(GOOD.counts, 0, 4),
-    },
+    r"starts \+ counts must be at most the capacity 16, got 17 for sequence 0": dict(
+        starts=filled(GOOD.starts, 0, 13), counts=filled(GOOD.counts, 0, 4)
+    ),
     r"wanted must be at least 0, got -3 for sequence 1\. 0 chooses nothing": {"wanted": filled(GOOD.wanted, 1, -3)},
     r"TypeError: v must be a tensor, got list": {"v": [1.0]},
     r"v must have shape \(B, G, kv_heads, D\), got \(7, 2, 8\)": {"v": GOOD.v[0]},
     r"TypeError: v must be float32, float16 or bfloat16, got torch\.int32": {"v": GOOD.v.int()},
-    r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'": {
-        "v": GOOD.v.double(),
-        "v_cache": GOOD.v_cache.double(),
-    },
+    r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'": dict(
+        v=GOOD.v.double(), v_cache=GOOD.v_cache.double()
+    ),
     r"v must have a contiguous last dimension, got strides": {"v": GOOD.v.mT.contiguous().mT},
     r"TypeError: v_cache must be torch\.float32 like the others, got torch\.float16": {"v_cache": GOOD.v_cache.half()},
     r"v_cache must have shape \(B or pages, slots, 2, 8\), got \(2, 16, 1, 8\)": {"v_cache": GOOD.v_cache[:, :, :1]},
@@ -83,11 +81,9 @@ SUM = {
     },
     r"x must have shape \(B, G, E\), got \(7, 16\)": {"x": TERMS.x[0]},
     r"TypeError: x must be float32, float16 or bfloat16, got torch\.int32": {"x": TERMS.x.int()},
-    r"TypeError: for the kernels, got torch\.float64": {
-        "x": TERMS.x.double(),
-        "cached": TERMS.cached.double(),
-        "rows": TERMS.rows.double(),
-    },
+    r"TypeError: for the kernels, got torch\.float64": dict(
+        x=TERMS.x.double(), cached=TERMS.cached.double(), rows=TERMS.rows.double()
+    ),
     r"TypeError: cached must be torch\.float32 like the others, got torch\.float16": {"cached": TERMS.cached.half()},
     r"cached must have shape \(2, 7, 16\) like x, got \(2, 5, 16\)": {"cached": TERMS.cached[:, :5]},
     r"cached must have a contiguous last dimension, got strides": {"cached": TERMS.cached.mT.contiguous().mT},

@@ -50,13 +50,7 @@ def test_within_the_error_budget(
     device: str, rows: int, width: int, depth: int, temperature: float, distribution: str, dtype: torch.dtype
 ) -> None:
     hidden, weight = inputs(rows, width, depth, dtype)
-    options = {
-        "temperature": temperature,
-        "distribution": distribution,
-        "seed": 11,
-        "step": 7,
-        "suppress": (4, width - 1),
-    }
+    options = dict(temperature=temperature, distribution=distribution, seed=11, step=7, suppress=(4, width - 1))
     cases.check(run(device, hidden, weight, **options), hidden, weight, **options)
 
 
@@ -67,13 +61,7 @@ def test_ties_go_to_the_lowest_id(
     device: str, rows: int, width: int, depth: int, top_k: int, temperature: float, distribution: str
 ) -> None:
     hidden, weight = whole_numbers(rows, width, depth)
-    options = {
-        "temperature": temperature,
-        "distribution": distribution,
-        "top_k": top_k,
-        "seed": 2**40,
-        "step": 2**32 - 1,
-    }
+    options = dict(temperature=temperature, distribution=distribution, top_k=top_k, seed=2**40, step=2**32 - 1)
     cases.check_exactly(run(device, hidden, weight, **options), hidden, weight, **options)
 
 

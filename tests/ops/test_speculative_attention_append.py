@@ -57,12 +57,7 @@ def test_tails(backend: str, tail: str, how: str) -> None:
     """Dtypes, groups and pages turn at speeds of their own."""
     mask, turn = TAILS[tail], list(TAILS).index(tail) * len(CHOICES) + CHOICES.index(how)
     heads, kv_heads = [(4, 2), (7, 1), (3, 3)][turn % 3]
-    options = {
-        "page_size": [0, 16, 1, 64][turn // 3 % 4],
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "dtype": DTYPES[turn // 2 % 3],
-    }
+    options = dict(page_size=[0, 16, 1, 64][turn // 3 % 4], heads=heads, kv_heads=kv_heads, dtype=DTYPES[turn // 2 % 3])
     inputs, rows = make(mask.q_len, LENGTHS, how, head_dim=[16, 24, 80, 128][turn % 4], **options)
     check_append(backend, inputs, mask, rows, [(32, 32), (16, 48), (64, 32)][turn % 3])
 
@@ -304,11 +299,8 @@ BAD_CALLS = {
 def test_bad_calls(name: str, case: str) -> None:
     changed, text = BAD_CALLS[case]
     kind, text = kind_of(text)
-    arguments = {
-        **dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "lengths"), GOOD)),
-        "plan": MASK.plan(16, 16),
-        **changed,
-    }
+    good = dict(zip(("q", "k_new", "v_new", "k_cache", "v_cache", "lengths"), GOOD), plan=MASK.plan(16, 16))
+    arguments = good | changed
     with pytest.raises(kind, match=re.escape(f"pdkernels.speculative_attention_append_: {text}")):
         pd.speculative_attention_append_(**arguments, backend=name)
 

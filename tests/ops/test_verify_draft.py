@@ -112,11 +112,7 @@ def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_hand_made(impl, draft, predictions, end, accepted, next_token, ended) -> None:
-    call = {
-        "draft": torch.tensor([draft]),
-        "predictions": torch.tensor([predictions]),
-        "end_tokens": torch.tensor([end]),
-    }
+    call = dict(draft=torch.tensor([draft]), predictions=torch.tensor([predictions]), end_tokens=torch.tensor([end]))
     verdict = check_equal(impl, call)
     assert (verdict.accepted.item(), verdict.next_token.item(), verdict.ended.item()) == (accepted, next_token, ended)
 

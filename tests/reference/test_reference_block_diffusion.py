@@ -42,13 +42,7 @@ class Scored(ScriptedTriMode):
     ends=st.lists(token, max_size=2),
 )
 def test_a_model_that_guesses_right_writes_what_it_would_autoregressively(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    threshold: float | None,
-    steps: int | None,
-    ends: list[int],
+    script, prompt, limit, block_size, threshold, steps, ends
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)

@@ -67,16 +67,7 @@ def assert_sound(result: JacobiMultiblockResult, rows: int, pseudo: int) -> None
     seed=st.integers(0, 2**64 - 1),
 )
 def test_equals_greedy(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    blocks: int,
-    spawn_ratio: float,
-    pool_size: int,
-    verification_size: int,
-    ends: list[int],
-    seed: int,
+    script, prompt, limit, block_size, blocks, spawn_ratio, pool_size, verification_size, ends, seed
 ) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
@@ -115,17 +106,7 @@ def test_equals_greedy(
     ends=st.lists(token, max_size=2),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_published_equals_greedy(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    blocks: int,
-    spawn_ratio: float,
-    pool_size: int,
-    ends: list[int],
-    seed: int,
-) -> None:
+def test_published_equals_greedy(script, prompt, limit, block_size, blocks, spawn_ratio, pool_size, ends, seed) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()

@@ -43,16 +43,7 @@ seeds = st.integers(0, 2**64 - 1)
     ends=st.lists(token, max_size=2),
     verification=st.sampled_from(["compare", "rejection"]),
 )
-def test_greedy_equals_autoregressive(
-    script: str,
-    skill: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    threshold: float,
-    ends: list[int],
-    verification: str,
-) -> None:
+def test_greedy_equals_autoregressive(script, skill, prompt, limit, block_size, threshold, ends, verification) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()

@@ -49,16 +49,7 @@ token = st.integers(0, MASK - 1)
     ends=st.lists(token, max_size=2),
 )
 def test_greedy_equals_autoregressive(
-    script: str,
-    skill: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    more: int,
-    label_shift: int,
-    in_group: str,
-    layout: str,
-    ends: list[int],
+    script, skill, prompt, limit, block_size, more, label_shift, in_group, layout, ends
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], label_shift)
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)

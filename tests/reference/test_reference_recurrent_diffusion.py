@@ -224,13 +224,7 @@ def test_acceleration_needs_three_steps() -> None:
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
     seed: int, short: int, more: int, cap: int, inner: int
 ) -> None:
-    options: dict[str, Any] = {
-        "init": init,
-        "recurrences": 4,
-        "inner_recurrence": inner,
-        "max_wavefront": cap,
-        "threshold": 0.3,
-    }
+    options: dict[str, Any] = dict(init=init, recurrences=4, inner_recurrence=inner, max_wavefront=cap, threshold=0.3)
     options |= {"max_recurrences": 8, "temperature": 0.7, "seed": seed, "noise": 0.2}
     long = recurrent_diffusion(tiny(seed), PROMPT, short + more, **options)
     assert recurrent_diffusion(tiny(seed), PROMPT, short, **options).tokens == long.tokens[:short]

@@ -368,28 +368,13 @@ def test_unknown_names() -> None:
     page_size=page_sizes,
 )
 def test_the_parts_of_our_model_take_the_same_steps(
-    weights: tuple[int, float],
-    prompt: list[int],
-    limit: int,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    freeze: str,
-    options: Any,
-    page_size: int | None,
+    weights, prompt, limit, ends, draw, seed, freeze, options, page_size
 ) -> None:
     """On a KV cache, pages included."""
     temperature, top_p, min_p, top_k = draw
     model, plain = models(*weights)
     # What never settles would go on for 4096 steps.
-    options = {
-        "recurrences": RECURRENCES,
-        "noise": 0.0,
-        "freeze": freeze,
-        "stop_tokens": ends,
-        "max_steps": 25,
-        **options,
-    }
+    options = dict(recurrences=RECURRENCES, noise=0.0, freeze=freeze, stop_tokens=ends, max_steps=25) | options
 
     def sampled(parts: Any, stretched: float = 1.0) -> PublishedResult:
         return recurrent_published(

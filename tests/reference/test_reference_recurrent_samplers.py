@@ -237,13 +237,7 @@ def test_adaptive_says_what_it_does_not_know() -> None:
 )
 @settings(max_examples=14)
 def test_self_speculation_writes_static_decodings_text(
-    seed: int,
-    limit: int,
-    block_size: int,
-    draft_recurrences: int,
-    temperature: float,
-    ends: list[int],
-    data: st.DataObject,
+    seed, limit, block_size, draft_recurrences, temperature, ends, data
 ) -> None:
     """With one recurrence for any model, with more for one that has converged: the first recurrence is its fixed point."""
     recurrences, state_scale = data.draw(st.sampled_from([(1, 1.0), (3, 0.0), (10, 0.1)]))

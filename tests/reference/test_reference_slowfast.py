@@ -86,17 +86,7 @@ def retold(
     tau_high=st.sampled_from([0.6, 0.93, 2.0]),
     drop=st.booleans(),
 )
-def test_the_published_loop(
-    rule: Rule,
-    size: int,
-    blocks: int,
-    exploration: int,
-    window: int,
-    variance: float,
-    tau_min: float,
-    tau_high: float,
-    drop: bool,
-) -> None:
+def test_the_published_loop(rule, size, blocks, exploration, window, variance, tau_min, tau_high, drop) -> None:
     model = ScriptedMasked(rule)
     result = slowfast(
         model,
@@ -130,18 +120,7 @@ def test_the_published_loop(
     drop=st.booleans(),
     ends=st.lists(st.integers(0, MASK - 1), max_size=2),
 )
-def test_the_papers_loop(
-    rule: Rule,
-    cycle: str,
-    limit: int,
-    block_size: int | None,
-    exploration: int,
-    window: int,
-    k_slow: int,
-    k_fast: int,
-    drop: bool,
-    ends: list[int],
-) -> None:
+def test_the_papers_loop(rule, cycle, limit, block_size, exploration, window, k_slow, k_fast, drop, ends) -> None:
     model = ScriptedMasked(rule)
     run = lambda ends: slowfast(  # noqa: E731
         model,

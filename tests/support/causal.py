@@ -55,13 +55,9 @@ def mixed(history: list[int]) -> int:
     return (len(history) * len(history)) % VOCABULARY
 
 
-SCRIPTS: dict[str, Script] = {
-    "position": by_position,
-    "bigram": by_bigram,
-    "history": by_history,
-    "sticky": sticky,
-    "mixed": mixed,
-}
+SCRIPTS: dict[str, Script] = dict(
+    position=by_position, bigram=by_bigram, history=by_history, sticky=sticky, mixed=mixed
+)
 
 
 def from_list(tokens: list[int], prompt_length: int) -> Script:

@@ -77,17 +77,7 @@ def close(actual: Tensor, expected: float) -> bool:
     ruled_out=st.sampled_from([0.0, 0.3]),
     data=st.data(),
 )
-def test_equations(
-    seed: int,
-    width: int,
-    vocab: int,
-    top_k: int,
-    temperature: float,
-    eta: float,
-    weight: float,
-    ruled_out: float,
-    data: st.DataObject,
-) -> None:
+def test_equations(seed, width, vocab, top_k, temperature, eta, weight, ruled_out, data) -> None:
     accepted = data.draw(st.lists(st.integers(-1, width), max_size=4))
     draft, verifier = draw(seed, len(accepted), width, vocab)
     for logits in (draft, verifier):

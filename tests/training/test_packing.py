@@ -153,10 +153,9 @@ def test_dual_stream_batches(samples: list[DualStreamSample], block: int, clean:
     ar, masked = [], []
     for number, sample in enumerate(samples):
         start, count, hidden = len(tokens), len(sample.clean), sample.masked.tolist()
-        copies = {
-            "noisy": [MASK if h else t for t, h in zip(sample.clean.tolist(), hidden)],
-            "clean": sample.clean.tolist(),
-        }
+        copies = dict(
+            noisy=[MASK if h else t for t, h in zip(sample.clean.tolist(), hidden)], clean=sample.clean.tolist()
+        )
         tokens += [
             Token(number, stream, p, token, p // block)
             for stream, copy in copies.items()
