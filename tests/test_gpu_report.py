@@ -16,13 +16,7 @@ from bench.dry_run import dry_run
 from tests.harness.pretended_gpu import without_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = {
-    "device": "Made Up",
-    "copy_gb_per_s": 4000.0,
-    "read_gb_per_s": 4200.0,
-    "bf16_tflops": 800.0,
-    "fp32_tflops": 50.0,
-}
+FLOORS = dict(device="Made Up", copy_gb_per_s=4000.0, read_gb_per_s=4200.0, bf16_tflops=800.0, fp32_tflops=50.0)
 
 
 def result(candidate: str, group: str, median: float, ratio: float, **facts: object) -> dict:

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
-from tests.decoding.tri_mode import plain, small_transformer
+from tests.support.base import Plain
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.tri_mode import small_transformer
 
 token = st.integers(0, VOCABULARY - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=4)
@@ -63,7 +64,7 @@ def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: floa
     options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "end_tokens": (5,)}
     tokens = [sequence.tolist() for sequence in generate(model, batch, **options).tokens]
     expected = [
-        sampled_autoregressive(plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,))
+        sampled_autoregressive(Plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,))
         for prompt in batch
     ]
     assert tokens == [one.tokens for one in expected]

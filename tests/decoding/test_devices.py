@@ -16,12 +16,7 @@ import pdkernels as pd
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
-MODELS = {
-    "recurrent_": "tiny-recurrent",
-    "linear_": "tiny-trimode",
-    "quadratic_": "tiny-trimode",
-    "block_": "tiny-trimode",
-}
+MODELS = {"recurrent_": "tiny-recurrent"} | dict.fromkeys(("linear_", "quadratic_", "block_"), "tiny-trimode")
 MODELS |= {"fast_dllm_v2": "tiny-trimode", "autoregressive": "tiny-code", "jacobi": "tiny-jacobi"}
 MASKED = "tiny-masked"
 
@@ -36,7 +31,6 @@ CASES += [
     ("quadratic_self_speculation", {"page_size": 16}),
     ("block_diffusion", {"temperature": 0.8, "page_size": 16}),
     ("recurrent_diffusion", {"rule": "last", "noise": 0.1}),
-    ("recurrent_diffusion", {"published": True}),
     ("llada", {"block_size": 16, "steps": 16}),
     ("llada", {"temperature": 0.8}),
     ("dream", {"temperature": 0.8}),
@@ -58,10 +52,9 @@ def gpu() -> Iterator[None]:
 
 def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.DecodeResult:
     name = model_of(method)
-    prompts = PROMPTS[:1] if "published" in options else PROMPTS
     limit = 16 if name == MASKED else 8
     return pd.decoding.generate(
-        pd.models.load(name).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options
+        pd.models.load(name).to(device), PROMPTS, method, max_new_tokens=limit, end_tokens=(), **options
     )
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.dream import dream
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, Plain, Scripted, assert_same, hashed, prompts, small_masked
-from tests.decoding.tri_mode import seeds
+from tests.support import masked_promises as shared
+from tests.support.base import Plain, seeds
+from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
+from tests.support.masked_promises import assert_same
 
 METHOD = "dream"
 ALGORITHMS = ["origin", "maskgit_plus", "topk_margin", "entropy"]
@@ -41,15 +42,7 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     ends=st.lists(st.integers(0, MASK - 1), max_size=3),
     seed=seeds,
 )
-def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    order: tuple[str, float],
-    options: Any,
-    ends: list[int],
-    seed: int,
-) -> None:
+def test_equals_the_reference(model, batch, limit, order, options, ends, seed) -> None:
     options = {"algorithm": order[0], "order_temperature": order[1], "end_tokens": ends, "seed": seed} | options
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options)
@@ -133,13 +126,13 @@ def test_streaming_gives_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["origin", "entropy"])
-def test_one_read_of_the_device_per_step(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared.assert_one_read_per_step(monkeypatch, METHOD, algorithm=algorithm)
+def test_one_read_of_the_device_per_step(algorithm: str) -> None:
+    shared.assert_one_read_per_step(METHOD, algorithm=algorithm)
 
 
-def test_no_read_where_the_schedule_alone_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_read_where_the_schedule_alone_decides() -> None:
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
-    assert shared.reads_of_the_device(monkeypatch, Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
+    assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
 
 
 def test_no_tokens_need_no_forward() -> None:
@@ -150,26 +143,24 @@ def test_errors() -> None:
     shared.assert_errors(
         METHOD,
         [
-            ({"steps": 0}, ValueError, "steps must be at least 1, got 0."),
-            ({"steps": 2.0}, TypeError, "steps must be an int, got float."),
+            ({"steps": 0}, "steps must be at least 1, got 0."),
+            ({"steps": 2.0}, "TypeError: steps must be an int, got float."),
             (
                 {"algorithm": "best"},
-                ValueError,
                 "algorithm must be one of 'origin', 'maskgit_plus', 'topk_margin', 'entropy', got 'best'.",
             ),
-            ({"eps": 1.0}, ValueError, "eps must lie between 0 and 1, got 1.0."),
-            ({"eps": 0}, ValueError, "eps must lie between 0 and 1, got 0."),
-            ({"eps": None}, TypeError, "eps must be a number, got NoneType."),
-            ({"top_p": 1.5}, ValueError, "top_p must be in 0 .. 1, got 1.5."),
-            ({"top_k": 0}, ValueError, "top_k must be at least 1, got 0."),
-            ({"order_temperature": -1}, ValueError, "order_temperature must be at least 0, got -1."),
+            ({"eps": 1.0}, "eps must lie between 0 and 1, got 1.0."),
+            ({"eps": 0}, "eps must lie between 0 and 1, got 0."),
+            ({"eps": None}, "TypeError: eps must be a number, got NoneType."),
+            ({"top_p": 1.5}, "top_p must be in 0 .. 1, got 1.5."),
+            ({"top_k": 0}, "top_k must be at least 1, got 0."),
+            ({"order_temperature": -1}, "order_temperature must be at least 0, got -1."),
             (
                 {"order_temperature": 0.5, "algorithm": "origin"},
-                ValueError,
                 "order_temperature must be 0 with algorithm 'origin', got 0.5.",
             ),
-            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+            ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

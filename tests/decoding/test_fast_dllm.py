@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.fast_dllm import fast_dllm
-from tests.decoding import masked_models as shared
-from tests.decoding.masked_models import MASK, Plain, hashed
-from tests.decoding.masked_parts import Remembering, assert_same, deep_masked, with_parts
-from tests.decoding.tri_mode import page_sizes, prompts, reads_of_the_device, seeds
+from tests.support import masked_promises as shared
+from tests.support.base import Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
+from tests.support.masked_promises import assert_same_or_waiting
+from tests.support.tri_mode import prompts
 
 METHOD = "fast_dllm"
 CACHES = ("none", "prefix", "dual")
@@ -49,31 +50,14 @@ def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) ->
     page_size=page_sizes,
 )
 def test_equals_the_reference(
-    model: tuple[int, str],
-    batch: list[list[int]],
-    limit: int,
-    block_size: int,
-    cache: str,
-    rule: dict[str, Any],
-    per_block: int | None,
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    model, batch, limit, block_size, cache, rule, per_block, temperature, ends, seed, page_size
 ) -> None:
-    options = {
-        "block_size": block_size,
-        "cache": cache,
-        "temperature": temperature,
-        "end_tokens": ends,
-        "seed": seed,
-        **rule,
-    }
+    options = dict(block_size=block_size, cache=cache, temperature=temperature, end_tokens=ends, seed=seed, **rule)
     if rule == {"threshold": None} and per_block is not None:
         options["steps"] = per_block * -(-limit // block_size)
     transformer = deep_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
-    assert_same(result, reference(with_parts(transformer), batch, limit, **options), waits=cache != "none")
+    assert_same_or_waiting(result, reference(with_parts(transformer), batch, limit, **options), waits=cache != "none")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +76,9 @@ def test_quotas(per_block: int, own: list[int], shifted: list[int]) -> None:
         for cache in CACHES:
             model = deep_masked(0, predicts)
             result = generate(model, [[1, 2], [3]], METHOD, max_new_tokens=11, cache=cache, trace=True, **options)
-            assert_same(result, reference(with_parts(model), [[1, 2], [3]], 11, cache=cache, **options), waits=False)
+            assert_same_or_waiting(
+                result, reference(with_parts(model), [[1, 2], [3]], 11, cache=cache, **options), waits=False
+            )
             assert result.stats.accepted == [own if cache == "none" else expected] * 2
 
 
@@ -107,7 +93,7 @@ def test_which_rows_a_forward_takes(cache: str, predicts: str, rule: dict[str, A
     result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=size, cache=cache, trace=True, **rule)
     if cache == "none" or predicts == "own":  # what no token shows, a script cannot: its caches are exact
         plain = Plain(Remembering(script, predicts))
-        assert_same(
+        assert_same_or_waiting(
             result, reference(plain, batch, limit, block_size=size, cache="none", **rule), waits=cache != "none"
         )
     for sequence, (prompt, steps) in enumerate(zip(batch, result.stats.trace, strict=True)):
@@ -192,12 +178,12 @@ def test_streaming_gives_every_token_once() -> None:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch, cache: str) -> None:
+def test_one_read_of_the_device_per_step(cache: str) -> None:
     """And one more at the end, for the record."""
     options: dict[str, Any] = {"max_new_tokens": 12, "block_size": 4, "end_tokens": (4,), "cache": cache}
     arguments = Remembering(hashed(2)), [[1, 2], [5]], METHOD
     forwards = generate(*arguments, **options).stats.forwards
-    assert reads_of_the_device(monkeypatch, *arguments, **options) == forwards + 1
+    assert reads_of_the_device(*arguments, **options) == forwards + 1
 
 
 def test_no_tokens_need_no_forward() -> None:
@@ -208,31 +194,28 @@ def test_errors() -> None:
     shared.assert_errors(
         METHOD,
         [
-            ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-            ({"cache": "double"}, ValueError, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
-            ({"threshold": "high"}, TypeError, "threshold must be a number, got str."),
-            ({"threshold": -0.1}, ValueError, "threshold must be at least 0, got -0.1."),
-            ({"factor": 1.0}, ValueError, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
-            ({"factor": -1, "threshold": None}, ValueError, "factor must be at least 0, got -1."),
-            ({"factor": float("inf"), "threshold": None}, ValueError, "factor must be finite, got inf."),
+            ({"block_size": 0}, "block_size must be at least 1, got 0."),
+            ({"cache": "double"}, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
+            ({"threshold": "high"}, "TypeError: threshold must be a number, got str."),
+            ({"threshold": -0.1}, "threshold must be at least 0, got -0.1."),
+            ({"factor": 1.0}, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
+            ({"factor": -1, "threshold": None}, "factor must be at least 0, got -1."),
+            ({"factor": float("inf"), "threshold": None}, "factor must be finite, got inf."),
             (
                 {"steps": 4},
-                ValueError,
                 "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
             ),
             (
                 {"steps": 4, "threshold": None, "factor": 1},
-                ValueError,
                 "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
             ),
-            ({"steps": 0, "threshold": None}, ValueError, "steps must be at least 1, got 0."),
+            ({"steps": 0, "threshold": None}, "steps must be at least 1, got 0."),
             (
                 {"steps": 3, "block_size": 2, "threshold": None},
-                ValueError,
                 "steps must be a multiple of the number of blocks (2), got 3.",
             ),
-            ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-            ({"mask_token": 13}, ValueError, "mask_token must be an id in 0 .. 12, got 13."),
+            ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

@@ -9,8 +9,8 @@ import torch
 
 import pdkernels as pd
 from pdkernels.decoding import available, generate, is_lossless, method_options, supports
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel
-from tests.decoding.tri_mode import small_transformer
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.tri_mode import small_transformer
 
 
 class Letters:

@@ -12,7 +12,7 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import JacobiResult, jacobi, jacobi_window
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
 
 token = st.integers(0, VOCABULARY - 1)
 prompts = st.lists(st.lists(token, min_size=1, max_size=8), min_size=1, max_size=4)
@@ -52,16 +52,7 @@ def assert_same(result: DecodeResult, expected: list[JacobiResult], limit: int) 
     seed=seeds,
     page_size=st.sampled_from([None, None, 1, 3, 16]),
 )
-def test_equals_greedy_and_the_reference(
-    script: str,
-    ties: bool,
-    batch: list[list[int]],
-    limit: int,
-    draft: tuple[str, int],
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_equals_greedy_and_the_reference(script, ties, batch, limit, draft, ends, seed, page_size) -> None:
     kind, length = draft
     model = FakeModel(SCRIPTS[script], ties=ties)
     options = {kind: length, "seed": seed, "page_size": page_size}
@@ -190,15 +181,7 @@ def small_transformer(seed: int) -> Transformer:
     seed=seeds,
     page_size=st.sampled_from([None, None, 1, 5]),
 )
-def test_a_random_transformer(
-    weights: int,
-    batch: list[list[int]],
-    limit: int,
-    draft: tuple[str, int],
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_a_random_transformer(weights, batch, limit, draft, ends, seed, page_size) -> None:
     model = small_transformer(weights)
 
     def plain(tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

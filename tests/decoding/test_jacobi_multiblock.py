@@ -17,9 +17,10 @@ from pdkernels.decoding._multiblock import Limits, Progress, PseudoBlock
 from pdkernels.models.transformer import Transformer
 from pdkernels.reference import jacobi_multiblock as reference
 from pdkernels.reference.autoregressive import Model, autoregressive
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, Script, from_list
 from tests.decoding.test_jacobi import small_transformer
 from tests.reference.test_reference_jacobi_multiblock import ALL_SCRIPTS
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, Script, from_list
+from tests.support.errors import kind_of
 
 METHOD = "jacobi_multiblock"
 token = st.integers(0, VOCABULARY - 1)
@@ -81,15 +82,7 @@ def assert_same(result: DecodeResult, expected: list[reference.JacobiMultiblockR
     ends=st.lists(token, max_size=3),
     page_size=page_sizes,
 )
-def test_equals_greedy_and_the_reference(
-    script: str,
-    ties: bool,
-    batch: list[list[int]],
-    limit: int,
-    chosen: dict[str, Any],
-    ends: list[int],
-    page_size: int | None,
-) -> None:
+def test_equals_greedy_and_the_reference(script, ties, batch, limit, chosen, ends, page_size) -> None:
     model = FakeModel(ALL_SCRIPTS[script], ties=ties)
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **chosen
@@ -349,19 +342,20 @@ def test_tiny_code_takes_the_steps_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "error", "text"),
+    "chosen, text",
     [
-        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-        ({"blocks": 0}, ValueError, "blocks must be at least 1, got 0."),
-        ({"pool_size": -1}, ValueError, "pool_size must be at least 0, got -1."),
-        ({"verification_size": 0}, ValueError, "verification_size must be at least 1, got 0."),
-        ({"blocks": 2.0}, TypeError, "blocks must be an int, got float."),
-        ({"spawn_ratio": 1.5}, ValueError, "spawn_ratio must be in [0, 1], got 1.5."),
-        ({"spawn_ratio": "half"}, TypeError, "spawn_ratio must be a number, got str."),
-        ({"seed": None}, TypeError, "seed must be an int, got NoneType."),
+        ({"block_size": 0}, "block_size must be at least 1, got 0."),
+        ({"blocks": 0}, "blocks must be at least 1, got 0."),
+        ({"pool_size": -1}, "pool_size must be at least 0, got -1."),
+        ({"verification_size": 0}, "verification_size must be at least 1, got 0."),
+        ({"blocks": 2.0}, "TypeError: blocks must be an int, got float."),
+        ({"spawn_ratio": 1.5}, "spawn_ratio must be in [0, 1], got 1.5."),
+        ({"spawn_ratio": "half"}, "TypeError: spawn_ratio must be a number, got str."),
+        ({"seed": None}, "TypeError: seed must be an int, got NoneType."),
     ],
 )
-def test_errors(chosen: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_errors(chosen: dict[str, Any], text: str) -> None:
+    error, text = kind_of(text)
     for limit in (0, 4):
         with pytest.raises(error) as raised:
             generate(FakeModel(SCRIPTS["sticky"]), [1], METHOD, max_new_tokens=limit, **chosen)

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from pdkernels import backends
 from pdkernels.decoding import generate
 from pdkernels.models import Transformer, TransformerConfig
-from tests.decoding.tri_mode import KeepsCache
 from tests.ops.test_block_sparse_attention_memory import peak_can_be_reset
+from tests.support.base import KeepsCache
 
 VOCABULARY = 211
 DRAFT = 4  # tokens of a draft

@@ -15,10 +15,15 @@ from pdkernels.decoding.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.decoding.fake_models import SCRIPTS, FakeModel
-from tests.decoding.tri_mode import (
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.errors import kind_of
+from tests.support.tri_mode import (
+    MASK,
+    SKILLS,
     Cached,
-    KeepsCache,
+    ScriptedTriMode,
+    Table,
     assert_alone_as_in_a_batch,
     assert_cache_is_causal,
     assert_end_tokens_of_the_model,
@@ -26,14 +31,9 @@ from tests.decoding.tri_mode import (
     assert_shorter_is_the_beginning,
     assert_streaming_tells_drafts_apart,
     drafter,
-    page_sizes,
-    plain,
     prompts,
-    reads_of_the_device,
-    seeds,
     small_transformer,
 )
-from tests.reference.tri_mode import MASK, SKILLS, ScriptedTriMode, Table
 
 METHOD = "quadratic_self_speculation"
 
@@ -68,15 +68,7 @@ def shapes(draw: st.DrawFn, ensembles: bool = True) -> dict[str, Any]:
     page_size=page_sizes,
 )
 def test_equals_the_reference_on_scripts(
-    script: str,
-    skill: str,
-    batch: list[list[int]],
-    limit: int,
-    shape: dict[str, Any],
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
+    script, skill, batch, limit, shape, temperature, ends, seed, page_size
 ) -> None:
     fake = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], shape["label_shift"])
     model = Cached(fake, MASK + 1)
@@ -107,17 +99,7 @@ def test_equals_the_reference_on_scripts(
     seed=seeds,
     page_size=page_sizes,
 )
-def test_a_random_transformer(
-    weights: int,
-    adapter: bool,
-    batch: list[list[int]],
-    limit: int,
-    shape: dict[str, Any],
-    temperature: float,
-    ends: list[int],
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_a_random_transformer(weights, adapter, batch, limit, shape, temperature, ends, seed, page_size) -> None:
     model = small_transformer(weights, adapter=adapter)
     options = {**shape, "temperature": temperature, "seed": seed}
     keeper = KeepsCache(model)
@@ -126,7 +108,7 @@ def test_a_random_transformer(
     )
     expected = [
         quadratic_self_speculation(
-            plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
+            Plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
         )
         for p in batch
     ]
@@ -136,7 +118,7 @@ def test_a_random_transformer(
     if shape["ensemble_weight"] == 1:
         for prompt, tokens in zip(batch, result.tokens, strict=True):
             sampled = sampled_autoregressive(
-                plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
             )
             assert tokens.tolist() == sampled.tokens
 
@@ -236,11 +218,11 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
     assert_end_tokens_of_the_model(METHOD)
 
 
-def test_one_read_of_the_device_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_read_of_the_device_per_step() -> None:
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "end_tokens": (4,)}
     result = generate(model, [[1, 2], [5]], METHOD, **options)
-    assert reads_of_the_device(monkeypatch, model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
+    assert reads_of_the_device(model, [[1, 2], [5]], METHOD, **options) == result.stats.forwards
 
 
 def test_the_head_runs_on_rows_that_are_needed() -> None:
@@ -256,34 +238,33 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 # ---- errors
 
 OP = "pdkernels.decoding.quadratic_self_speculation: "
-ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, TypeError, "block_size must be an int, got float."),
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"block_size": 0}, "block_size must be at least 1, got 0."),
+    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
     (
         {"block_size": 4, "masks_per_group": 3},
-        ValueError,
         "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask.",
     ),
-    ({"masks_per_group": 20.0}, TypeError, "masks_per_group must be an int, got float."),
-    ({"label_shift": 2}, ValueError, "label_shift must be 0 or 1, got 2."),
-    ({"in_group": "none"}, ValueError, "in_group must be 'bidirectional' or 'causal', got 'none'."),
-    ({"ensemble_weight": 1.5}, ValueError, "ensemble_weight must be in [0, 1], got 1.5."),
-    ({"ensemble_weight": None}, TypeError, "ensemble_weight must be a number, got NoneType."),
+    ({"masks_per_group": 20.0}, "TypeError: masks_per_group must be an int, got float."),
+    ({"label_shift": 2}, "label_shift must be 0 or 1, got 2."),
+    ({"in_group": "none"}, "in_group must be 'bidirectional' or 'causal', got 'none'."),
+    ({"ensemble_weight": 1.5}, "ensemble_weight must be in [0, 1], got 1.5."),
+    ({"ensemble_weight": None}, "TypeError: ensemble_weight must be a number, got NoneType."),
     (
         {"ensemble_weight": 0.5, "label_shift": 1},
-        ValueError,
         "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position.",
     ),
-    ({"ensemble": "mean"}, ValueError, "ensemble must be 'probability' or 'logit', got 'mean'."),
-    ({"temperature": -1.0}, ValueError, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, TypeError, "seed must be an int, got float."),
-    ({"mask_token": -1}, ValueError, "mask_token must be an id in 0 .. 23, got -1."),
+    ({"ensemble": "mean"}, "ensemble must be 'probability' or 'logit', got 'mean'."),
+    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
+    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+    ({"mask_token": -1}, "mask_token must be an id in 0 .. 23, got -1."),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "text"), ERRORS)
+@pytest.mark.parametrize("options, text", ERRORS)
 @pytest.mark.parametrize("limit", [0, 4])
-def test_errors(options: dict[str, Any], error: type[Exception], text: str, limit: int) -> None:
+def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
+    error, text = kind_of(text)
     model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
     with pytest.raises(error) as raised:
         generate(model, [1], METHOD, max_new_tokens=limit, **options)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_adaptive import THRESHOLDS, recurrent_adaptive
-from tests.decoding.recurrent_models import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
+from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_adaptive"
 BATCH = [[3, 1, 4], [1], [5, 9]]
@@ -38,17 +36,7 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
     seed=seeds,
     page_size=page_sizes,
 )
-def test_equals_the_reference(
-    weights: tuple[int, float],
-    batch: list[list[int]],
-    limit: int,
-    criterion: str,
-    options: Any,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_equals_the_reference(weights, batch, limit, criterion, options, ends, draw, seed, page_size) -> None:
     model, plain = models(*weights)
     common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True))
     common |= {"end_tokens": ends, "seed": seed, "criterion": criterion}

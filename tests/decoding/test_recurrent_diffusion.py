@@ -3,32 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import DecodeResult, _recurrent_published, generate, recurrent_diffusion
+from pdkernels.decoding import DecodeResult, generate, recurrent_diffusion
 from pdkernels.decoding._recurrent_wave import Wave
 from pdkernels.models.recurrent_depth import RecurrentDepth
-from pdkernels.reference.philox import random_words
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
-from pdkernels.reference.recurrent_published import FREEZES, recurrent_published
-from pdkernels.reference.recurrent_sampling import RecurrentResult, choose
-from tests.decoding.recurrent_models import (
-    RECURRENCES,
-    VOCABULARY,
-    draws,
-    init_of,
-    models,
-    page_sizes,
-    prompts,
-    seeds,
-    token,
-)
+from pdkernels.reference.recurrent_sampling import RecurrentResult
+from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_diffusion"
 
@@ -126,16 +113,7 @@ def assert_same(result: DecodeResult, expected: list[RecurrentResult], limit: in
     options=sampler_options,
     page_size=page_sizes,
 )
-def test_equals_the_reference(
-    weights: tuple[int, float],
-    batch: list[list[int]],
-    limit: int,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    options: Any,
-    page_size: int | None,
-) -> None:
+def test_equals_the_reference(weights, batch, limit, ends, draw, seed, options, page_size) -> None:
     temperature, top_p, min_p, top_k = draw
     result, seen = run(
         weights,
@@ -159,121 +137,6 @@ def test_equals_the_reference(
         for prompt, one, cursor, width in zip(batch, expected, cursors, widths, strict=True):
             assert cursor == len(prompt) + sum(step.frozen for step in one.trace[: number + 1])
             assert width == (len(one.trace[number + 1].tokens) if number + 1 < len(one.trace) else 0)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    weights=st.tuples(st.sampled_from([1, 2]), st.sampled_from([0.3, 1.0])),
-    prompt=st.lists(token, min_size=1, max_size=5),
-    limit=st.integers(0, 12),
-    ends=st.lists(token, max_size=2),
-    draw=draws,
-    seed=seeds,
-    freeze=st.sampled_from(FREEZES),
-    options=st.fixed_dictionaries(
-        {"max_wavefront": st.integers(8, 30)},
-        optional={
-            "inner_recurrence": st.integers(1, 4),
-            "threshold": st.sampled_from([0.03, 0.1, 0.5]),
-            "noise": st.sampled_from([0, 0.2, 0.5]),
-            "schedule": st.sampled_from(["constant", "harmonic"]),
-            "mixer": st.sampled_from(["linear", "sqrt"]),
-            "momentum": st.sampled_from([0, 0.5]),
-            "headway": st.integers(1, 3),
-            "recurrences": st.integers(1, 4),
-            "new_state": st.sampled_from(["fresh", "copied"]),
-        },
-    ),
-    page_size=page_sizes,
-)
-def test_published_equals_the_reference(
-    weights: tuple[int, float],
-    prompt: list[int],
-    limit: int,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    freeze: str,
-    options: Any,
-    page_size: int | None,
-) -> None:
-    temperature, top_p, min_p, top_k = draw
-    model, plain = models(*weights)
-    with pytest.MonkeyPatch.context() as patch:  # what never settles would go on for 4096 steps
-        patch.setattr(_recurrent_published, "recurrent_published", partial(recurrent_published, max_steps=25))
-
-        def ours() -> DecodeResult:
-            return generate(
-                model,
-                [prompt],
-                METHOD,
-                max_new_tokens=limit,
-                end_tokens=ends,
-                trace=True,
-                published=True,
-                exit=freeze,
-                seed=seed,
-                temperature=temperature,
-                top_p=top_p,
-                min_p=min_p,
-                top_k=top_k,
-                page_size=page_size,
-                **options,
-            )
-
-        init = init_of(seed)
-        numbers = {"recurrences": RECURRENCES, "noise": 0.0, **options}
-        if limit == 0:
-            assert ours().stats.forwards == 0
-            return
-
-        def literal(stretched: float = 1.0) -> Any:
-            return recurrent_published(
-                plain,
-                prompt,
-                limit,
-                init=lambda *where: stretched * init(*where),
-                freeze=freeze,
-                stop_tokens=ends,
-                max_steps=25,
-                sample=lambda logits, positions: choose(logits, positions, temperature, top_p, min_p, seed, top_k),
-                guess=lambda step, count: [
-                    word % VOCABULARY
-                    for word in random_words(seed, torch.tensor(step), torch.tensor(0), torch.arange(count)).tolist()
-                ],
-                **numbers,
-            )
-
-        try:
-            expected = literal()
-        except ValueError as error:
-            with pytest.raises(ValueError, match="max_wavefront must let the wave grow"):
-                ours()
-            assert "max_wavefront must let the wave grow" in str(error)
-            return
-        # A core that is no contraction may blow a rounding up until it decides: then there is nothing to compare.
-        assume(same(literal(1 + 1e-15), expected, 1e-8))
-        result = ours()
-    assert result.tokens[0].tolist() == expected.tokens[:limit]
-    assert result.stats.forwards == expected.forwards
-    assert result.stats.accepted == [[step.frozen for step in expected.trace]]
-    for step, other in zip(result.stats.trace[0], expected.trace, strict=True):
-        assert step[:3] == other[:3] and step.frozen == other.frozen
-        assert step.distance == pytest.approx(other.distance, rel=1e-6, abs=1e-9, nan_ok=True)
-
-
-def same(a: Any, b: Any, tolerance: float) -> bool:
-    """Whether two runs of the published sampler went the same way, with distances that are as close."""
-    return (
-        a.tokens == b.tokens
-        and len(a.trace) == len(b.trace)
-        and all(
-            x[:3] == y[:3]
-            and x.frozen == y.frozen
-            and x.distance == pytest.approx(y.distance, rel=tolerance, abs=1e-9, nan_ok=True)
-            for x, y in zip(a.trace, b.trace)
-        )
-    )
 
 
 BATCH = [[3, 1, 4], [1], [5, 9]]

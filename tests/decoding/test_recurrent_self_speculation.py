@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation
-from tests.decoding.recurrent_models import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
+from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_self_speculation"
 BATCH = [[3, 1, 4], [1], [5, 9]]
@@ -24,32 +24,16 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
     limit=st.integers(0, 12),
     options=st.fixed_dictionaries(
         {},
-        optional={
-            "block_size": st.integers(0, 5),
-            "draft_recurrences": st.integers(1, 4),
-            "recurrences": st.integers(1, 8),
-        },
+        optional=dict(block_size=st.integers(0, 5), draft_recurrences=st.integers(1, 4), recurrences=st.integers(1, 8)),
     ),
     ends=st.lists(token, max_size=2),
     draw=draws,
     seed=seeds,
     page_size=page_sizes,
 )
-def test_equals_the_reference(
-    weights: tuple[int, float],
-    batch: list[list[int]],
-    limit: int,
-    options: Any,
-    ends: list[int],
-    draw: Any,
-    seed: int,
-    page_size: int | None,
-) -> None:
+def test_equals_the_reference(weights, batch, limit, options, ends, draw, seed, page_size) -> None:
     model, plain = models(*weights)
-    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | {
-        "end_tokens": ends,
-        "seed": seed,
-    }
+    common = dict(zip(("temperature", "top_p", "min_p", "top_k"), draw, strict=True)) | dict(end_tokens=ends, seed=seed)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
     expected = [

@@ -103,12 +103,7 @@ class Pretended(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> Pretended:
-        facts = {
-            "strides": held.stride(),
-            "storage_offset": held.storage_offset(),
-            "dtype": held.dtype,
-            "device": "cuda:0",
-        }
+        facts = dict(strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device="cuda:0")
         tensor = Tensor._make_wrapper_subclass(cls, held.shape, **facts)
         tensor.held = held
         return tensor

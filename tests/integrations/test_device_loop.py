@@ -18,6 +18,7 @@ from pdkernels.integrations import while_graph
 from pdkernels.integrations.device_loop import DeviceLoop, available
 from tests.cudasim.build import ROOT, build_once, compiler, digest, digest_text, run_compiler
 from tests.harness.budgets import find_nvcc
+from tests.support.errors import refused
 
 FAKE = ROOT / "tests/integrations/fake_driver"
 
@@ -70,39 +71,33 @@ def driver_of(version: int, bindings: int = 13000) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    "driver, device, kind, text",
+    "driver, device, text",
     [
         (
             driver_of(13000),
             "cpu",
-            NotImplementedError,
-            "the model must be on a GPU, got cpu. Decode with pdkernels.decoding.generate there",
+            "NotImplementedError: the model must be on a GPU, got cpu. Decode with pdkernels.decoding.generate there",
         ),
         (
             None,
             "cuda",
-            ImportError,
-            r"cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-",
+            r"ImportError: cuda-python must be installed, got no cuda.bindings. Install it with: pip install 'pdkernels\[cuda-",
         ),
         (
             driver_of(13000, 12090),
             "cuda",
-            NotImplementedError,
-            "cuda-python must be for CUDA 13, got 12090. Install it",
+            "NotImplementedError: cuda-python must be for CUDA 13, got 12090. Install it",
         ),
         (
             driver_of(12080),
             "cuda",
-            NotImplementedError,
-            "the driver must be for CUDA 13.0 or newer, got 12080. Update it",
+            "NotImplementedError: the driver must be for CUDA 13.0 or newer, got 12080. Update it",
         ),
     ],
 )
-def test_what_is_missing_is_named(
-    driver: Any, device: str, kind: type[Exception], text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named(driver: Any, device: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(while_graph, "driver", driver)
-    with pytest.raises(kind, match=text):
+    with refused(text):
         while_graph.require("x", torch.device(device))
 
 
@@ -112,22 +107,21 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, kind, text",
+    "changed, text",
     [
         (
             {"method": "llada"},
-            NotImplementedError,
-            "method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'",
+            "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'",
         ),
-        ({"window": 3}, TypeError, "options must be options of method 'autoregressive', got 'window'"),
-        ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
-        ({"longest_prompt": 1.5}, TypeError, "longest_prompt must be an int, got float"),
-        ({"max_new_tokens": 1}, ValueError, "max_new_tokens must be at least 2, got 1"),
-        ({}, NotImplementedError, "the model must be on a GPU, got cpu"),
+        ({"window": 3}, "TypeError: options must be options of method 'autoregressive', got 'window'"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"longest_prompt": 1.5}, "TypeError: longest_prompt must be an int, got float"),
+        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
+        ({}, "NotImplementedError: the model must be on a GPU, got cpu"),
     ],
 )
-def test_bad_call(changed: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
+def test_bad_call(changed: dict[str, Any], text: str) -> None:
+    with refused(text):
         DeviceLoop(pd.models.load("tiny-code"), **{"longest_prompt": 4, **changed})
 
 

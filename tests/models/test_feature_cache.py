@@ -15,9 +15,9 @@ from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.models.layer import Layer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.dllm_cache import FeatureCache as Reference
-from tests.decoding.masked_models import MASK
-from tests.decoding.masked_parts import deep_masked, with_parts
 from tests.harness.error_budget import assert_within_budget, measured
+from tests.support.errors import kind_of
+from tests.support.masked import MASK, deep_masked, with_parts
 
 
 def canvases(generator: torch.Generator, prompts: list[int], generated: int) -> Tensor:
@@ -53,26 +53,13 @@ def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], 
     seed=st.integers(0, 2**32),
 )
 def test_equals_the_reference_step_by_step(
-    predicts: str,
-    prompts: list[int],
-    generated: int,
-    prompt_interval: int,
-    gen_interval: int,
-    ratio: float,
-    baseline: Any,
-    cuts: bool,
-    qk_norm: bool,
-    page_size: int | None,
-    seed: int,
+    predicts, prompts, generated, prompt_interval, gen_interval, ratio, baseline, cuts, qk_norm, page_size, seed
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     model = deep_masked(seed % 2, predicts, qk_norm=qk_norm)
-    options: dict[str, Any] = {
-        "prompt_interval": prompt_interval,
-        "gen_interval": gen_interval,
-        "transfer_ratio": ratio,
-        "baseline": baseline,
-    }
+    options: dict[str, Any] = dict(
+        prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=ratio, baseline=baseline
+    )
     ours = FeatureCache(model, len(prompts), max(prompts), generated, page_size=page_size, **options)
     plain = [Reference(with_parts(model), prompt, **options) for prompt in prompts]
     tokens, lengths = canvases(generator, prompts, generated), torch.tensor(prompts)
@@ -213,36 +200,31 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": 8,
     "attention": "bidirectional",
 }
-SIZES: dict[str, Any] = {
-    "batch": 2,
-    "prompt_capacity": 3,
-    "generated": 4,
-    "prompt_interval": 4,
-    "gen_interval": 2,
-    "transfer_ratio": 0.5,
-}
+SIZES: dict[str, Any] = dict(
+    batch=2, prompt_capacity=3, generated=4, prompt_interval=4, gen_interval=2, transfer_ratio=0.5
+)
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "text"),
+    "changed, text",
     [
-        ({"batch": 0}, ValueError, "batch must be at least 1, got 0."),
-        ({"prompt_capacity": 0}, ValueError, "prompt_capacity must be at least 1, got 0."),
-        ({"generated": 2.0}, TypeError, "generated must be an int, got float."),
-        ({"prompt_interval": 0}, ValueError, "prompt_interval must be at least 1, got 0."),
-        ({"gen_interval": True}, TypeError, "gen_interval must be an int, got bool."),
-        ({"transfer_ratio": 1.5}, ValueError, "transfer_ratio must be in 0 .. 1, got 1.5."),
-        ({"transfer_ratio": "all"}, TypeError, "transfer_ratio must be a number, got str."),
-        ({"baseline": "first"}, ValueError, "baseline must be 'last' or 'recomputed', got 'first'."),
+        ({"batch": 0}, "batch must be at least 1, got 0."),
+        ({"prompt_capacity": 0}, "prompt_capacity must be at least 1, got 0."),
+        ({"generated": 2.0}, "TypeError: generated must be an int, got float."),
+        ({"prompt_interval": 0}, "prompt_interval must be at least 1, got 0."),
+        ({"gen_interval": True}, "TypeError: gen_interval must be an int, got bool."),
+        ({"transfer_ratio": 1.5}, "transfer_ratio must be in 0 .. 1, got 1.5."),
+        ({"transfer_ratio": "all"}, "TypeError: transfer_ratio must be a number, got str."),
+        ({"baseline": "first"}, "baseline must be 'last' or 'recomputed', got 'first'."),
         (
             {"model": Transformer(TransformerConfig(**CONFIG | {"attention": "causal"}))},
-            ValueError,
             "model must be bidirectional, got attention 'causal'.",
         ),
-        ({"model": torch.nn.Linear(1, 1)}, TypeError, "model must be a Transformer, got Linear."),
+        ({"model": torch.nn.Linear(1, 1)}, "TypeError: model must be a Transformer, got Linear."),
     ],
 )
-def test_errors_of_sizes(changed: dict[str, Any], error: type[Exception], text: str) -> None:
+def test_errors_of_sizes(changed: dict[str, Any], text: str) -> None:
+    error, text = kind_of(text)
     arguments = {"model": Transformer(TransformerConfig(**CONFIG))} | SIZES | changed
     with pytest.raises(error) as raised:
         FeatureCache(**arguments)
@@ -253,31 +235,25 @@ LENGTHS, WHOLE = torch.tensor([3, 1]), torch.tensor([7, 5])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lengths", "visible", "error", "text"),
+    "tokens, lengths, visible, text",
     [
-        (torch.zeros(2, 6, dtype=torch.int64), LENGTHS, None, ValueError, "tokens must have shape (2, 7), got (2, 6)."),
+        (torch.zeros(2, 6, dtype=torch.int64), LENGTHS, None, "tokens must have shape (2, 7), got (2, 6)."),
         (
             torch.zeros(2, 7),
             LENGTHS,
             None,
-            TypeError,
-            "tokens must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+            "TypeError: tokens must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
         ),
-        (None, torch.tensor([3]), None, ValueError, "prompt_lengths must have shape (2), got (1,)."),
-        (None, torch.tensor([3, 0]), None, ValueError, "prompt_lengths must lie in [1, 3], got 0..3."),
-        (None, torch.tensor([4, 1]), None, ValueError, "prompt_lengths must lie in [1, 3], got 1..4."),
-        (None, LENGTHS, WHOLE[:1], ValueError, "visible must have shape (2), got (1,)."),
-        (None, LENGTHS, WHOLE + 1, ValueError, "visible must be 4 to 4 places behind the prompt, got 5 to 5."),
-        (
-            None,
-            LENGTHS,
-            WHOLE - torch.tensor([0, 1]),
-            ValueError,
-            "visible must be 4 to 4 places behind the prompt, got 3 to 4.",
-        ),
+        (None, torch.tensor([3]), None, "prompt_lengths must have shape (2), got (1,)."),
+        (None, torch.tensor([3, 0]), None, "prompt_lengths must lie in [1, 3], got 0..3."),
+        (None, torch.tensor([4, 1]), None, "prompt_lengths must lie in [1, 3], got 1..4."),
+        (None, LENGTHS, WHOLE[:1], "visible must have shape (2), got (1,)."),
+        (None, LENGTHS, WHOLE + 1, "visible must be 4 to 4 places behind the prompt, got 5 to 5."),
+        (None, LENGTHS, WHOLE - torch.tensor([0, 1]), "visible must be 4 to 4 places behind the prompt, got 3 to 4."),
     ],
 )
-def test_errors_of_a_step(tokens: Any, lengths: Tensor, visible: Any, error: type[Exception], text: str) -> None:
+def test_errors_of_a_step(tokens: Any, lengths: Tensor, visible: Any, text: str) -> None:
+    error, text = kind_of(text)
     cache = FeatureCache(Transformer(TransformerConfig(**CONFIG)), **SIZES)
     tokens = torch.zeros(2, 7, dtype=torch.int64) if tokens is None else tokens
     with pytest.raises(error) as raised:

@@ -19,6 +19,7 @@ from pdkernels.models.fused import rms_norm
 from pdkernels.reference.recurrence import initial_state
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
+from tests.support.errors import kind_of
 
 CONFIG = RecurrentDepthConfig(
     vocab_size=19,
@@ -245,18 +246,19 @@ def test_rows_are_a_choice_of_all_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    "changes, message",
     [
-        ({"vocab_size": 0}, ValueError, "vocab_size must be at least 1, got 0."),
-        ({"core_layers": 0}, ValueError, "core_layers must be at least 1, got 0."),
-        ({"heads": 2.0}, TypeError, "heads must be an int, got float."),
-        ({"mean_recurrence": True}, TypeError, "mean_recurrence must be an int, got bool."),
-        ({"head_dim": 7}, ValueError, "head_dim must be even (RoPE rotates pairs), got 7."),
-        ({"rope_theta": 0.0}, ValueError, "rope_theta must be positive, got 0.0."),
-        ({"norm_eps": -1.0}, ValueError, "norm_eps must not be negative, got -1.0."),
+        ({"vocab_size": 0}, "vocab_size must be at least 1, got 0."),
+        ({"core_layers": 0}, "core_layers must be at least 1, got 0."),
+        ({"heads": 2.0}, "TypeError: heads must be an int, got float."),
+        ({"mean_recurrence": True}, "TypeError: mean_recurrence must be an int, got bool."),
+        ({"head_dim": 7}, "head_dim must be even (RoPE rotates pairs), got 7."),
+        ({"rope_theta": 0.0}, "rope_theta must be positive, got 0.0."),
+        ({"norm_eps": -1.0}, "norm_eps must not be negative, got -1.0."),
     ],
 )
-def test_bad_configurations(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_bad_configurations(changes: dict[str, Any], message: str) -> None:
+    error, message = kind_of(message)
     with pytest.raises(error) as caught:
         replace(CONFIG, **changes)
     assert str(caught.value) == f"pdkernels.RecurrentDepthConfig: {message}"
@@ -274,41 +276,21 @@ def test_bad_calls() -> None:
     model, tokens = build(), random_tokens(2, 4)
     cache = model.new_cache(3, 8)
     cases = [
-        (
-            lambda: model(tokens[0]),
-            ValueError,
-            r"RecurrentDepth: tokens must have shape \(batch, length\), got \(4,\)\.",
-        ),
-        (lambda: model([[1, 2]]), TypeError, r"tokens must be a tensor, got list\."),
-        (lambda: model(tokens.float()), TypeError, r"tokens must be int64 or int32, got torch.float32\."),
-        (lambda: model(tokens + 99), ValueError, r"tokens must hold ids in \[0, 19\), got "),
-        (lambda: model(tokens, recurrences=0), ValueError, r"recurrences must be at least 1, got 0\."),
-        (lambda: model(tokens, recurrences=2.5), TypeError, r"recurrences must be an int, got float\."),
-        (lambda: model(tokens, init_scale=-1.0), ValueError, r"init_scale must not be negative, got -1.0\."),
-        (
-            lambda: model(tokens, cache=cache),
-            ValueError,
-            r"tokens must have the batch size of the cache \(3\), got 2\.",
-        ),
-        (lambda: model(tokens, counts=torch.tensor([1, 1])), ValueError, r"counts must be None without a cache"),
-        (
-            lambda: model(random_tokens(3, 4), cache=cache, counts=torch.tensor([1, 1])),
-            ValueError,
-            r"counts must have shape \(3\)",
-        ),
-        (lambda: model(tokens, rows=[4]), ValueError, r"rows must lie in \[-4, 4\), got 4\."),
-        (lambda: model.context(0), ValueError, r"RecurrentDepth.context: rows must be at least 1, got 0\."),
-        (
-            lambda: model.new_cache(1, 8, kind="ring"),
-            ValueError,
-            r"RecurrentDepth.new_cache: kind must be 'contiguous' or 'paged'",
-        ),
-        (
-            lambda: RecurrentDepth(CONFIG, end_tokens=[19]),
-            ValueError,
-            r"end_tokens must be ids below vocab_size \(19\), got 19\.",
-        ),
-        (lambda: RecurrentDepth({}), TypeError, r"RecurrentDepth: config must be a RecurrentDepthConfig, got dict\."),
+        (lambda: model(tokens[0]), r"RecurrentDepth: tokens must have shape \(batch, length\), got \(4,\)\."),
+        (lambda: model([[1, 2]]), r"TypeError: tokens must be a tensor, got list\."),
+        (lambda: model(tokens.float()), r"TypeError: tokens must be int64 or int32, got torch.float32\."),
+        (lambda: model(tokens + 99), r"tokens must hold ids in \[0, 19\), got "),
+        (lambda: model(tokens, recurrences=0), r"recurrences must be at least 1, got 0\."),
+        (lambda: model(tokens, recurrences=2.5), r"TypeError: recurrences must be an int, got float\."),
+        (lambda: model(tokens, init_scale=-1.0), r"init_scale must not be negative, got -1.0\."),
+        (lambda: model(tokens, cache=cache), r"tokens must have the batch size of the cache \(3\), got 2\."),
+        (lambda: model(tokens, counts=torch.tensor([1, 1])), r"counts must be None without a cache"),
+        (lambda: model(random_tokens(3, 4), cache=cache, counts=torch.tensor([1, 1])), r"counts must have shape \(3\)"),
+        (lambda: model(tokens, rows=[4]), r"rows must lie in \[-4, 4\), got 4\."),
+        (lambda: model.context(0), r"RecurrentDepth.context: rows must be at least 1, got 0\."),
+        (lambda: model.new_cache(1, 8, kind="ring"), r"RecurrentDepth.new_cache: kind must be 'contiguous' or 'paged'"),
+        (lambda: RecurrentDepth(CONFIG, end_tokens=[19]), r"end_tokens must be ids below vocab_size \(19\), got 19\."),
+        (lambda: RecurrentDepth({}), r"TypeError: RecurrentDepth: config must be a RecurrentDepthConfig, got dict\."),
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):

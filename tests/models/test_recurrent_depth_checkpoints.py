@@ -198,12 +198,7 @@ def test_published_defaults_and_names_of_transformers() -> None:
     )
     few = {name: HUGINN[name] for name in sizes}
     assert from_huginn_config(few) == from_huginn_config(HUGINN)
-    renamed = {
-        "hidden_size": few.pop("n_embd"),
-        "num_attention_heads": few.pop("n_heads"),
-        "num_hidden_layers": 8,
-        **few,
-    }
+    renamed = dict(hidden_size=few.pop("n_embd"), num_attention_heads=few.pop("n_heads"), num_hidden_layers=8, **few)
     assert from_huginn_config(renamed) == from_huginn_config(HUGINN)
 
 

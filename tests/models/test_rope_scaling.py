@@ -10,19 +10,15 @@ import torch
 
 from pdkernels.models import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdkernels.models.rope import rope_tables
-from tests.models.plain import LINEAR, LLAMA31, MINISTRAL3, frequency
+from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, frequency
 
 # Sizes and figures of Llama 3.1 8B and Llama 3.2 1B.
 LLAMA31_8B: dict[str, Any] = {
     "head_dim": 128,
     "rope_theta": 500000.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
+    "rope_scaling": dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    ),
 }
 LLAMA32_1B = {**LLAMA31_8B, "head_dim": 64, "rope_scaling": {**LLAMA31_8B["rope_scaling"], "factor": 32.0}}
 

@@ -21,7 +21,8 @@ from pdkernels.models import (
 from pdkernels.models.attention import cached_visibility
 from pdkernels.models.fused import rms_norm
 from pdkernels.models.rope import apply_rope, rope_tables
-from tests.models.plain import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
+from tests.support.checkpoints import CHECKPOINTS, QWEN2, plain_logits, random_checkpoint, rotate_pairs
+from tests.support.errors import kind_of
 
 CONFIG = TransformerConfig(
     vocab_size=13,
@@ -341,80 +342,66 @@ def test_initial_loss_is_that_of_a_uniform_guess() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "message"),
+    "changes, message",
     [
-        ({"layers": 0}, ValueError, "pdkernels.TransformerConfig: layers must be at least 1, got 0."),
-        ({"heads": 4.0}, TypeError, "pdkernels.TransformerConfig: heads must be an int, got float."),
-        ({"kv_heads": 3}, ValueError, "pdkernels.TransformerConfig: kv_heads must divide heads (4), got 3."),
-        (
-            {"head_dim": 7},
-            ValueError,
-            "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7.",
-        ),
+        ({"layers": 0}, "pdkernels.TransformerConfig: layers must be at least 1, got 0."),
+        ({"heads": 4.0}, "TypeError: pdkernels.TransformerConfig: heads must be an int, got float."),
+        ({"kv_heads": 3}, "pdkernels.TransformerConfig: kv_heads must divide heads (4), got 3."),
+        ({"head_dim": 7}, "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7."),
         (
             {"rope_style": "neox"},
-            ValueError,
             "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'.",
         ),
-        ({"rope_theta": 0.0}, ValueError, "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0."),
+        ({"rope_theta": 0.0}, "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0."),
         (
             {"rope_scaling": {"factor": 2.0}},
-            TypeError,
-            "pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict.",
+            "TypeError: pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict.",
         ),
-        ({"qk_norm": "both"}, TypeError, "pdkernels.TransformerConfig: qk_norm must be a bool, got str."),
-        ({"norm_eps": -1.0}, ValueError, "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0."),
+        ({"qk_norm": "both"}, "TypeError: pdkernels.TransformerConfig: qk_norm must be a bool, got str."),
+        ({"norm_eps": -1.0}, "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0."),
     ],
 )
-def test_config_errors(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_config_errors(changes: dict[str, Any], message: str) -> None:
+    error, message = kind_of(message)
     with pytest.raises(error) as caught:
         replace(CONFIG, **changes)
     assert str(caught.value) == message
 
 
-BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"tokens": torch.zeros(3, dtype=torch.int64)}, ValueError, "tokens must have shape (batch, length), got (3,)."),
-    ({"tokens": [[1, 2, 3]]}, TypeError, "tokens must be a tensor, got list."),
-    ({"positions": [0, 1, 2]}, TypeError, "positions must be a tensor, got list."),
-    ({"rows": 1}, TypeError, "rows must be a slice, a tensor or a list of ints, got int."),
-    ({"tokens": torch.zeros(2, 3)}, TypeError, "tokens must be int64 or int32, got torch.float32."),
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": torch.zeros(3, dtype=torch.int64)}, "tokens must have shape (batch, length), got (3,)."),
+    ({"tokens": [[1, 2, 3]]}, "TypeError: tokens must be a tensor, got list."),
+    ({"positions": [0, 1, 2]}, "TypeError: positions must be a tensor, got list."),
+    ({"rows": 1}, "TypeError: rows must be a slice, a tensor or a list of ints, got int."),
+    ({"tokens": torch.zeros(2, 3)}, "TypeError: tokens must be int64 or int32, got torch.float32."),
     (
         {"tokens": torch.zeros(2, 3, dtype=torch.int64, device="meta")},
-        ValueError,
         "tokens must be on the model's device (cpu), got meta.",
     ),
-    ({"tokens": torch.full((2, 3), 13)}, ValueError, "tokens must hold ids in [0, 13), got 13..13."),
-    (
-        {"counts": torch.tensor([1, 1])},
-        ValueError,
-        "counts must be None without a cache, got a tensor. Pass a cache too.",
-    ),
-    (
-        {"positions": torch.zeros(4, dtype=torch.int64)},
-        ValueError,
-        "positions must have shape (3,) or (2, 3), got (4,).",
-    ),
-    ({"positions": torch.zeros(3)}, TypeError, "positions must be int64 or int32, got torch.float32."),
-    ({"positions": torch.tensor([0, -2, 1])}, ValueError, "positions must not be negative, got -2."),
-    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
-    ({"mask": torch.ones(3, 3)}, TypeError, "mask must be bool (True = visible), got torch.float32."),
-    ({"rows": [0, 3]}, ValueError, "rows must lie in [-3, 3), got 3."),
-    ({"rows": torch.tensor([0, 3])}, ValueError, "rows must lie in [0, 3), got 0..3."),
-    ({"rows": torch.tensor([-1])}, ValueError, "rows must lie in [0, 3), got -1..-1."),
-    ({"rows": torch.tensor([0.0])}, TypeError, "rows must be int64 or int32, got torch.float32."),
-    ({"rows": torch.zeros(3, 1, dtype=torch.int64)}, ValueError, "rows must have shape (R,) or (2, R), got (3, 1)."),
-    ({"cache": 3}, ValueError, "tokens must have the batch size of the cache (3), got 2."),
-    ({"cache": 2, "counts": torch.tensor([1, 1, 1])}, ValueError, "counts must have shape (2), got (3,)."),
+    ({"tokens": torch.full((2, 3), 13)}, "tokens must hold ids in [0, 13), got 13..13."),
+    ({"counts": torch.tensor([1, 1])}, "counts must be None without a cache, got a tensor. Pass a cache too."),
+    ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions must have shape (3,) or (2, 3), got (4,)."),
+    ({"positions": torch.zeros(3)}, "TypeError: positions must be int64 or int32, got torch.float32."),
+    ({"positions": torch.tensor([0, -2, 1])}, "positions must not be negative, got -2."),
+    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
+    ({"mask": torch.ones(3, 3)}, "TypeError: mask must be bool (True = visible), got torch.float32."),
+    ({"rows": [0, 3]}, "rows must lie in [-3, 3), got 3."),
+    ({"rows": torch.tensor([0, 3])}, "rows must lie in [0, 3), got 0..3."),
+    ({"rows": torch.tensor([-1])}, "rows must lie in [0, 3), got -1..-1."),
+    ({"rows": torch.tensor([0.0])}, "TypeError: rows must be int64 or int32, got torch.float32."),
+    ({"rows": torch.zeros(3, 1, dtype=torch.int64)}, "rows must have shape (R,) or (2, R), got (3, 1)."),
+    ({"cache": 3}, "tokens must have the batch size of the cache (3), got 2."),
+    ({"cache": 2, "counts": torch.tensor([1, 1, 1])}, "counts must have shape (2), got (3,)."),
     (
         {"cache": 2, "counts": torch.tensor([1.0, 1.0])},
-        TypeError,
-        "counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+        "TypeError: counts must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[m[:40] for _, _, m in BAD_CALLS])
-def test_forward_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("arguments, message", BAD_CALLS, ids=[m[:40] for _, m in BAD_CALLS])
+def test_forward_errors(arguments: dict[str, Any], message: str) -> None:
+    error, message = kind_of(message)
     model = build()
     arguments = {"tokens": torch.zeros(2, 3, dtype=torch.int64), **arguments}
     cache = None

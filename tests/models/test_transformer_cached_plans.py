@@ -15,6 +15,7 @@ from pdkernels.masks import SegmentMask, TilePlan
 from pdkernels.models import Transformer, transformer
 from pdkernels.models.attention import cached_visibility
 from tests.models.test_transformer import CONFIG, VARIANTS, build, close, random_tokens
+from tests.support.errors import kind_of
 
 CAPACITY = 40
 
@@ -237,36 +238,30 @@ def test_hidden_rows_and_their_logits() -> None:
 
 # ---- errors
 
-BAD_CALLS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, ValueError, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
-    ({"mask": torch.ones(3, 3)}, TypeError, "mask must be bool (True = visible), got torch.float32."),
-    ({"mask": pd.masks.full(4).plan(16, 16)}, ValueError, "mask must be a plan of 3 x 3 tokens, got 4 x 4."),
+BAD_CALLS: list[tuple[dict[str, Any], str]] = [
+    ({"mask": torch.ones(3, 4, dtype=torch.bool)}, "mask must have shape (3, 3) or (2, 3, 3), got (3, 4)."),
+    ({"mask": torch.ones(3, 3)}, "TypeError: mask must be bool (True = visible), got torch.float32."),
+    ({"mask": pd.masks.full(4).plan(16, 16)}, "mask must be a plan of 3 x 3 tokens, got 4 x 4."),
     (
         {"mask": pd.masks.full(3)},
-        TypeError,
-        "mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has "
+        "TypeError: mask must be a bool tensor or a TilePlan, got SegmentMask. A segment mask has "
         "both: mask.dense() and mask.plan().",
     ),
-    (
-        {"positions": torch.zeros(4, dtype=torch.int64)},
-        ValueError,
-        "positions must have shape (3,) or (2, 3), got (4,).",
-    ),
+    ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions must have shape (3,) or (2, 3), got (4,)."),
     (
         {"positions": torch.tensor([0, 1, 3])},
-        ValueError,
         "positions must lie in [0, 3) with a cache, got 0..3. There they count from the cached length.",
     ),
     (
         {"adapted": True},
-        ValueError,
         "adapted must be False for a model without an adapter, got True. Give it one with attach_adapter_.",
     ),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=[m[:40] for _, _, m in BAD_CALLS])
-def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+@pytest.mark.parametrize("arguments, message", BAD_CALLS, ids=[m[:40] for _, m in BAD_CALLS])
+def test_errors(arguments: dict[str, Any], message: str) -> None:
+    error, message = kind_of(message)
     model = build()
     cache = model.new_cache(2, 8)
     with pytest.raises(error) as caught:

@@ -25,7 +25,7 @@ from pdkernels.models import (
     to_hf_state_dict,
 )
 from pdkernels.models.zoo import WEIGHTS
-from tests.models.plain import (
+from tests.support.checkpoints import (
     CHECKPOINTS,
     LINEAR,
     LLAMA,

@@ -46,6 +46,13 @@ def copy_of(t: Tensor, device: torch.device | None = None) -> Tensor:
     )
 
 
+def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
+    """A copy with another value at a place."""
+    t = t.clone()
+    t[place] = value
+    return t
+
+
 @dataclass
 class Case:
     """Caches and indices of one call. Values are in range unless a test spoils them."""

@@ -56,14 +56,9 @@ def check(
 ) -> None:
     """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two
     logits may have: that of the product in this dtype, by the same budget."""
-    options = {
-        "temperature": temperature,
-        "seed": seed,
-        "step": step,
-        "suppress": suppress,
-        "top_k": top_k,
-        "distribution": distribution,
-    }
+    options = dict(
+        temperature=temperature, seed=seed, step=step, suppress=suppress, top_k=top_k, distribution=distribution
+    )
     exact = pd.TokenStatistics(*reference(hidden.double(), weight.double(), **options))
     same = pd.TokenStatistics(*reference(hidden, weight, **options))
     for name in ("top_probs", "margin", "entropy", "logsumexp"):

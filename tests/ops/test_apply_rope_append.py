@@ -18,7 +18,8 @@ from pdkernels.reference.kv_cache import kv_append_
 from pdkernels.reference.transformer_ops import apply_rope_append_ as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation
-from tests.ops.kv_cases import copy_of, storage, whole
+from tests.ops.kv_cases import copy_of, filled, storage, whole
+from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 CPU = torch.device("cpu")
@@ -50,20 +51,20 @@ class Case:
         return replace(self, **floats)
 
     def run(self, call) -> Case:
-        call(
-            self.qkv,
-            self.bias,
-            self.cos,
-            self.sin,
-            self.k,
-            self.v,
-            self.lengths,
-            counts=self.counts,
-            block_table=self.block_table,
-            style=self.style,
-            slots=self.slots,
-        )
+        options = {"counts": self.counts, "block_table": self.block_table, "style": self.style, "slots": self.slots}
+        call(*self.tensors, **options)
         return self
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.qkv, self.bias, self.cos, self.sin, self.k, self.v, self.lengths
+
+    def sequence(self, b: int) -> Case:
+        """One sequence of the batch, on the same memory."""
+        part = {name: getattr(self, name) for name in ("qkv", "lengths", "counts", "block_table", "slots")}
+        if self.block_table is None:
+            part |= {"k": self.k, "v": self.v}
+        return replace(self, **{name: None if t is None else t[b : b + 1] for name, t in part.items()})
 
     def where(self) -> tuple[Tensor, Tensor]:
         """The slot of every row, and whether it is stored."""
@@ -117,22 +118,13 @@ def make_case(
     numbers = [rng.randint(0, rows if slots else min(rows, capacity - n)) for n in lengths]
     picked = [pick_slots(rng, rows, n if counts else rows, capacity - length) for n, length in zip(numbers, lengths)]
     ids = rng.sample(range(pages), batch * per_sequence) if page_size else []
-    return Case(
-        qkv,
-        torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
-        if bias
-        else None,
-        table.cos,
-        table.sin,
-        k,
-        v,
-        torch.tensor(lengths, dtype=index_dtype),
-        torch.tensor(numbers, dtype=index_dtype) if counts else None,
-        torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None,
-        style,
-        capacity,
-        torch.tensor(picked, dtype=index_dtype).view(batch, rows) if slots else None,
-    )
+    added = torch.randn(heads + kv_heads, head_dim, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    starts = torch.tensor(lengths, dtype=index_dtype)
+    counted = torch.tensor(numbers, dtype=index_dtype) if counts else None
+    owned = torch.tensor(ids, dtype=torch.int32).view(batch, per_sequence) if page_size else None
+    chosen = torch.tensor(picked, dtype=index_dtype).view(batch, rows) if slots else None
+    added = added if bias else None
+    return Case(qkv, added, table.cos, table.sin, k, v, starts, counted, owned, style, capacity, chosen)
 
 
 def pick_slots(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
@@ -171,18 +163,12 @@ def check(case: Case, actual: Case) -> None:
     if case.qkv.numel() >= 500:
         assert_within_budget(actual.turned.cpu(), exact.turned, expected.turned, name="q and k")
     else:
-        assert torch.allclose(
-            actual.turned.cpu().double(),
-            exact.turned,
-            rtol=4 * torch.finfo(case.qkv.dtype).eps,
-            atol=8 * torch.finfo(case.qkv.dtype).eps,
-        )
+        eps = torch.finfo(case.qkv.dtype).eps
+        assert torch.allclose(actual.turned.cpu().double(), exact.turned, rtol=4 * eps, atol=8 * eps)
     # All other bytes of the input are as they were; the cache holds the very bits that the input does now.
     left, was = actual.moved(CPU), case.moved(CPU)
-    k, v = (
-        left.qkv[:, :, left.turned.shape[2] - left.k.shape[2] : left.turned.shape[2]].clone(),
-        left.qkv[:, :, left.turned.shape[2] :].clone(),
-    )
+    kv_heads = left.k.shape[2]
+    k, v = left.qkv[:, :, -2 * kv_heads : -kv_heads].clone(), left.qkv[:, :, -kv_heads:].clone()
     slots, stored = case.where()
     for i in range(case.qkv.shape[1]):
         places = torch.where(stored[:, i], was.lengths + slots[:, i], 0)
@@ -190,9 +176,6 @@ def check(case: Case, actual: Case) -> None:
     assert torch.equal(left.qkv[slots < 0], was.qkv[slots < 0])
     left.turned.zero_(), was.turned.zero_()
     assert all(torch.equal(a, b) for a, b in zip(left.bytes(), was.bytes()))
-
-
-# --- parity ------------------------------------------------------------------------------------------------------------
 
 
 @given(case=cases())
@@ -241,34 +224,14 @@ def test_empty_and_single(impl, batch: int, rows: int) -> None:
     check(case, case.moved(impl.device).run(impl.apply_rope_append_))
 
 
-# --- properties --------------------------------------------------------------------------------------------------------
-
-
 @given(case=cases())
 @settings(max_examples=20)
 def test_a_batch_equals_its_sequences_alone(impl, case: Case) -> None:
     together, again = (case.moved(impl.device).run(impl.apply_rope_append_) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(together.bytes(), again.bytes()))
     for b in range(len(case.lengths)):
-        alone = case.moved(impl.device)
-        part = [
-            None if t is None else t[b : b + 1] for t in (alone.lengths, alone.counts, alone.block_table, alone.slots)
-        ]
-        pages = slice(None) if case.block_table is not None else slice(b, b + 1)
-        impl.apply_rope_append_(
-            alone.qkv[b : b + 1],
-            alone.bias,
-            alone.cos,
-            alone.sin,
-            alone.k[pages],
-            alone.v[pages],
-            part[0],
-            counts=part[1],
-            block_table=part[2],
-            style=case.style,
-            slots=part[3],
-        )
-        assert torch.equal(alone.qkv[b], together.qkv[b])
+        alone = case.moved(impl.device).sequence(b).run(impl.apply_rope_append_)
+        assert torch.equal(alone.qkv[0], together.qkv[b])
 
 
 @given(case=cases())
@@ -278,18 +241,14 @@ def test_result_does_not_depend_on_the_order_of_threads(case: Case) -> None:
     expected = case.moved(CPU).run(impl.apply_rope_append_)
     for order in impl.schedules():
         with order:
-            assert all(
-                torch.equal(a, b)
-                for a, b in zip(case.moved(CPU).run(impl.apply_rope_append_).bytes(), expected.bytes())
-            )
+            actual = case.moved(CPU).run(impl.apply_rope_append_)
+            assert all(torch.equal(a, b) for a, b in zip(actual.bytes(), expected.bytes()))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_share_the_work(threads: int) -> None:
-    case, before = (
-        make_case(13, batch=3, rows=20, heads=12, kv_heads=4, head_dim=96, capacity=40),
-        torch.get_num_threads(),
-    )
+    case = make_case(13, batch=3, rows=20, heads=12, kv_heads=4, head_dim=96, capacity=40)
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         check(case, case.moved(CPU).run(pd.apply_rope_append_))
@@ -303,32 +262,18 @@ def test_every_vector_unit(level_ops: object, style: str, dtype: torch.dtype) ->
     for slots in (False, True):
         case = make_case(17, rows=6, head_dim=34, dtype=dtype, style=style, page_size=3, slots=slots)
         actual = case.moved(CPU)
-        tensors = (
-            actual.qkv,
-            actual.bias,
-            actual.cos,
-            actual.sin,
-            actual.k,
-            actual.v,
-            actual.lengths,
-            actual.counts,
-            actual.block_table,
-        )
+        tensors = (*actual.tensors, actual.counts, actual.block_table)
         level_ops.apply_rope_append_(*tensors, style == "interleaved", actual.slots)
         check(case, actual)
-
-
-# --- torch integration -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("optional", [True, False])
 def test_opcheck(page_size: int | None, optional: bool) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
-        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional).moved(
-            torch.device(device)
-        )
-        call = (c.qkv, c.bias, c.cos, c.sin, c.k, c.v, c.lengths, c.counts, c.block_table, optional, c.slots)
+        c = make_case(19, page_size=page_size, bias=optional, counts=optional, slots=optional)
+        c = c.moved(torch.device(device))
+        call = (*c.tensors, c.counts, c.block_table, optional, c.slots)
         torch.library.opcheck(torch.ops.pdkernels.apply_rope_append_.default, call)
 
 
@@ -337,20 +282,17 @@ def test_fullgraph_without_recompiles(slots: bool) -> None:
     torch._dynamo.reset()
     counter = CompileCounter()
 
-    def step(qkv, bias, cos, sin, k, v, lengths, counts, slots):
-        pd.apply_rope_append_(qkv, bias, cos, sin, k, v, lengths, counts=counts, slots=slots)
-        return qkv + 1
+    def step(tensors, counts, slots):
+        pd.apply_rope_append_(*tensors, counts=counts, slots=slots)
+        return tensors[0] + 1
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True, backend=counter)
     for seed, rows in enumerate([3, 5, 7, 4]):
         case = make_case(seed, rows=rows, capacity=20, slots=slots)
         expected = case.moved(CPU).run(pd.apply_rope_append_)
-        result = compiled(
-            case.qkv, case.bias, case.cos, case.sin, case.k, case.v, case.lengths, case.counts, case.slots
-        )
-        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes())) and torch.equal(
-            result, case.qkv + 1
-        )
+        result = compiled(case.tensors, case.counts, case.slots)
+        assert all(torch.equal(a, b) for a, b in zip(case.bytes(), expected.bytes()))
+        assert torch.equal(result, case.qkv + 1)
     assert counter.frame_count == 1
 
 
@@ -362,208 +304,77 @@ def test_reference_backend_gives_the_same(slots: bool) -> None:
     check(case, other)
 
 
-# --- errors --------------------------------------------------------------------------------------------------------------
-
-
-def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
-    t = t.clone()
-    t[place] = value
-    return t
-
-
-SLOTS = torch.tensor([[-1, 3, -1, -1, 2**40], [0, 4, 2, -1, 99]])
-TABLE = [
-    (
-        "length",
-        lambda c: {"lengths": filled(c.lengths, 1, -1)},
-        ValueError,
-        r"apply_rope_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds",
-    ),
-    (
-        "count",
-        lambda c: {"counts": filled(c.counts, 0, 6)},
-        ValueError,
-        r"counts must be in \[0, 5\], got 6 for sequence 0",
-    ),
-    (
-        "room",
-        lambda c: {"lengths": filled(c.lengths, 0, 13), "counts": filled(c.counts, 0, 4)},
-        ValueError,
-        r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0",
-    ),
-    (
-        "tables",
-        lambda c: {
-            "cos": c.cos[:6],
-            "sin": c.sin[:6],
-            "lengths": filled(c.lengths, 0, 4),
-            "counts": filled(c.counts, 0, 3),
-        },
-        ValueError,
-        r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0",
-    ),
-    (
-        "qkv rank",
-        lambda c: {"qkv": c.qkv[0]},
-        ValueError,
-        r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)",
-    ),
-    (
-        "qkv dtype",
-        lambda c: {"qkv": c.qkv.long()},
-        TypeError,
-        r"qkv must be float32, float16 or bfloat16, got torch\.int64",
-    ),
-    (
-        "qkv heads",
-        lambda c: {"qkv": c.qkv[:, :, :5]},
-        ValueError,
-        r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5",
-    ),
-    (
-        "qkv strides",
-        lambda c: {"qkv": c.qkv.transpose(2, 3)},
-        ValueError,
-        r"qkv must have a contiguous last dimension, got strides",
-    ),
-    (
-        "odd dim",
-        lambda c: {"qkv": c.qkv[..., :7], "k": c.k[..., :7], "v": c.v[..., :7]},
-        ValueError,
-        r"qkv must have an even head_dim of at least 2, got 7",
-    ),
-    (
-        "double",
-        lambda c: {"qkv": c.qkv.double(), "bias": None, "k": c.k.double(), "v": c.v.double()},
-        TypeError,
-        r"got torch\.float64\. Pass backend='reference'",
-    ),
-    ("bias shape", lambda c: {"bias": c.bias[:4]}, ValueError, r"bias must have shape \(6, 8\), got \(4, 8\)"),
-    (
-        "bias dtype",
-        lambda c: {"bias": c.bias.half()},
-        TypeError,
-        r"bias must be torch\.float32 like the others, got torch\.float16",
-    ),
-    (
-        "cos shape",
-        lambda c: {"cos": c.cos[:, :4]},
-        ValueError,
-        r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)",
-    ),
-    (
-        "cos empty",
-        lambda c: {"cos": c.cos[:0], "sin": c.sin[:0]},
-        ValueError,
-        r"of at least one position, got \(0, 8\)",
-    ),
-    ("sin shape", lambda c: {"sin": c.sin[:9]}, ValueError, r"sin must have shape \(21, 8\) like cos, got \(9, 8\)"),
-    ("sin dtype", lambda c: {"sin": c.sin.bfloat16()}, TypeError, r"sin must be float32, got torch\.bfloat16"),
-    ("sin strides", lambda c: {"cos": c.cos.repeat(1, 2)[:, ::2]}, ValueError, r"cos must be contiguous, got strides"),
-    (
-        "cache dtype",
-        lambda c: {"k": c.k.half()},
-        TypeError,
-        r"k_cache must be torch\.float32 like the others, got torch\.float16",
-    ),
-    (
-        "cache rank",
-        lambda c: {"v": c.v[0]},
-        ValueError,
-        r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)",
-    ),
-    (
-        "v shape",
-        lambda c: {"v": c.v[:, :9]},
-        ValueError,
-        r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)",
-    ),
-    ("batch", lambda c: {"k": c.k[:1], "v": c.v[:1]}, ValueError, r"k_cache must have a batch of 2 like qkv, got 1"),
-    ("lengths", lambda c: {"lengths": c.lengths[:1]}, ValueError, r"lengths must have shape \(2\), got \(1,\)"),
-    (
-        "counts",
-        lambda c: {"counts": c.counts.float()},
-        TypeError,
-        r"counts must be an int32 or int64 tensor, got torch\.float32",
-    ),
-    ("device", lambda c: {"cos": c.cos.to("meta")}, ValueError, r"cos must be on cpu, got meta"),
-    (
-        "slots shape",
-        lambda c: {"slots": c.lengths[:, None]},
-        ValueError,
-        r"slots must have shape \(2, 5\), got \(2, 1\)",
-    ),
-    (
-        "slots dtype",
-        lambda c: {"slots": torch.zeros(2, 5)},
-        TypeError,
-        r"slots must be an int32 or int64 tensor, got torch\.float32",
-    ),
-    (
-        "slot below",
-        lambda c: {"slots": filled(SLOTS, (1, 4), -2)},
-        ValueError,
-        r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots",
-    ),
-    (
-        "slot beyond",
-        lambda c: {"slots": filled(SLOTS, (0, 1), 13)},
-        ValueError,
-        r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0",
-    ),
-    (
-        "slot tables",
-        lambda c: {"slots": SLOTS, "cos": c.cos[:6], "sin": c.sin[:6]},
-        ValueError,
-        r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0",
-    ),
-    (
-        "slots count",
-        lambda c: {"slots": SLOTS, "counts": filled(c.counts, 0, 6)},
-        ValueError,
-        r"counts must be in \[0, 5\], got 6 for sequence 0",
-    ),
-    ("style", lambda c: {"style": "pairs"}, ValueError, r"style must be 'half' or 'interleaved', got 'pairs'"),
-    (
-        "gradient",
-        lambda c: {"bias": c.bias.clone().requires_grad_()},
-        NotImplementedError,
-        r"bias must not require a gradient",
-    ),
-]
-PAGED = [
-    (
-        "page",
-        lambda c: {"block_table": filled(c.block_table, (1, 0), -1)},
-        ValueError,
-        r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages",
-    ),
-    (
-        "page beyond",
-        lambda c: {"block_table": filled(c.block_table, (0, 1), 99)},
-        ValueError,
-        r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0",
-    ),
-    (
-        "slot page",
-        lambda c: {"slots": SLOTS, "block_table": filled(c.block_table, (0, 1), -1)},
-        ValueError,
-        r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages",
-    ),
-    (
-        "table shape",
-        lambda c: {"block_table": c.block_table[:1]},
-        ValueError,
-        r"block_table must have shape \(2, any\), got \(1, 4\)",
-    ),
-]
-
-
 def good_case(page_size: int | None = None) -> Case:
     case = make_case(29, page_size=page_size)
     case.lengths.copy_(torch.tensor([3, 2]))
     case.counts.copy_(torch.tensor([2, 4]))
     return case
+
+
+GOOD, PAGES = good_case(), good_case(4)
+PAGES.lengths.copy_(torch.tensor([3, 0]))
+SHORT = {"cos": GOOD.cos[:6], "sin": GOOD.sin[:6]}
+SLOTS = torch.tensor([[-1, 3, -1, -1, 2**40], [0, 4, 2, -1, 99]])
+TABLE = {
+    r"apply_rope_append_: lengths must be in \[0, 16\], got -1 for sequence 1\. The cache holds": {
+        "lengths": filled(GOOD.lengths, 1, -1)
+    },
+    r"counts must be in \[0, 5\], got 6 for sequence 0": {"counts": filled(GOOD.counts, 0, 6)},
+    r"lengths \+ counts must be at most the capacity 16, got 17 for sequence 0": dict(
+        lengths=filled(GOOD.lengths, 0, 13), counts=filled(GOOD.counts, 0, 4)
+    ),
+    r"lengths \+ counts must be at most the 6 positions of the tables, got 7 for sequence 0": dict(
+        **SHORT, lengths=filled(GOOD.lengths, 0, 4), counts=filled(GOOD.counts, 0, 3)
+    ),
+    r"qkv must have shape \(B, R, heads \+ 2 \* kv_heads, D\), got \(5, 8, 8\)": {"qkv": GOOD.qkv[0]},
+    r"TypeError: qkv must be float32, float16 or bfloat16, got torch\.int64": {"qkv": GOOD.qkv.long()},
+    r"qkv must have heads \+ 2 \* 2 heads, heads a multiple of the cache's 2, got 5": {"qkv": GOOD.qkv[:, :, :5]},
+    r"qkv must have a contiguous last dimension, got strides": {"qkv": GOOD.qkv.transpose(2, 3)},
+    r"qkv must have an even head_dim of at least 2, got 7": {
+        name: getattr(GOOD, name)[..., :7] for name in ("qkv", "k", "v")
+    },
+    r"TypeError: got torch\.float64\. Pass backend='reference'": dict(
+        qkv=GOOD.qkv.double(), bias=None, k=GOOD.k.double(), v=GOOD.v.double()
+    ),
+    r"bias must have shape \(6, 8\), got \(4, 8\)": {"bias": GOOD.bias[:4]},
+    r"TypeError: bias must be torch\.float32 like the others, got torch\.float16": {"bias": GOOD.bias.half()},
+    r"cos must have shape \(P, 8\) of at least one position, got \(21, 4\)": {"cos": GOOD.cos[:, :4]},
+    r"of at least one position, got \(0, 8\)": {"cos": GOOD.cos[:0], "sin": GOOD.sin[:0]},
+    r"sin must have shape \(21, 8\) like cos, got \(9, 8\)": {"sin": GOOD.sin[:9]},
+    r"TypeError: sin must be float32, got torch\.bfloat16": {"sin": GOOD.sin.bfloat16()},
+    r"cos must be contiguous, got strides": {"cos": GOOD.cos.repeat(1, 2)[:, ::2]},
+    r"TypeError: k_cache must be torch\.float32 like the others, got torch\.float16": {"k": GOOD.k.half()},
+    r"v_cache must have shape \(B or pages, slots, kv_heads, 8\), got \(16, 2, 8\)": {"v": GOOD.v[0]},
+    r"v_cache must have shape \(2, 16, 2, 8\) like k_cache, got \(2, 9, 2, 8\)": {"v": GOOD.v[:, :9]},
+    r"k_cache must have a batch of 2 like qkv, got 1": {"k": GOOD.k[:1], "v": GOOD.v[:1]},
+    r"lengths must have shape \(2\), got \(1,\)": {"lengths": GOOD.lengths[:1]},
+    r"TypeError: counts must be an int32 or int64 tensor, got torch\.float32": {"counts": GOOD.counts.float()},
+    r"cos must be on cpu, got meta": {"cos": GOOD.cos.to("meta")},
+    r"slots must have shape \(2, 5\), got \(2, 1\)": {"slots": GOOD.lengths[:, None]},
+    r"TypeError: slots must be an int32 or int64 tensor, got torch\.float32": {"slots": torch.zeros(2, 5)},
+    r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots": {
+        "slots": filled(SLOTS, (1, 4), -2)
+    },
+    r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0": {"slots": filled(SLOTS, (0, 1), 13)},
+    r"lengths \+ slots must be less than the 6 positions of the tables, got 6 for sequence 0": dict(
+        slots=SLOTS, **SHORT
+    ),
+    r"_: counts must be in \[0, 5\], got 6 for sequence 0": {"slots": SLOTS, "counts": filled(GOOD.counts, 0, 6)},
+    r"style must be 'half' or 'interleaved', got 'pairs'": {"style": "pairs"},
+    r"NotImplementedError: bias must not require a gradient": {"bias": GOOD.bias.clone().requires_grad_()},
+}
+PAGED = {
+    r"block_table\[1, 0\] must be in \[0, 9\], got -1 for sequence 1\. Reserve pages": {
+        "block_table": filled(PAGES.block_table, (1, 0), -1)
+    },
+    r"block_table\[0, 1\] must be in \[0, 9\], got 99 for sequence 0": {
+        "block_table": filled(PAGES.block_table, (0, 1), 99)
+    },
+    r"block_table\[0, 1\] must be in \[0, 9\], got -1 for sequence 0\. Reserve pages": dict(
+        slots=SLOTS, block_table=filled(PAGES.block_table, (0, 1), -1)
+    ),
+    r"block_table must have shape \(2, any\), got \(1, 4\)": {"block_table": PAGES.block_table[:1]},
+}
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
@@ -572,45 +383,33 @@ def test_table_starts_from_a_good_case(page_size: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "page_size, spoil, kind, text",
-    [*((None, *row[1:]) for row in TABLE), *((4, *row[1:]) for row in PAGED)],
-    ids=[row[0] for row in TABLE + PAGED],
+    "case, text, change",
+    [*((GOOD, *row) for row in TABLE.items()), *((PAGES, *row) for row in PAGED.items())],
+    ids=[*TABLE, *PAGED],
 )
-def test_bad_call(page_size: int | None, spoil, kind: type[Exception], text: str) -> None:
-    case = good_case(page_size)
-    case.counts = case.counts.clone()
-    if page_size:
-        case.lengths.copy_(torch.tensor([3, 0]))
-    bad = replace(case, **spoil(case))
+def test_bad_call(case: Case, text: str, change: dict[str, object]) -> None:
+    bad = replace(case, **change)
     before = [t.clone() for t in case.bytes()]
-    with pytest.raises(kind, match=text) as error:
+    with refused(text) as error:
         bad.run(pd.apply_rope_append_)
     assert str(error.value).startswith("pdkernels.apply_rope_append_: ")
     assert all(torch.equal(a, b) for a, b in zip(case.bytes(), before))
 
 
 WILD = [-(2**63), -(2**31), -1, 17, 22, 2**31 - 1, 2**62, 2**63 - 1]
+WAYS = {"page_size": st.sampled_from([None, 3]), "positions": st.sampled_from([None, 9]), "slots": st.booleans()}
 
 
-@given(
-    seed=st.integers(0, 2**31),
-    page_size=st.sampled_from([None, 3]),
-    positions=st.sampled_from([None, 9]),
-    slots=st.booleans(),
-)
+@given(seed=st.integers(0, 2**31), ways=st.fixed_dictionaries(WAYS))
 @settings(max_examples=400)
-def test_a_bad_sequence_is_refused_or_left_alone(
-    impl, seed: int, page_size: int | None, positions: int | None, slots: bool
-) -> None:
+def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, ways: dict[str, object]) -> None:
     """The CPU refuses what the reference refuses and writes nothing; CUDA serves the other sequences."""
     rng = random.Random(seed)
-    case = make_case(
-        seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, page_size=page_size, positions=positions, slots=slots
-    )
+    case = make_case(seed, batch=3, rows=3, heads=1, kv_heads=1, head_dim=2, **ways)
     for _ in range(rng.randint(0, 2)):
-        spoiled = rng.choice([case.lengths, case.counts, *([case.slots] if slots else [])])
+        spoiled = rng.choice([case.lengths, case.counts, *([] if case.slots is None else [case.slots])])
         spoiled.view(-1)[rng.randrange(spoiled.numel())] = rng.choice([*WILD, rng.randint(0, 16)])
-    if page_size:
+    if case.block_table is not None:
         case.block_table.view(-1)[rng.randrange(case.block_table.numel())] = rng.choice([-1, 10**6])
     if impl.raises:
         actual, expected = case.moved(CPU), case.moved(CPU)
@@ -626,26 +425,11 @@ def test_a_bad_sequence_is_refused_or_left_alone(
     actual = case.moved(impl.device).run(impl.apply_rope_append_).moved(CPU)
     expected = case.moved(CPU)
     for b in range(3):
-        pages = slice(None) if page_size else slice(b, b + 1)
-        part = [
-            None if t is None else t[b : b + 1]
-            for t in (expected.lengths, expected.counts, expected.block_table, expected.slots)
-        ]
         try:
-            reference(
-                expected.qkv[b : b + 1],
-                case.bias,
-                case.cos,
-                case.sin,
-                expected.k[pages],
-                expected.v[pages],
-                *part[:3],
-                case.style,
-                part[3],
-            )
+            expected.sequence(b).run(reference)
         except ValueError:
             assert torch.equal(actual.qkv[b], case.qkv[b])
     assert torch.allclose(actual.qkv, expected.qkv, atol=1e-5)
-    if not page_size:
+    if case.block_table is None:
         for a, b in ((actual.k, expected.k), (actual.v, expected.v)):
             assert torch.allclose(a, b, atol=1e-5, equal_nan=True)

@@ -14,7 +14,8 @@ import pdkernels as pd
 from pdkernels import backends
 from pdkernels.ops import _library
 from pdkernels.reference import kv_cache as reference
-from tests.ops.kv_cases import Case, make_case, whole
+from tests.ops.kv_cases import Case, filled, make_case, whole
+from tests.support.errors import refused
 
 CPU = torch.device("cpu")
 
@@ -35,263 +36,146 @@ def good_case(page_size: int | None = None) -> Case:
     return case
 
 
-def put(case: Case, **values: object) -> Case:
-    return replace(case, **values)
-
-
-def filled(t: torch.Tensor, *entries: tuple[tuple[int, ...], int]) -> torch.Tensor:
-    t = t.clone()
-    for place, value in entries:
-        t[place] = value
-    return t
-
-
-# (what is wrong, which op, how the good case is spoilt, type, what the message must contain)
+GOOD, PAGES = good_case(), good_case(4)
+# which op, a bad case, what the message must contain
 TABLE = [
     (
-        "negative length",
         append,
-        lambda c: put(c, lengths=filled(c.lengths, ((1,), -1))),
-        ValueError,
+        replace(GOOD, lengths=filled(GOOD.lengths, 1, -1)),
         r"kv_append_: lengths must be in \[0, 12\], got -1 for sequence 1",
     ),
     (
-        "length beyond",
         commit,
-        lambda c: put(c, lengths=filled(c.lengths, ((0,), 13))),
-        ValueError,
+        replace(GOOD, lengths=filled(GOOD.lengths, 0, 13)),
         r"kv_commit_: lengths must be in \[0, 12\], got 13 for sequence 0",
     ),
+    (commit, replace(GOOD, counts=filled(GOOD.counts, 1, -2)), r"counts must be in \[0, 4\], got -2 for sequence 1"),
+    (append, replace(GOOD, counts=filled(GOOD.counts, 0, 5)), r"counts must be in \[0, 4\], got 5 for sequence 0"),
     (
-        "negative count",
-        commit,
-        lambda c: put(c, counts=filled(c.counts, ((1,), -2))),
-        ValueError,
-        r"counts must be in \[0, 4\], got -2 for sequence 1",
-    ),
-    (
-        "count beyond rows",
         append,
-        lambda c: put(c, counts=filled(c.counts, ((0,), 5))),
-        ValueError,
-        r"counts must be in \[0, 4\], got 5 for sequence 0",
-    ),
-    (
-        "no room",
-        append,
-        lambda c: put(c, lengths=filled(c.lengths, ((1,), 9))),
-        ValueError,
+        replace(GOOD, lengths=filled(GOOD.lengths, 1, 9)),
         r"lengths \+ counts must be at most the capacity 12, got 13 for sequence 1\. Make the cache larger",
     ),
     (
-        "negative source",
         commit,
-        lambda c: put(c, source_index=filled(c.source_index, ((0, 1), -1))),
-        ValueError,
+        replace(GOOD, source_index=filled(GOOD.source_index, (0, 1), -1)),
         r"source_index must be in \[0, 8\], got -1 for sequence 0",
     ),
     (
-        "source beyond",
         commit,
-        lambda c: put(c, source_index=filled(c.source_index, ((1, 3), 6))),
-        ValueError,
+        replace(GOOD, source_index=filled(GOOD.source_index, (1, 3), 6)),
         r"source_index must be in \[0, 5\], got 6 for sequence 1",
     ),
     (
-        "float lengths",
         commit,
-        lambda c: put(c, lengths=c.lengths.float()),
-        TypeError,
-        r"kv_commit_: lengths must be an int32 or int64 tensor, got torch\.float32\. Convert it",
+        replace(GOOD, lengths=GOOD.lengths.float()),
+        r"TypeError: kv_commit_: lengths must be an int32 or int64 tensor, got torch\.float32\. Convert it",
     ),
+    (append, replace(GOOD, lengths=[3, 6]), r"TypeError: lengths must be an int32 or int64 tensor, got list"),
+    (append, replace(GOOD, lengths=GOOD.lengths[:1]), r"lengths must have shape \(2\), got \(1,\)"),
+    (commit, replace(GOOD, counts=GOOD.counts[:, None]), r"counts must have shape \(2\), got \(2, 1\)"),
     (
-        "lengths no tensor",
         append,
-        lambda c: put(c, lengths=[3, 6]),
-        TypeError,
-        r"lengths must be an int32 or int64 tensor, got list",
+        replace(GOOD, counts=GOOD.counts.short()),
+        r"TypeError: counts must be an int32 or int64 tensor, got torch\.int16",
     ),
     (
-        "lengths shape",
-        append,
-        lambda c: put(c, lengths=c.lengths[:1]),
-        ValueError,
-        r"lengths must have shape \(2\), got \(1,\)",
-    ),
-    (
-        "counts shape",
         commit,
-        lambda c: put(c, counts=c.counts[:, None]),
-        ValueError,
-        r"counts must have shape \(2\), got \(2, 1\)",
-    ),
-    (
-        "int16 counts",
-        append,
-        lambda c: put(c, counts=c.counts.short()),
-        TypeError,
-        r"counts must be an int32 or int64 tensor, got torch\.int16",
-    ),
-    (
-        "source batch",
-        commit,
-        lambda c: put(c, source_index=c.source_index[:1]),
-        ValueError,
+        replace(GOOD, source_index=GOOD.source_index[:1]),
         r"source_index must have shape \(2, any\), got \(1, 4\)",
     ),
     (
-        "cache rank",
         append,
-        lambda c: put(c, k=c.k[0, 0]),
-        ValueError,
+        replace(GOOD, k=GOOD.k[0, 0]),
         r"k_cache must have 4 dimensions, or 5 with the layers first, got \(12, 2, 4\)",
     ),
-    ("cache no tensor", commit, lambda c: put(c, k=[1]), TypeError, r"k_cache must be a tensor, got int"),
+    (commit, replace(GOOD, k=[1]), r"TypeError: k_cache must be a tensor, got int"),
     (
-        "cache object",
         append,
-        lambda c: put(c, k=object()),
-        TypeError,
-        r"kv_append_: k_cache must be a tensor or a list of them, got object",
+        replace(GOOD, k=object()),
+        r"TypeError: kv_append_: k_cache must be a tensor or a list of them, got object",
     ),
+    (commit, replace(GOOD, v=None), r"TypeError: kv_commit_: v_cache must be a tensor or a list of them, got NoneType"),
+    (commit, replace(GOOD, v=[]), r"v_cache must hold at least one layer, got an empty list"),
     (
-        "no cache",
         commit,
-        lambda c: put(c, v=None),
-        TypeError,
-        r"kv_commit_: v_cache must be a tensor or a list of them, got NoneType",
-    ),
-    (
-        "cache empty list",
-        commit,
-        lambda c: put(c, v=[]),
-        ValueError,
-        r"v_cache must hold at least one layer, got an empty list",
-    ),
-    (
-        "cache last stride",
-        commit,
-        lambda c: put(c, k=c.k.transpose(-1, -2)),
-        ValueError,
+        replace(GOOD, k=GOOD.k.transpose(-1, -2)),
         r"k_cache must have a contiguous last dimension, got strides .*\. Allocate it so\.",
     ),
     (
-        "new last stride",
         append,
-        lambda c: put(c, k_new=c.k_new.transpose(-1, -2)),
-        ValueError,
+        replace(GOOD, k_new=GOOD.k_new.transpose(-1, -2)),
         r"k_new must have a contiguous last dimension, got strides .*\. Call \.contiguous\(\) on it",
     ),
     (
-        "layers differ",
         commit,
-        lambda c: put(c, k=[c.k[0], c.k[1, :, :8]]),
-        ValueError,
+        replace(GOOD, k=[GOOD.k[0], GOOD.k[1, :, :8]]),
         r"k_cache\[1\] must have the shape, strides and dtype of the first layer",
     ),
     (
-        "v layers",
         commit,
-        lambda c: put(c, v=c.v[:1]),
-        ValueError,
+        replace(GOOD, v=GOOD.v[:1]),
         r"v_cache must match k_cache, 2 layers of \(2, 12, 2, 4\), up to the heads, got 1 layers",
     ),
-    ("v slots", append, lambda c: put(c, v=c.v[:, :, :5]), ValueError, r"v_cache must match k_cache"),
+    (append, replace(GOOD, v=GOOD.v[:, :, :5]), r"v_cache must match k_cache"),
     (
-        "new dtype",
         append,
-        lambda c: put(c, k_new=c.k_new.double()),
-        TypeError,
-        r"k_new must be torch\.float32 like the cache, got torch\.float64\. Convert it",
+        replace(GOOD, k_new=GOOD.k_new.double()),
+        r"TypeError: k_new must be torch\.float32 like the cache, got torch\.float64\. Convert it",
     ),
     (
-        "new heads",
         append,
-        lambda c: put(c, v_new=c.v_new[..., :1, :]),
-        ValueError,
+        replace(GOOD, v_new=GOOD.v_new[..., :1, :]),
         r"v_new must have shape \(2, 'rows', 2, 4\) in its last four dimensions",
     ),
-    ("new batch", append, lambda c: put(c, k_new=c.k_new[:, :1]), ValueError, r"k_new must have shape"),
-    (
-        "new layers",
-        append,
-        lambda c: put(c, k_new=c.k_new[:1]),
-        ValueError,
-        r"k_new must have the cache's 2 layers, got 1",
-    ),
-    (
-        "new rows differ",
-        append,
-        lambda c: put(c, v_new=c.v_new[:, :, :3]),
-        ValueError,
-        r"v_new must have 4 rows like k_new, got 3",
-    ),
-    (
-        "device",
-        append,
-        lambda c: put(c, k_new=c.k_new.to("meta")),
-        ValueError,
-        r"k_new must be on cpu like the cache, got meta",
-    ),
-    (
-        "index device",
-        commit,
-        lambda c: put(c, counts=c.counts.to("meta")),
-        ValueError,
-        r"counts must be on cpu, got meta\. Move it",
-    ),
+    (append, replace(GOOD, k_new=GOOD.k_new[:, :1]), r"k_new must have shape"),
+    (append, replace(GOOD, k_new=GOOD.k_new[:1]), r"k_new must have the cache's 2 layers, got 1"),
+    (append, replace(GOOD, v_new=GOOD.v_new[:, :, :3]), r"v_new must have 4 rows like k_new, got 3"),
+    (append, replace(GOOD, k_new=GOOD.k_new.to("meta")), r"k_new must be on cpu like the cache, got meta"),
+    (commit, replace(GOOD, counts=GOOD.counts.to("meta")), r"counts must be on cpu, got meta\. Move it"),
 ]
 
 PAGED = [
     (
-        "missing page",
         append,
-        lambda c: put(c, block_table=filled(c.block_table, ((1, 2), -1))),
-        ValueError,
+        replace(PAGES, block_table=filled(PAGES.block_table, (1, 2), -1)),
         r"block_table\[1, 2\] must be in \[0, 7\], got -1 for sequence 1\. Reserve pages",
     ),
     (
-        "page beyond",
         commit,
-        lambda c: put(c, block_table=filled(c.block_table, ((0, 1), 99))),
-        ValueError,
+        replace(PAGES, block_table=filled(PAGES.block_table, (0, 1), 99)),
         r"block_table\[0, 1\] must be in \[0, 7\], got 99 for sequence 0",
     ),
     (
-        "table dtype",
         commit,
-        lambda c: put(c, block_table=c.block_table.float()),
-        TypeError,
-        r"block_table must be an int32 or int64 tensor",
+        replace(PAGES, block_table=PAGES.block_table.float()),
+        r"TypeError: block_table must be an int32 or int64 tensor",
     ),
     (
-        "table batch",
         append,
-        lambda c: put(c, block_table=c.block_table[:1]),
-        ValueError,
+        replace(PAGES, block_table=PAGES.block_table[:1]),
         r"block_table must have shape \(2, any\), got \(1, 3\)",
     ),
 ]
 
 
-def check_refused(case: Case, spoil, call, kind: type[Exception], text: str) -> None:
-    bad = spoil(case)
-    watched = [whole(t) for t in (case.k, case.v, bad.lengths) if isinstance(t, torch.Tensor)]
+def check_refused(good: Case, bad: Case, call, text: str) -> None:
+    watched = [whole(t) for t in (good.k, good.v, bad.lengths) if isinstance(t, torch.Tensor)]
     before = [t.clone() for t in watched]
-    with pytest.raises(kind, match=text) as error:
+    with refused(text) as error:
         call(pd, bad)
     assert str(error.value).startswith("pdkernels.")
     assert all(torch.equal(a, b) for a, b in zip(watched, before))
 
 
-@pytest.mark.parametrize("name, call, spoil, kind, text", TABLE, ids=[row[0] for row in TABLE])
-def test_bad_call(name, call, spoil, kind, text) -> None:
-    check_refused(good_case(), spoil, call, kind, text)
+@pytest.mark.parametrize("call, bad, text", TABLE, ids=[row[2] for row in TABLE])
+def test_bad_call(call, bad: Case, text: str) -> None:
+    check_refused(GOOD, bad, call, text)
 
 
-@pytest.mark.parametrize("name, call, spoil, kind, text", PAGED, ids=[row[0] for row in PAGED])
-def test_bad_paged_call(name, call, spoil, kind, text) -> None:
-    check_refused(good_case(page_size=4), spoil, call, kind, text)
+@pytest.mark.parametrize("call, bad, text", PAGED, ids=[row[2] for row in PAGED])
+def test_bad_paged_call(call, bad: Case, text: str) -> None:
+    check_refused(PAGES, bad, call, text)
 
 
 def test_table_starts_from_a_good_case() -> None:
@@ -432,10 +316,8 @@ def test_bad_trim_is_left_alone_on_cuda(device_impl) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize(
-    "name, call, spoil, kind, text", TABLE[:7] + PAGED[:2], ids=[row[0] for row in TABLE[:7] + PAGED[:2]]
-)
-def test_debug_checks_raise_on_cuda(monkeypatch, name, call, spoil, kind, text) -> None:
+@pytest.mark.parametrize("call, bad, text", TABLE[:7] + PAGED[:2])
+def test_debug_checks_raise_on_cuda(monkeypatch, call, bad: Case, text: str) -> None:
     monkeypatch.setattr(_library, "DEBUG_CHECKS", True)
-    case = good_case(4 if (name, call, spoil, kind, text) in PAGED else None).moved(torch.device("cuda"))
-    check_refused(case, spoil, call, kind, text)
+    there = bad.moved(torch.device("cuda"))
+    check_refused(there, there, call, text)

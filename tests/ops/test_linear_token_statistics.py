@@ -23,6 +23,7 @@ from tests.ops import linear_token_cases as cases
 from tests.ops.implementations import NAMES
 from tests.ops.linear_token_cases import DRAWS, inputs, whole_numbers
 from tests.ops.test_block_sparse_attention_memory import peak_can_be_reset
+from tests.support.errors import refused
 
 ops = importlib.import_module("pdkernels.ops.linear_token_statistics")  # the function has the name of its module
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -49,13 +50,7 @@ def test_within_the_error_budget(
     device: str, rows: int, width: int, depth: int, temperature: float, distribution: str, dtype: torch.dtype
 ) -> None:
     hidden, weight = inputs(rows, width, depth, dtype)
-    options = {
-        "temperature": temperature,
-        "distribution": distribution,
-        "seed": 11,
-        "step": 7,
-        "suppress": (4, width - 1),
-    }
+    options = dict(temperature=temperature, distribution=distribution, seed=11, step=7, suppress=(4, width - 1))
     cases.check(run(device, hidden, weight, **options), hidden, weight, **options)
 
 
@@ -66,13 +61,7 @@ def test_ties_go_to_the_lowest_id(
     device: str, rows: int, width: int, depth: int, top_k: int, temperature: float, distribution: str
 ) -> None:
     hidden, weight = whole_numbers(rows, width, depth)
-    options = {
-        "temperature": temperature,
-        "distribution": distribution,
-        "top_k": top_k,
-        "seed": 2**40,
-        "step": 2**32 - 1,
-    }
+    options = dict(temperature=temperature, distribution=distribution, top_k=top_k, seed=2**40, step=2**32 - 1)
     cases.check_exactly(run(device, hidden, weight, **options), hidden, weight, **options)
 
 
@@ -262,50 +251,47 @@ H, W, IDS = torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, 1])
 
 
 @pytest.mark.parametrize(
-    "call, kind, text",
+    "call, text",
     [
-        ({"hidden": [1.0]}, TypeError, r"hidden must be a tensor, got list"),
-        ({"hidden": H[0, 0]}, ValueError, r"hidden must have shape \(\.\.\., E\), E at least 1, got \(\)"),
-        ({"hidden": H[:, :0]}, ValueError, r"E at least 1, got \(2, 0\)"),
-        ({"hidden": H.int()}, TypeError, r"hidden must be float32, float16 or bfloat16, got torch\.int32"),
+        ({"hidden": [1.0]}, r"TypeError: hidden must be a tensor, got list"),
+        ({"hidden": H[0, 0]}, r"hidden must have shape \(\.\.\., E\), E at least 1, got \(\)"),
+        ({"hidden": H[:, :0]}, r"E at least 1, got \(2, 0\)"),
+        ({"hidden": H.int()}, r"TypeError: hidden must be float32, float16 or bfloat16, got torch\.int32"),
         (
             {"hidden": H.double(), "weight": W.double()},
-            TypeError,
-            r"for the kernels, got torch\.float64\. Pass backend=",
+            r"TypeError: for the kernels, got torch\.float64\. Pass backend=",
         ),
-        ({"weight": None}, TypeError, r"weight must be a tensor, got NoneType"),
-        ({"weight": W.half()}, TypeError, r"weight must be torch\.float32 like the others, got torch\.float16"),
-        ({"weight": W.to("meta")}, ValueError, r"weight must be on cpu, got meta"),
-        ({"weight": W[:, :3]}, ValueError, r"weight must have shape \(V, 4\), V at least 1, got \(9, 3\)"),
-        ({"weight": W[:0]}, ValueError, r"V at least 1, got \(0, 4\)"),
-        ({"weight": W[0]}, ValueError, r"weight must have shape \(V, 4\), V at least 1, got \(4,\)"),
-        ({"temperature": -1.0}, ValueError, r"temperature must be in \[0, 1e30\], got -1\.0"),
-        ({"top_k": 10}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 9, got 10"),
-        ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1\.5"),
-        ({"distribution": "any"}, ValueError, r"distribution must be 'model' or 'sampling', got 'any'"),
-        ({"suppress": 9}, ValueError, r"suppress must be ids in 0 \.\. 8, got 9"),
+        ({"weight": None}, r"TypeError: weight must be a tensor, got NoneType"),
+        ({"weight": W.half()}, r"TypeError: weight must be torch\.float32 like the others, got torch\.float16"),
+        ({"weight": W.to("meta")}, r"weight must be on cpu, got meta"),
+        ({"weight": W[:, :3]}, r"weight must have shape \(V, 4\), V at least 1, got \(9, 3\)"),
+        ({"weight": W[:0]}, r"V at least 1, got \(0, 4\)"),
+        ({"weight": W[0]}, r"weight must have shape \(V, 4\), V at least 1, got \(4,\)"),
+        ({"temperature": -1.0}, r"temperature must be in \[0, 1e30\], got -1\.0"),
+        ({"top_k": 10}, r"top_k must be in 1 \.\. min\(V, 16\) = 9, got 10"),
+        ({"top_p": 1.5}, r"top_p must be in \[0, 1\], got 1\.5"),
+        ({"distribution": "any"}, r"distribution must be 'model' or 'sampling', got 'any'"),
+        ({"suppress": 9}, r"suppress must be ids in 0 \.\. 8, got 9"),
         (
             {"step": torch.zeros(3, dtype=torch.int64)},
-            ValueError,
             r"step must broadcast to the shape \(2,\) of the rows, got \(3,\)",
         ),
-        ({"step": IDS, "hidden": 1.0}, TypeError, r"hidden must be a tensor, got float"),
-        ({"positions": IDS[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
-        ({"row_index": IDS.float()}, TypeError, r"row_index must be an int32 or int64 tensor, got torch\.float32"),
-        ({"row_index": IDS + 1}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
-        ({"row_index": IDS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2\."),
-        ({"row_index": IDS + 1, "backend": "reference"}, ValueError, r"row_index must be in \[-1, 1\], got 2\."),
-        ({"positions": IDS - 1, "temperature": 1.0}, ValueError, r"positions must be in \[0, 2\*\*32\), got -1"),
-        ({"step": IDS + 2**32, "temperature": 1.0}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
+        ({"step": IDS, "hidden": 1.0}, r"TypeError: hidden must be a tensor, got float"),
+        ({"positions": IDS[:1]}, r"positions must have shape \(2\), got \(1,\)"),
+        ({"row_index": IDS.float()}, r"TypeError: row_index must be an int32 or int64 tensor, got torch\.float32"),
+        ({"row_index": IDS + 1}, r"row_index must be in \[-1, 1\], got 2\."),
+        ({"row_index": IDS - 2}, r"row_index must be in \[-1, 1\], got -2\."),
+        ({"row_index": IDS + 1, "backend": "reference"}, r"row_index must be in \[-1, 1\], got 2\."),
+        ({"positions": IDS - 1, "temperature": 1.0}, r"positions must be in \[0, 2\*\*32\), got -1"),
+        ({"step": IDS + 2**32, "temperature": 1.0}, r"step must be in \[0, 2\*\*32\), got 4294967296"),
         (
             {"backend": "triton"},
-            NotImplementedError,
-            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
         ),
     ],
 )
-def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as error:
+def test_bad_call(call: dict[str, object], text: str) -> None:
+    with refused(text) as error:
         pd.linear_token_statistics(**{"hidden": H, "weight": W, **call})
     assert str(error.value).startswith("pdkernels.linear_token_statistics: ")
 

@@ -52,13 +52,7 @@ CASES = [(dtype, *draw) for i, dtype in enumerate(dot_dtypes()) for draw in DRAW
 @pytest.mark.parametrize("dtype, temperature, distribution", CASES)
 def test_within_the_error_budget(dtype: torch.dtype, temperature: float, distribution: str) -> None:
     hidden, weight = inputs(40, 331, 72, dtype)
-    options = {
-        "temperature": temperature,
-        "distribution": distribution,
-        "seed": 2**40 + 3,
-        "step": 7,
-        "suppress": (4, 330),
-    }
+    options = dict(temperature=temperature, distribution=distribution, seed=2**40 + 3, step=7, suppress=(4, 330))
     cases.check(run(hidden, weight, **options), hidden, weight, **options)
 
 

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounter
 import pdkernels as pd
 from pdkernels.reference.log_step import log_step_ as reference
 from tests.ops.implementations import NAMES, implementation
+from tests.support.errors import refused
 
 HANDLES = [0, 5, 2**63 + 7]  # any 64 bits
 
@@ -143,44 +144,27 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, kind, text",
+    "changed, text",
     [
-        ({"entry": [1]}, TypeError, "entry must be a tensor, got list"),
-        ({"entry": torch.zeros(2, 4)}, TypeError, "entry must be torch.int64, got torch.float32"),
-        ({"log": torch.zeros(3, 2, 4, dtype=torch.int32)}, TypeError, "log must be torch.int64, got torch.int32"),
-        ({"more": torch.zeros(1)}, TypeError, "more must be torch.bool, got torch.float32"),
-        ({"entry": torch.zeros(2, 4, 1, dtype=torch.int64)}, ValueError, r"entry must have shape \(batch, columns\)"),
-        ({"entry": torch.zeros(2, 0, dtype=torch.int64)}, ValueError, r"with a column at least, got \(2, 0\)"),
-        (
-            {"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]},
-            ValueError,
-            r"entry must be contiguous, got strides \(8, 2\)",
-        ),
-        (
-            {"log": torch.zeros(3, 2, 5, dtype=torch.int64)},
-            ValueError,
-            r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)",
-        ),
-        ({"count": torch.zeros(2, dtype=torch.int64)}, ValueError, r"count must have shape \(1\), got \(2,\)"),
-        ({"more": torch.tensor(True)}, ValueError, r"more must have shape \(1\), got \(\)"),
-        (
-            {"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")},
-            ValueError,
-            "log must be on cpu like entry, got meta",
-        ),
-        ({"handle": "3"}, TypeError, "handle must be an int, got str"),
-        (
-            {"handle": 3},
-            ValueError,
-            "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs.",
-        ),
+        ({"entry": [1]}, "TypeError: entry must be a tensor, got list"),
+        ({"entry": torch.zeros(2, 4)}, "TypeError: entry must be torch.int64, got torch.float32"),
+        ({"log": torch.zeros(3, 2, 4, dtype=torch.int32)}, "TypeError: log must be torch.int64, got torch.int32"),
+        ({"more": torch.zeros(1)}, "TypeError: more must be torch.bool, got torch.float32"),
+        ({"entry": torch.zeros(2, 4, 1, dtype=torch.int64)}, r"entry must have shape \(batch, columns\)"),
+        ({"entry": torch.zeros(2, 0, dtype=torch.int64)}, r"with a column at least, got \(2, 0\)"),
+        ({"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]}, r"entry must be contiguous, got strides \(8, 2\)"),
+        ({"log": torch.zeros(3, 2, 5, dtype=torch.int64)}, r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)"),
+        ({"count": torch.zeros(2, dtype=torch.int64)}, r"count must have shape \(1\), got \(2,\)"),
+        ({"more": torch.tensor(True)}, r"more must have shape \(1\), got \(\)"),
+        ({"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")}, "log must be on cpu like entry, got meta"),
+        ({"handle": "3"}, "TypeError: handle must be an int, got str"),
+        ({"handle": 3}, "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs."),
         (
             {"backend": "triton"},
-            NotImplementedError,
-            "backend must be one of native, reference on cpu|one of auto, native, reference on cpu",
+            "NotImplementedError: backend must be one of native, reference on cpu|one of auto, native, reference on cpu",
         ),
     ],
 )
-def test_bad_call(changed: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
+def test_bad_call(changed: dict[str, object], text: str) -> None:
+    with refused(text):
         pd.log_step_(**{**arguments(1, 3, 2, 4, 0), **changed})

@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels.reference.logit_divergence import logit_divergence as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation
+from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 NAN, INF = math.nan, math.inf
@@ -271,29 +272,28 @@ X = torch.zeros(2, 4)
 
 
 @pytest.mark.parametrize(
-    "call, kind, text",
+    "call, text",
     [
-        ({"logits": [1.0]}, TypeError, r"logit_divergence: logits must be a tensor, got list"),
-        ({"logits": X[0, 0]}, ValueError, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
-        ({"logits": X[:, :0]}, ValueError, r"V at least 1, got \(2, 0\)"),
-        ({"logits": X.int()}, TypeError, r"logits must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"logits": X.double()}, TypeError, r"for the kernels, got torch\.float64\. Pass backend='reference'"),
-        ({"previous": X[:1]}, ValueError, r"previous must have shape \(2, 4\) like logits, got \(1, 4\)"),
-        ({"previous": X.half()}, TypeError, r"previous must be torch\.float32 like the others, got torch\.float16"),
-        ({"previous": X.to("meta")}, ValueError, r"previous must be on cpu, got meta"),
-        ({"previous": 1.0}, TypeError, r"previous must be a tensor, got float"),
-        ({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\], got 1\.5"),
-        ({"min_p": -0.1}, ValueError, r"min_p must be in \[0, 1\], got -0\.1"),
-        ({"min_p": NAN}, ValueError, r"min_p must be in \[0, 1\], got nan"),
-        ({"min_p": None}, TypeError, r"min_p must be a number, got NoneType"),
+        ({"logits": [1.0]}, r"TypeError: logit_divergence: logits must be a tensor, got list"),
+        ({"logits": X[0, 0]}, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
+        ({"logits": X[:, :0]}, r"V at least 1, got \(2, 0\)"),
+        ({"logits": X.int()}, r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32"),
+        ({"logits": X.double()}, r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'"),
+        ({"previous": X[:1]}, r"previous must have shape \(2, 4\) like logits, got \(1, 4\)"),
+        ({"previous": X.half()}, r"TypeError: previous must be torch\.float32 like the others, got torch\.float16"),
+        ({"previous": X.to("meta")}, r"previous must be on cpu, got meta"),
+        ({"previous": 1.0}, r"TypeError: previous must be a tensor, got float"),
+        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1\.5"),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0\.1"),
+        ({"min_p": NAN}, r"min_p must be in \[0, 1\], got nan"),
+        ({"min_p": None}, r"TypeError: min_p must be a number, got NoneType"),
         (
             {"backend": "triton"},
-            NotImplementedError,
-            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
         ),
     ],
 )
-def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as error:
+def test_bad_call(call: dict[str, object], text: str) -> None:
+    with refused(text) as error:
         pd.logit_divergence(**{"logits": X, **call})
     assert str(error.value).startswith("pdkernels.")

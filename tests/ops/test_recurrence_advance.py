@@ -229,11 +229,9 @@ def test_a_wave_that_cannot_grow_stands(impl) -> None:
 def test_the_end(impl, end: int, remaining: int, frozen: int, text: list[int] | None) -> None:
     before, _ = settle(impl, "xxx.")
     before.remaining[0] = remaining
-    options = {
-        "settled": torch.tensor([[True, True, True, False]]),
-        "inner_recurrence": 4,
-        "end_tokens": torch.tensor([55, end]),
-    }
+    options = dict(
+        settled=torch.tensor([[True, True, True, False]]), inner_recurrence=4, end_tokens=torch.tensor([55, end])
+    )
     after = run(impl, AdvanceCase(before, options))
     assert after.advance.item() == frozen and after.remaining.item() == remaining - frozen
     assert (after.width.item() == 0) == (text is not None)

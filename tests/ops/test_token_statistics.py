@@ -13,6 +13,7 @@ import pdkernels as pd
 from pdkernels.reference.token_statistics import token_statistics as reference
 from tests.ops.implementations import NAMES, implementation
 from tests.ops.token_cases import DTYPES, check, rows_of, run
+from tests.support.errors import refused
 
 NAN, INF = math.nan, math.inf
 FLOATS = ("probs", "top_probs", "margin", "entropy", "logsumexp")
@@ -281,53 +282,44 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "call, kind, text",
+    "call, text",
     [
-        ({"logits": [1.0]}, TypeError, r"token_statistics: logits must be a tensor, got list"),
-        ({"logits": X[0, 0]}, ValueError, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
-        ({"logits": X[:, :0]}, ValueError, r"V at least 1, got \(2, 0\)"),
-        ({"logits": X.int()}, TypeError, r"logits must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"logits": X.double()}, TypeError, r"for the kernels, got torch\.float64\. Pass backend='reference'"),
-        ({"temperature": -0.5}, ValueError, r"temperature must be in \[0, 1e30\], got -0\.5"),
-        ({"temperature": NAN}, ValueError, r"temperature must be in \[0, 1e30\], got nan"),
-        ({"temperature": "hot"}, TypeError, r"temperature must be a number, got str"),
-        ({"top_p": 1.5}, ValueError, r"top_p must be in \[0, 1\], got 1\.5"),
-        ({"min_p": -1}, ValueError, r"min_p must be in \[0, 1\], got -1"),
-        ({"seed": 0.5}, TypeError, r"seed must be an int, got float"),
-        ({"step": -1}, ValueError, r"step must be in \[0, 2\*\*32\), got -1"),
-        (
-            {"step": NUMBERS.view(1, 2)},
-            ValueError,
-            r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)",
-        ),
-        ({"step": torch.zeros(2)}, TypeError, r"step must be an int32 or int64 tensor, got torch\.float32"),
-        ({"step": NUMBERS - 1, "temperature": 1.0}, ValueError, r"step must be in \[0, 4294967295\], got -1 for row 0"),
-        ({"positions": NUMBERS[:1]}, ValueError, r"positions must have shape \(2\), got \(1,\)"),
-        ({"positions": 3}, TypeError, r"positions must be an int32 or int64 tensor, got int"),
-        (
-            {"positions": NUMBERS - 2, "temperature": 1.0},
-            ValueError,
-            r"positions must be in \[0, 4294967295\], got -2 for row 0",
-        ),
-        ({"row_index": [0]}, TypeError, r"row_index must be an int32 or int64 tensor, got list"),
-        ({"row_index": NUMBERS + 2}, ValueError, r"row_index must be in \[-1, 1\], got 2 for row 0"),
-        ({"row_index": NUMBERS - 2}, ValueError, r"row_index must be in \[-1, 1\], got -2 for row 0"),
-        ({"suppress": "abc"}, TypeError, r"suppress must be an int or a sequence of ints, got 'abc'"),
-        ({"suppress": None}, TypeError, r"suppress must be an int or a sequence of ints, got None"),
-        ({"suppress": 40}, ValueError, r"suppress must be ids in 0 \.\. 39, got 40"),
-        ({"suppress": list(range(17))}, ValueError, r"suppress must have at most 16 ids, got 17"),
-        ({"top_k": 0}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),
-        ({"top_k": 17}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17"),
-        ({"logits": X[:, :3], "top_k": 4}, ValueError, r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4"),
-        ({"distribution": "dream"}, ValueError, r"distribution must be 'model' or 'sampling', got 'dream'"),
+        ({"logits": [1.0]}, r"TypeError: token_statistics: logits must be a tensor, got list"),
+        ({"logits": X[0, 0]}, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
+        ({"logits": X[:, :0]}, r"V at least 1, got \(2, 0\)"),
+        ({"logits": X.int()}, r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32"),
+        ({"logits": X.double()}, r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'"),
+        ({"temperature": -0.5}, r"temperature must be in \[0, 1e30\], got -0\.5"),
+        ({"temperature": NAN}, r"temperature must be in \[0, 1e30\], got nan"),
+        ({"temperature": "hot"}, r"TypeError: temperature must be a number, got str"),
+        ({"top_p": 1.5}, r"top_p must be in \[0, 1\], got 1\.5"),
+        ({"min_p": -1}, r"min_p must be in \[0, 1\], got -1"),
+        ({"seed": 0.5}, r"TypeError: seed must be an int, got float"),
+        ({"step": -1}, r"step must be in \[0, 2\*\*32\), got -1"),
+        ({"step": NUMBERS.view(1, 2)}, r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)"),
+        ({"step": torch.zeros(2)}, r"TypeError: step must be an int32 or int64 tensor, got torch\.float32"),
+        ({"step": NUMBERS - 1, "temperature": 1.0}, r"step must be in \[0, 4294967295\], got -1 for row 0"),
+        ({"positions": NUMBERS[:1]}, r"positions must have shape \(2\), got \(1,\)"),
+        ({"positions": 3}, r"TypeError: positions must be an int32 or int64 tensor, got int"),
+        ({"positions": NUMBERS - 2, "temperature": 1.0}, r"positions must be in \[0, 4294967295\], got -2 for row 0"),
+        ({"row_index": [0]}, r"TypeError: row_index must be an int32 or int64 tensor, got list"),
+        ({"row_index": NUMBERS + 2}, r"row_index must be in \[-1, 1\], got 2 for row 0"),
+        ({"row_index": NUMBERS - 2}, r"row_index must be in \[-1, 1\], got -2 for row 0"),
+        ({"suppress": "abc"}, r"TypeError: suppress must be an int or a sequence of ints, got 'abc'"),
+        ({"suppress": None}, r"TypeError: suppress must be an int or a sequence of ints, got None"),
+        ({"suppress": 40}, r"suppress must be ids in 0 \.\. 39, got 40"),
+        ({"suppress": list(range(17))}, r"suppress must have at most 16 ids, got 17"),
+        ({"top_k": 0}, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),
+        ({"top_k": 17}, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17"),
+        ({"logits": X[:, :3], "top_k": 4}, r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4"),
+        ({"distribution": "dream"}, r"distribution must be 'model' or 'sampling', got 'dream'"),
         (
             {"backend": "triton"},
-            NotImplementedError,
-            r"backend must be one of auto, native, reference on cpu, got 'triton'",
+            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
         ),
     ],
 )
-def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as error:
+def test_bad_call(call: dict[str, object], text: str) -> None:
+    with refused(text) as error:
         pd.token_statistics(**{"logits": X, **call})
     assert str(error.value).startswith("pdkernels.")

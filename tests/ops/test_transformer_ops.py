@@ -12,6 +12,7 @@ import pdkernels as pd
 from pdkernels.reference import transformer_ops as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.implementations import NAMES, implementation
+from tests.support.errors import refused
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [(33, 1), (32, 7), (16, 33), (4, 513), (3, 5280)]
@@ -311,65 +312,60 @@ def test_reference_backend_serves_double_precision_and_gradients() -> None:
 
 X, W = torch.zeros(2, 4), torch.zeros(4)
 NORMS = [
-    ({"x": [1]}, TypeError, r"add_rms_norm: x must be a tensor, got list"),
-    ({"x": X[0, 0]}, ValueError, r"x must have shape \(\.\.\., E\), got \(\)"),
-    ({"x": X.long()}, TypeError, r"x must be float32, float16 or bfloat16, got torch\.int64\. Convert it"),
+    ({"x": [1]}, r"TypeError: add_rms_norm: x must be a tensor, got list"),
+    ({"x": X[0, 0]}, r"x must have shape \(\.\.\., E\), got \(\)"),
+    ({"x": X.long()}, r"TypeError: x must be float32, float16 or bfloat16, got torch\.int64\. Convert it"),
     (
         {"x": X.double(), "residual": X.double(), "weight": W.double()},
-        TypeError,
-        r"for the kernels, got torch\.float64\. Pass backend='reference'",
+        r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'",
     ),
-    ({"residual": X[:1]}, ValueError, r"residual must have shape \(2, 4\) like x, got \(1, 4\)"),
-    ({"residual": X.half()}, TypeError, r"residual must be torch\.float32 like the others, got torch\.float16"),
-    ({"residual": X.to("meta")}, ValueError, r"residual must be on cpu, got meta\. Move it"),
-    ({"weight": W[:3]}, ValueError, r"weight must have shape \(4,\), got \(3,\)"),
-    ({"weight": X}, ValueError, r"weight must have shape \(4,\), got \(2, 4\)"),
+    ({"residual": X[:1]}, r"residual must have shape \(2, 4\) like x, got \(1, 4\)"),
+    ({"residual": X.half()}, r"TypeError: residual must be torch\.float32 like the others, got torch\.float16"),
+    ({"residual": X.to("meta")}, r"residual must be on cpu, got meta\. Move it"),
+    ({"weight": W[:3]}, r"weight must have shape \(4,\), got \(3,\)"),
+    ({"weight": X}, r"weight must have shape \(4,\), got \(2, 4\)"),
     (
         {"next_weight": W.bfloat16()},
-        TypeError,
-        r"next_weight must be torch\.float32 like the others, got torch\.bfloat16",
+        r"TypeError: next_weight must be torch\.float32 like the others, got torch\.bfloat16",
     ),
-    ({"weight": None}, ValueError, r"weight must be given without a residual and a next_weight, got None"),
+    ({"weight": None}, r"weight must be given without a residual and a next_weight, got None"),
     (
         {"weight": None, "residual": None, "next_weight": W},
-        ValueError,
         r"weight must be given without a residual and a next_weight, got None",
     ),
-    ({"eps": -1.0}, ValueError, r"eps must be at least 0, got -1\.0"),
-    ({"eps": "small"}, TypeError, r"eps must be a number, got str"),
+    ({"eps": -1.0}, r"eps must be at least 0, got -1\.0"),
+    ({"eps": "small"}, r"TypeError: eps must be a number, got str"),
     (
         {"backend": "triton"},
-        NotImplementedError,
-        r"backend must be one of auto, native, reference on cpu, got 'triton'",
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
     ),
     (
         {"weight": W.clone().requires_grad_()},
-        NotImplementedError,
-        r"weight must not require a gradient, got a tensor that does\. Call it under torch\.no_grad",
+        r"NotImplementedError: weight must not require a gradient, got a tensor that does\. Call it under torch\.no_grad",
     ),
 ]
 
 
-@pytest.mark.parametrize("call, kind, text", NORMS)
-def test_bad_norms(call: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as error:
+@pytest.mark.parametrize("call, text", NORMS)
+def test_bad_norms(call: dict[str, object], text: str) -> None:
+    with refused(text) as error:
         pd.add_rms_norm(**{"x": X, "residual": X, "weight": W, **call})
     assert str(error.value).startswith("pdkernels.")
 
 
 @pytest.mark.parametrize(
-    "x, kind, text",
+    "x, text",
     [
-        (3.0, TypeError, r"silu_and_mul: x must be a tensor, got float"),
-        (X[0, 0], ValueError, r"x must have shape \(\.\.\., 2F\), got \(\)"),
-        (X[:, :3], ValueError, r"x must have shape \(\.\.\., 2F\), got \(2, 3\)"),
-        (X.int(), TypeError, r"x must be float32, float16 or bfloat16, got torch\.int32"),
-        (X.double(), TypeError, r"got torch\.float64\. Pass backend='reference'"),
-        (X.clone().requires_grad_(), NotImplementedError, r"silu_and_mul: x must not require a gradient"),
+        (3.0, r"TypeError: silu_and_mul: x must be a tensor, got float"),
+        (X[0, 0], r"x must have shape \(\.\.\., 2F\), got \(\)"),
+        (X[:, :3], r"x must have shape \(\.\.\., 2F\), got \(2, 3\)"),
+        (X.int(), r"TypeError: x must be float32, float16 or bfloat16, got torch\.int32"),
+        (X.double(), r"TypeError: got torch\.float64\. Pass backend='reference'"),
+        (X.clone().requires_grad_(), r"NotImplementedError: silu_and_mul: x must not require a gradient"),
     ],
 )
-def test_bad_gate(x: object, kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text) as error:
+def test_bad_gate(x: object, text: str) -> None:
+    with refused(text) as error:
         pd.silu_and_mul(x)
     assert str(error.value).startswith("pdkernels.")
 

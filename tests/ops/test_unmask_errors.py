@@ -8,103 +8,86 @@ import torch
 import pdkernels as pd
 from pdkernels.ops import _library
 from tests.ops.unmask_cases import MASK, Case, expected, run
+from tests.support.errors import refused
 
 T, IDS, C = torch.full((2, 4), MASK), torch.full((2, 4), 3), torch.rand(2, 4)
 P = torch.tensor([[0, 1, 2, 3], [3, 2, -1, 0]])
 SEGMENTS = torch.tensor([[[0, 1], [2, 4]]] * 2)
 
 BAD = [
-    ({"tokens": [1]}, TypeError, "unmask_: tokens must be an int32 or int64 tensor, got list"),
-    ({"tokens": T[0]}, ValueError, r"tokens must have shape \(any, any\), got \(4,\)"),
-    ({"tokens": T.float()}, TypeError, "tokens must be an int32 or int64 tensor, got torch.float32"),
-    ({"ids": IDS[:1]}, ValueError, r"ids must have shape \(2, any\), got \(1, 4\)"),
-    ({"ids": IDS.int()}, TypeError, "ids must be torch.int64 like tokens, got torch.int32"),
-    ({"ids": IDS.to("meta")}, ValueError, "ids must be on cpu, got meta"),
+    ({"tokens": [1]}, "TypeError: unmask_: tokens must be an int32 or int64 tensor, got list"),
+    ({"tokens": T[0]}, r"tokens must have shape \(any, any\), got \(4,\)"),
+    ({"tokens": T.float()}, "TypeError: tokens must be an int32 or int64 tensor, got torch.float32"),
+    ({"ids": IDS[:1]}, r"ids must have shape \(2, any\), got \(1, 4\)"),
+    ({"ids": IDS.int()}, "TypeError: ids must be torch.int64 like tokens, got torch.int32"),
+    ({"ids": IDS.to("meta")}, "ids must be on cpu, got meta"),
     (
         {"ids": IDS[:, :3], "confidence": C[:, :3]},
-        ValueError,
         "positions must be given for 3 candidates of 4 tokens, got None. Without them",
     ),
-    ({"positions": P[:, :3]}, ValueError, r"positions must have shape \(2, 4\), got \(2, 3\)"),
-    ({"positions": P.float()}, TypeError, "positions must be an int32 or int64 tensor, got torch.float32"),
-    (
-        {"positions": P - 1},
-        ValueError,
-        r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate",
-    ),
-    ({"positions": P + 1}, ValueError, r"positions must be in \[-1, 3\], got 4 for sequence 0"),
+    ({"positions": P[:, :3]}, r"positions must have shape \(2, 4\), got \(2, 3\)"),
+    ({"positions": P.float()}, "TypeError: positions must be an int32 or int64 tensor, got torch.float32"),
+    ({"positions": P - 1}, r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate"),
+    ({"positions": P + 1}, r"positions must be in \[-1, 3\], got 4 for sequence 0"),
     (
         {"positions": P.clamp(min=0)},
-        ValueError,
         "positions must be distinct in a sequence, got 0 twice for sequence 1. A token takes",
     ),
-    ({"confidence": 0.5}, TypeError, "confidence must be a tensor, got float"),
-    ({"confidence": C.half()}, TypeError, r"confidence must be float32, got torch.float16. Convert it with .float\(\)"),
+    ({"confidence": 0.5}, "TypeError: confidence must be a tensor, got float"),
+    ({"confidence": C.half()}, r"TypeError: confidence must be float32, got torch.float16. Convert it with .float\(\)"),
     (
         {"confidence": C.double()},
-        TypeError,
-        "confidence must be float32 for the kernels, got torch.float64. Convert it",
+        "TypeError: confidence must be float32 for the kernels, got torch.float64. Convert it",
     ),
-    ({"confidence": C[:, :3]}, ValueError, r"confidence must have shape \(2, 4\) like ids, got \(2, 3\)"),
-    ({"confidence": C.to("meta")}, ValueError, r"confidence must be on cpu, got meta. Move it with .to\('cpu'\)"),
-    ({"windows": SEGMENTS[0, 0]}, ValueError, r"windows must have shape \(2, 2\), got \(2,\)"),
-    ({"windows": SEGMENTS[:1]}, ValueError, r"windows must have shape \(2, any, 2\), got \(1, 2, 2\)"),
-    ({"windows": (0, 4)}, TypeError, "windows must be an int32 or int64 tensor, got tuple"),
+    ({"confidence": C[:, :3]}, r"confidence must have shape \(2, 4\) like ids, got \(2, 3\)"),
+    ({"confidence": C.to("meta")}, r"confidence must be on cpu, got meta. Move it with .to\('cpu'\)"),
+    ({"windows": SEGMENTS[0, 0]}, r"windows must have shape \(2, 2\), got \(2,\)"),
+    ({"windows": SEGMENTS[:1]}, r"windows must have shape \(2, any, 2\), got \(1, 2, 2\)"),
+    ({"windows": (0, 4)}, "TypeError: windows must be an int32 or int64 tensor, got tuple"),
     (
         {"windows": SEGMENTS[:, 1] + 1},
-        ValueError,
         r"windows must lie in \[0, 4\] and not end before they start, got \[3, 5\] for sequence 0. A window is",
     ),
     (
         {"windows": SEGMENTS - 1},
-        ValueError,
         r"windows must lie in \[0, 4\] and not end before they start, got \[-1, 0\] for sequence 0",
     ),
-    (
-        {"windows": SEGMENTS.flip(2)},
-        ValueError,
-        r"windows must lie in \[0, 4\] and not end before they start, got \[1, 0\]",
-    ),
+    ({"windows": SEGMENTS.flip(2)}, r"windows must lie in \[0, 4\] and not end before they start, got \[1, 0\]"),
     (
         {"windows": torch.tensor([[[0, 2], [2, 4]], [[1, 3], [2, 4]]])},
-        ValueError,
         r"windows must not overlap, got \[1, 3\] and \[2, 4\] for sequence 1",
     ),
-    ({"quota": -1}, ValueError, "quota must not be negative, got -1"),
-    ({"quota": 1.5}, TypeError, "quota must be an int or a tensor, got float"),
-    ({"quota": torch.tensor([1, -2])}, ValueError, "quota must not be negative, got -2 for sequence 1"),
-    ({"quota": torch.tensor([1])}, ValueError, r"quota must have shape \(2\), got \(1,\)"),
-    ({"quota": torch.tensor([1, 2]), "windows": SEGMENTS}, ValueError, r"quota must have shape \(2, 2\), got \(2,\)"),
-    ({"quota": torch.tensor([0.5, 0.5])}, TypeError, "quota must be an int32 or int64 tensor, got torch.float32"),
-    ({"need": -1}, ValueError, "need must not be negative, got -1"),
-    ({"need": torch.tensor([-3, 0])}, ValueError, "need must not be negative, got -3 for sequence 0"),
-    (
-        {"threshold": 0.5, "factor": 1.0},
-        ValueError,
-        "threshold must be None where a factor is given, got 0.5. They are two rules",
-    ),
-    ({"threshold": float("nan")}, ValueError, "threshold must be a number, got nan"),
-    ({"factor": -1.0}, ValueError, "factor must be finite and not negative, got -1.0"),
-    ({"factor": float("inf")}, ValueError, "factor must be finite and not negative, got inf"),
-    ({"strict": True}, ValueError, "strict must come with a threshold, got True"),
-    ({"threshold": "high"}, TypeError, "threshold must be a number, got str"),
-    ({"factor": "high"}, TypeError, "factor must be a number, got str"),
-    ({"mask_token": 0.0}, TypeError, "mask_token must be an int, got float"),
-    ({"step": 1.0}, TypeError, "step must be an int or a tensor, got float"),
-    ({"seed": "x"}, TypeError, "unmask_: seed must be an int, got str"),
-    ({"seed": 0.5}, TypeError, "unmask_: seed must be an int, got float"),
-    ({"mask_token": -1}, ValueError, "mask_token must not be negative, got -1"),
-    ({"step": -1}, ValueError, r"step must be in \[0, 2\*\*32\), got -1"),
-    ({"step": 2**32}, ValueError, r"step must be in \[0, 2\*\*32\), got 4294967296"),
-    ({"step": torch.tensor(1)}, ValueError, r"step must have shape \(2\), got \(\)"),
-    ({"backend": "triton"}, NotImplementedError, "backend must be one of auto, native, reference on cpu, got 'triton'"),
+    ({"quota": -1}, "quota must not be negative, got -1"),
+    ({"quota": 1.5}, "TypeError: quota must be an int or a tensor, got float"),
+    ({"quota": torch.tensor([1, -2])}, "quota must not be negative, got -2 for sequence 1"),
+    ({"quota": torch.tensor([1])}, r"quota must have shape \(2\), got \(1,\)"),
+    ({"quota": torch.tensor([1, 2]), "windows": SEGMENTS}, r"quota must have shape \(2, 2\), got \(2,\)"),
+    ({"quota": torch.tensor([0.5, 0.5])}, "TypeError: quota must be an int32 or int64 tensor, got torch.float32"),
+    ({"need": -1}, "need must not be negative, got -1"),
+    ({"need": torch.tensor([-3, 0])}, "need must not be negative, got -3 for sequence 0"),
+    ({"threshold": 0.5, "factor": 1.0}, "threshold must be None where a factor is given, got 0.5. They are two rules"),
+    ({"threshold": float("nan")}, "threshold must be a number, got nan"),
+    ({"factor": -1.0}, "factor must be finite and not negative, got -1.0"),
+    ({"factor": float("inf")}, "factor must be finite and not negative, got inf"),
+    ({"strict": True}, "strict must come with a threshold, got True"),
+    ({"threshold": "high"}, "TypeError: threshold must be a number, got str"),
+    ({"factor": "high"}, "TypeError: factor must be a number, got str"),
+    ({"mask_token": 0.0}, "TypeError: mask_token must be an int, got float"),
+    ({"step": 1.0}, "TypeError: step must be an int or a tensor, got float"),
+    ({"seed": "x"}, "TypeError: unmask_: seed must be an int, got str"),
+    ({"seed": 0.5}, "TypeError: unmask_: seed must be an int, got float"),
+    ({"mask_token": -1}, "mask_token must not be negative, got -1"),
+    ({"step": -1}, r"step must be in \[0, 2\*\*32\), got -1"),
+    ({"step": 2**32}, r"step must be in \[0, 2\*\*32\), got 4294967296"),
+    ({"step": torch.tensor(1)}, r"step must have shape \(2\), got \(\)"),
+    ({"backend": "triton"}, "NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'"),
 ]
 
 
-@pytest.mark.parametrize("call, kind, text", BAD)
-def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
+@pytest.mark.parametrize("call, text", BAD)
+def test_bad_call(call: dict[str, object], text: str) -> None:
     tokens = T.clone()
-    with pytest.raises(kind, match=text):
+    with refused(text):
         pd.unmask_(**{"tokens": tokens, "ids": IDS, "confidence": C, "mask_token": MASK, **call})
     assert torch.equal(tokens, T)
 

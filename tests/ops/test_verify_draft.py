@@ -14,6 +14,7 @@ import pdkernels as pd
 from pdkernels.ops import _library
 from pdkernels.reference.verify_draft import verify_draft as reference
 from tests.ops.implementations import NAMES, implementation
+from tests.support.errors import refused
 
 
 def arguments(
@@ -111,11 +112,7 @@ def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
     ],
 )
 def test_hand_made(impl, draft, predictions, end, accepted, next_token, ended) -> None:
-    call = {
-        "draft": torch.tensor([draft]),
-        "predictions": torch.tensor([predictions]),
-        "end_tokens": torch.tensor([end]),
-    }
+    call = dict(draft=torch.tensor([draft]), predictions=torch.tensor([predictions]), end_tokens=torch.tensor([end]))
     verdict = check_equal(impl, call)
     assert (verdict.accepted.item(), verdict.next_token.item(), verdict.ended.item()) == (accepted, next_token, ended)
 
@@ -217,46 +214,35 @@ D, P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64
 
 
 @pytest.mark.parametrize(
-    "call, kind, text",
+    "call, text",
     [
-        ({"draft": [1]}, TypeError, "verify_draft: draft must be a tensor, got list"),
-        (
-            {"draft": D[0]},
-            ValueError,
-            r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)",
-        ),
-        ({"draft": D.float()}, TypeError, "draft must be an int32 or int64 tensor, got torch.float32"),
-        ({"predictions": P[:, :3]}, ValueError, r"predictions must have shape \(2, 4\), got \(2, 3\)"),
-        ({"predictions": P.half()}, TypeError, "predictions must be an int32 or int64 tensor"),
-        ({"predictions": P.to("meta")}, ValueError, "predictions must be on cpu, got meta"),
-        ({"draft_lengths": torch.tensor([4])}, ValueError, r"draft_lengths must have shape \(2\), got \(1,\)"),
+        ({"draft": [1]}, "TypeError: verify_draft: draft must be a tensor, got list"),
+        ({"draft": D[0]}, r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)"),
+        ({"draft": D.float()}, "TypeError: draft must be an int32 or int64 tensor, got torch.float32"),
+        ({"predictions": P[:, :3]}, r"predictions must have shape \(2, 4\), got \(2, 3\)"),
+        ({"predictions": P.half()}, "TypeError: predictions must be an int32 or int64 tensor"),
+        ({"predictions": P.to("meta")}, "predictions must be on cpu, got meta"),
+        ({"draft_lengths": torch.tensor([4])}, r"draft_lengths must have shape \(2\), got \(1,\)"),
         (
             {"draft_lengths": torch.tensor([4, 5])},
-            ValueError,
             r"draft_lengths must be in \[0, 4\], got 5 for sequence 1\. A length counts",
         ),
-        (
-            {"draft_lengths": torch.tensor([-1, 4])},
-            ValueError,
-            r"draft_lengths must be in \[0, 4\], got -1 for sequence 0",
-        ),
-        ({"end_tokens": 7}, TypeError, "end_tokens must be an int32 or int64 tensor, got int"),
-        ({"end_tokens": D}, ValueError, r"end_tokens must have shape \(any\), got \(2, 4\)"),
-        ({"refill": D[:, :2]}, ValueError, r"refill must have shape \(2, 4\), got \(2, 2\)"),
+        ({"draft_lengths": torch.tensor([-1, 4])}, r"draft_lengths must be in \[0, 4\], got -1 for sequence 0"),
+        ({"end_tokens": 7}, "TypeError: end_tokens must be an int32 or int64 tensor, got int"),
+        ({"end_tokens": D}, r"end_tokens must have shape \(any\), got \(2, 4\)"),
+        ({"refill": D[:, :2]}, r"refill must have shape \(2, 4\), got \(2, 2\)"),
         (
             {"draft": D.view(2, 4, 1)[:, :0], "predictions": P.view(2, 4, 1)[:, :0]},
-            ValueError,
             "draft must have at least one candidate",
         ),
         (
             {"backend": "triton"},
-            NotImplementedError,
-            "backend must be one of auto, native, reference on cpu, got 'triton'",
+            "NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
         ),
     ],
 )
-def test_bad_call(call: dict[str, object], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
+def test_bad_call(call: dict[str, object], text: str) -> None:
+    with refused(text):
         pd.verify_draft(**{"draft": D, "predictions": P, **call})
 
 

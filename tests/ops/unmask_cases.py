@@ -79,11 +79,9 @@ def make_case(
             odd = torch.tensor([math.nan, math.inf, -math.inf, 0.0, -0.0, -1.5, 1e-42])
             confidence = odd[integers(0, len(odd), batch, candidates)]
     index = rng.choice([torch.int32, torch.int64])
-    options: dict[str, Any] = {
-        "mask_token": MASK,
-        "seed": rng.randint(-(2**63), 2**63 - 1),
-        "step": rng.randint(0, 2**32 - 1),
-    }
+    options: dict[str, Any] = dict(
+        mask_token=MASK, seed=rng.randint(-(2**63), 2**63 - 1), step=rng.randint(0, 2**32 - 1)
+    )
     if rng.random() < 0.5:
         options["step"] = integers(0, 1000, batch).to(index)
     if placed:

@@ -19,7 +19,7 @@ from pdkernels.reference.llada import llada
 from pdkernels.reference.masked_model import MaskedTransformerReference, random_weights
 from pdkernels.reference.masked_sampling import Canvas, Guesses, MaskedResult
 from pdkernels.reference.slowfast import slowfast
-from tests.reference.masked_models import MASK, ScriptedMasked, fixed, moody, word
+from tests.support.masked import MASK, ScriptedMasked, fixed, moody, word
 
 OWN = MaskedTransformerReference(random_weights("llada", seed=1), heads=4, names="llada")
 NEXT = MaskedTransformerReference(random_weights("qwen2", seed=1), heads=4, names="qwen2")

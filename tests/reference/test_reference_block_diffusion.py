@@ -11,8 +11,8 @@ from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import DenoiseStep, block_diffusion, confident, most_confident, quotas, settled
 from pdkernels.reference.sampling import sampled_autoregressive, uniforms
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY
-from tests.reference.tri_mode import MASK, SKILLS, Call, ScriptedTriMode, Table, TinyTransformer, never, patchy
+from tests.support.causal import SCRIPTS, VOCABULARY
+from tests.support.tri_mode import MASK, SKILLS, Call, ScriptedTriMode, Table, TinyTransformer, never, patchy
 
 token = st.integers(0, MASK - 1)
 refreshes = st.sampled_from(["causal", "bidirectional"])
@@ -42,13 +42,7 @@ class Scored(ScriptedTriMode):
     ends=st.lists(token, max_size=2),
 )
 def test_a_model_that_guesses_right_writes_what_it_would_autoregressively(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    threshold: float | None,
-    steps: int | None,
-    ends: list[int],
+    script, prompt, limit, block_size, threshold, steps, ends
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)

@@ -14,17 +14,7 @@ from hypothesis import strategies as st
 from pdkernels.reference import masked_sampling as shared
 from pdkernels.reference.dream import dream, time_quota
 from pdkernels.reference.sampling import uniforms
-from tests.reference.masked_models import (
-    MASK,
-    VOCABULARY,
-    ScriptedMasked,
-    Tabled,
-    chance,
-    fixed,
-    moody,
-    spreading,
-    word,
-)
+from tests.support.masked import MASK, ScriptedMasked, Tabled, chance, fixed, moody, spreading, word
 
 PROMPT = [3, 1]
 
@@ -51,7 +41,7 @@ def test_as_many_steps_as_tokens_begin_with_none_and_end_with_two() -> None:
     steps=st.one_of(st.none(), st.integers(1, 14)),
     algorithm=st.sampled_from(["origin", "maskgit_plus", "topk_margin", "entropy"]),
     eps=st.sampled_from([1e-3, 0.1737]),
-    ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=2),
 )
 def test_what_holds_for_every_run(
     rule: object, predicts: str, limit: int, steps: int | None, algorithm: str, eps: float, ends: list[int]

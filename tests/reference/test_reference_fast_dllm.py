@@ -11,7 +11,7 @@ from pdkernels.reference.fast_dllm import fast_dllm
 from pdkernels.reference.llada import llada
 from pdkernels.reference.masked_model import MaskedTransformerReference, random_weights
 from pdkernels.reference.masked_sampling import MaskedStep
-from tests.reference.masked_models import MASK, ScriptedMasked, fixed, moody, spreading, word
+from tests.support.masked import MASK, ScriptedMasked, fixed, moody, spreading, word
 
 MODELS = {
     "own": MaskedTransformerReference(random_weights("llada", seed=2), heads=4, names="llada"),

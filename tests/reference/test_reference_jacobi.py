@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import JacobiStep, accepted_length, filler_words, fillers, jacobi, jacobi_window
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
 
 token = st.integers(0, VOCABULARY - 1)
 

@@ -23,8 +23,8 @@ from pdkernels.reference.jacobi_multiblock import (
     jacobi_multiblock_published,
     recycled,
 )
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, from_list
-from tests.reference.tri_mode import MASK, ScriptedTriMode, Table, TinyTransformer, assert_clean_rows_see_no_noise
+from tests.support.causal import SCRIPTS, VOCABULARY, from_list
+from tests.support.tri_mode import MASK, ScriptedTriMode, Table, TinyTransformer, assert_clean_rows_see_no_noise
 
 token = st.integers(0, VOCABULARY - 1)
 PAD = VOCABULARY - 1
@@ -67,16 +67,7 @@ def assert_sound(result: JacobiMultiblockResult, rows: int, pseudo: int) -> None
     seed=st.integers(0, 2**64 - 1),
 )
 def test_equals_greedy(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    blocks: int,
-    spawn_ratio: float,
-    pool_size: int,
-    verification_size: int,
-    ends: list[int],
-    seed: int,
+    script, prompt, limit, block_size, blocks, spawn_ratio, pool_size, verification_size, ends, seed
 ) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
@@ -115,17 +106,7 @@ def test_equals_greedy(
     ends=st.lists(token, max_size=2),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_published_equals_greedy(
-    script: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    blocks: int,
-    spawn_ratio: float,
-    pool_size: int,
-    ends: list[int],
-    seed: int,
-) -> None:
+def test_published_equals_greedy(script, prompt, limit, block_size, blocks, spawn_ratio, pool_size, ends, seed) -> None:
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()

@@ -14,9 +14,10 @@ from pdkernels.reference import masks
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import LinearStep, linear_self_speculation, verdicts
 from pdkernels.reference.sampling import draw, sampled_autoregressive, uniforms
-from tests.decoding.fake_models import SCRIPTS, from_list
 from tests.harness.error_budget import assert_within_budget
-from tests.reference.tri_mode import (
+from tests.support.base import follows, sequence_distribution
+from tests.support.causal import SCRIPTS, from_list
+from tests.support.tri_mode import (
     MASK,
     SKILLS,
     ScriptedTriMode,
@@ -24,10 +25,8 @@ from tests.reference.tri_mode import (
     TinyTransformer,
     always,
     assert_clean_rows_see_no_noise,
-    follows,
     never,
     patchy,
-    sequence_distribution,
 )
 
 token = st.integers(0, MASK - 1)
@@ -44,16 +43,7 @@ seeds = st.integers(0, 2**64 - 1)
     ends=st.lists(token, max_size=2),
     verification=st.sampled_from(["compare", "rejection"]),
 )
-def test_greedy_equals_autoregressive(
-    script: str,
-    skill: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    threshold: float,
-    ends: list[int],
-    verification: str,
-) -> None:
+def test_greedy_equals_autoregressive(script, skill, prompt, limit, block_size, threshold, ends, verification) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill])
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)
     model.calls.clear()

@@ -13,17 +13,7 @@ from pdkernels.reference import masked_sampling as shared
 from pdkernels.reference.llada import llada
 from pdkernels.reference.masked_sampling import Canvas, MaskedStep
 from pdkernels.reference.sampling import uniforms
-from tests.reference.masked_models import (
-    MASK,
-    VOCABULARY,
-    ScriptedMasked,
-    Tabled,
-    chance,
-    fixed,
-    moody,
-    spreading,
-    word,
-)
+from tests.support.masked import MASK, ScriptedMasked, Tabled, chance, fixed, moody, spreading, word
 
 PROMPT = [3]
 RULES = {"fixed": fixed([0.3, 0.9, 0.5, 0.9, 0.7]), "spreading": spreading, "moody": moody}
@@ -99,7 +89,7 @@ def test_what_holds_for_every_run(
     windows = shared.blocks(Canvas(PROMPT, limit, MASK), block_size)
     per_block = data.draw(st.one_of(st.none(), st.integers(1, 6)))
     steps = None if per_block is None or not windows else per_block * len(windows)
-    ends = data.draw(st.lists(st.integers(0, VOCABULARY - 1), max_size=2))
+    ends = data.draw(st.lists(st.integers(0, MASK - 1), max_size=2))
     remasking = data.draw(st.sampled_from(["low_confidence", "random"]))
     run = lambda ends: llada(  # noqa: E731
         model, PROMPT, limit, mask_token=MASK, block_size=block_size, steps=steps, remasking=remasking, end_tokens=ends

@@ -18,19 +18,18 @@ from pdkernels.reference.quadratic_self_speculation import (
     verifier,
 )
 from pdkernels.reference.sampling import causal_logits, distribution, sampled_autoregressive
-from tests.decoding.fake_models import SCRIPTS, from_list
 from tests.harness.error_budget import assert_within_budget
-from tests.reference.tri_mode import (
+from tests.support.base import follows, sequence_distribution
+from tests.support.causal import SCRIPTS, from_list
+from tests.support.tri_mode import (
     MASK,
     SKILLS,
     ScriptedTriMode,
     Table,
     TinyTransformer,
     assert_clean_rows_see_no_noise,
-    follows,
     never,
     patchy,
-    sequence_distribution,
 )
 
 token = st.integers(0, MASK - 1)
@@ -50,16 +49,7 @@ token = st.integers(0, MASK - 1)
     ends=st.lists(token, max_size=2),
 )
 def test_greedy_equals_autoregressive(
-    script: str,
-    skill: str,
-    prompt: list[int],
-    limit: int,
-    block_size: int,
-    more: int,
-    label_shift: int,
-    in_group: str,
-    layout: str,
-    ends: list[int],
+    script, skill, prompt, limit, block_size, more, label_shift, in_group, layout, ends
 ) -> None:
     model = ScriptedTriMode(SCRIPTS[script], SKILLS[skill], label_shift)
     greedy = autoregressive(model, prompt, limit, end_tokens=ends)

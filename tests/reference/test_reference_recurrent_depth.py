@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, RecurrentPast, random_weights
 from pdkernels.reference.recurrent_sampling import forward, refine, rows
-from tests.reference.recurrent_models import HIDDEN, init, tiny
+from tests.support.recurrent import WIDE, init, tiny
 
 
 def close(a: Tensor, b: Tensor) -> bool:
@@ -36,7 +36,7 @@ def logits_by_hand(model: RecurrentDepthReference, tokens: list[int], recurrence
         values: list[list[Tensor]] = [[] for _ in range(heads)]
         out = []
         for position, x in enumerate(xs):
-            q, k, v = (w[f"transformer.{name}.attn.Wqkv.weight"] @ norm(x, f"{name}.norm_1")).split(HIDDEN)
+            q, k, v = (w[f"transformer.{name}.attn.Wqkv.weight"] @ norm(x, f"{name}.norm_1")).split(WIDE)
             mixed = []
             for h in range(heads):
                 part = slice(h * head_dim, (h + 1) * head_dim)
@@ -53,11 +53,11 @@ def logits_by_hand(model: RecurrentDepthReference, tokens: list[int], recurrence
             out.append(norm(mlp + y, f"{name}.norm_4"))
         return out
 
-    e = layer("prelude.0", [w["transformer.wte.weight"][t] * HIDDEN**0.5 for t in tokens])
+    e = layer("prelude.0", [w["transformer.wte.weight"][t] * WIDE**0.5 for t in tokens])
     states = list(init(0, torch.arange(len(tokens))))
     for _ in range(recurrences):
         adapter = w["transformer.adapter.weight"]
-        states = [adapter[:, :HIDDEN] @ z + adapter[:, HIDDEN:] @ x for z, x in zip(states, e)]
+        states = [adapter[:, :WIDE] @ z + adapter[:, WIDE:] @ x for z, x in zip(states, e)]
         states = layer("core_block.1", layer("core_block.0", states))
     xs = layer("coda.0", [norm(z, "ln_f") for z in states])
     return torch.stack([w["transformer.wte.weight"] @ norm(x, "ln_f") for x in xs])

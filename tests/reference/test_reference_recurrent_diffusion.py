@@ -18,8 +18,8 @@ from pdkernels.reference.recurrent_adaptive import recurrent_adaptive
 from pdkernels.reference.recurrent_diffusion import leading, noise_level, recurrent_diffusion
 from pdkernels.reference.recurrent_sampling import choose, forward, position_states, rows
 from pdkernels.reference.recurrent_static import recurrent_static
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, Script
-from tests.reference.recurrent_models import HIDDEN, Scripted, init, tiny, zeros
+from tests.support.causal import SCRIPTS, VOCABULARY, Script
+from tests.support.recurrent import WIDE, Scripted, init, tiny, zeros
 
 PROMPT = [3, 1, 4]
 token = st.integers(0, 12)
@@ -224,13 +224,7 @@ def test_acceleration_needs_three_steps() -> None:
 def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
     seed: int, short: int, more: int, cap: int, inner: int
 ) -> None:
-    options: dict[str, Any] = {
-        "init": init,
-        "recurrences": 4,
-        "inner_recurrence": inner,
-        "max_wavefront": cap,
-        "threshold": 0.3,
-    }
+    options: dict[str, Any] = dict(init=init, recurrences=4, inner_recurrence=inner, max_wavefront=cap, threshold=0.3)
     options |= {"max_recurrences": 8, "temperature": 0.7, "seed": seed, "noise": 0.2}
     long = recurrent_diffusion(tiny(seed), PROMPT, short + more, **options)
     assert recurrent_diffusion(tiny(seed), PROMPT, short, **options).tokens == long.tokens[:short]
@@ -259,7 +253,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
         return norm(x, name)
 
     model._norm = capturing
-    start = position_states(HIDDEN, seed=seed)
+    start = position_states(WIDE, seed=seed)
     past = model.new_past()
     logits = forward(model, prompt, past, options["recurrences"], start)
     past.freeze(len(prompt))
@@ -296,7 +290,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
             options["momentum"],
             new_state=options["new_state"],
         )
-        z, blended = both[0, :, :HIDDEN], both[..., HIDDEN:]
+        z, blended = both[0, :, :WIDE], both[..., WIDE:]
         for _ in range(inner):
             z = model.core(z, blended[0], c, past)
         latent, twice = options["exit"].startswith("latent"), options["exit"] == "latent-acceleration"
@@ -370,7 +364,7 @@ def test_against_the_row_kernels_references(data: st.DataObject) -> None:
         "max_recurrences": 6,
     }
     model = tiny(seed, state_scale=draw(0.3, 1.0))
-    result = recurrent_diffusion(model, PROMPT, limit, init=position_states(HIDDEN, seed=seed), seed=seed, **options)
+    result = recurrent_diffusion(model, PROMPT, limit, init=position_states(WIDE, seed=seed), seed=seed, **options)
     steps = by_rows(model, PROMPT, limit, seed, **options)
     assert [step[:3] + step[4:] for step in steps] == [tuple(step[:3]) + tuple(step[4:]) for step in result.trace]
     for step, expected in zip(steps, result.trace):

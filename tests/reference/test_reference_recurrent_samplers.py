@@ -23,9 +23,9 @@ from pdkernels.reference.recurrent_adaptive import (
 from pdkernels.reference.recurrent_sampling import choose, filtered, forward, position_states, refine, rows
 from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation
 from pdkernels.reference.recurrent_static import recurrent_static
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY
-from tests.reference.recurrent_models import Scripted, init, tiny, zeros
-from tests.reference.tri_mode import follows
+from tests.support.base import follows
+from tests.support.causal import SCRIPTS, VOCABULARY
+from tests.support.recurrent import Scripted, init, tiny, zeros
 
 PROMPT = [3, 1, 4]
 
@@ -237,13 +237,7 @@ def test_adaptive_says_what_it_does_not_know() -> None:
 )
 @settings(max_examples=14)
 def test_self_speculation_writes_static_decodings_text(
-    seed: int,
-    limit: int,
-    block_size: int,
-    draft_recurrences: int,
-    temperature: float,
-    ends: list[int],
-    data: st.DataObject,
+    seed, limit, block_size, draft_recurrences, temperature, ends, data
 ) -> None:
     """With one recurrence for any model, with more for one that has converged: the first recurrence is its fixed point."""
     recurrences, state_scale = data.draw(st.sampled_from([(1, 1.0), (3, 0.0), (10, 0.1)]))

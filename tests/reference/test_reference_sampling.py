@@ -16,8 +16,9 @@ import pdkernels.reference
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.philox import random_words
 from pdkernels.reference.sampling import OWN, distribution, draw, sampled_autoregressive, uniforms, without
-from tests.decoding.fake_models import SCRIPTS
-from tests.reference.tri_mode import ScriptedTriMode, Table, follows, sequence_distribution
+from tests.support.base import follows, sequence_distribution
+from tests.support.causal import SCRIPTS
+from tests.support.tri_mode import ScriptedTriMode, Table
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(pdkernels.reference.__path__))
 

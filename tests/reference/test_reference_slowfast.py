@@ -15,7 +15,7 @@ from pdkernels.reference.fast_dllm import fast_dllm
 from pdkernels.reference.llada import llada
 from pdkernels.reference.masked_model import MaskedTransformerReference, random_weights
 from pdkernels.reference.slowfast import slowfast
-from tests.reference.masked_models import MASK, VOCABULARY, Rule, ScriptedMasked, fixed, moody, spreading, word
+from tests.support.masked import MASK, Rule, ScriptedMasked, fixed, moody, spreading, word
 
 RULES = {"fixed": fixed([0.3, 0.9, 0.5, 0.95, 0.7, 0.15]), "spreading": spreading, "moody": moody}
 rules = st.sampled_from(list(RULES.values()))
@@ -86,17 +86,7 @@ def retold(
     tau_high=st.sampled_from([0.6, 0.93, 2.0]),
     drop=st.booleans(),
 )
-def test_the_published_loop(
-    rule: Rule,
-    size: int,
-    blocks: int,
-    exploration: int,
-    window: int,
-    variance: float,
-    tau_min: float,
-    tau_high: float,
-    drop: bool,
-) -> None:
+def test_the_published_loop(rule, size, blocks, exploration, window, variance, tau_min, tau_high, drop) -> None:
     model = ScriptedMasked(rule)
     result = slowfast(
         model,
@@ -128,20 +118,9 @@ def test_the_published_loop(
     k_slow=st.integers(0, 2),
     k_fast=st.integers(1, 2),
     drop=st.booleans(),
-    ends=st.lists(st.integers(0, VOCABULARY - 1), max_size=2),
+    ends=st.lists(st.integers(0, MASK - 1), max_size=2),
 )
-def test_the_papers_loop(
-    rule: Rule,
-    cycle: str,
-    limit: int,
-    block_size: int | None,
-    exploration: int,
-    window: int,
-    k_slow: int,
-    k_fast: int,
-    drop: bool,
-    ends: list[int],
-) -> None:
+def test_the_papers_loop(rule, cycle, limit, block_size, exploration, window, k_slow, k_fast, drop, ends) -> None:
     model = ScriptedMasked(rule)
     run = lambda ends: slowfast(  # noqa: E731
         model,

@@ -15,6 +15,7 @@ from pdkernels.decoding import generate
 from pdkernels.models import Transformer, TransformerConfig
 from pdkernels.training import attach_drafter_, drafter_loss
 from tests.harness.error_budget import assert_within_budget
+from tests.support.errors import kind_of
 
 
 def distribution(row: list[float], support: list[int], temperature: float) -> dict[int, float]:
@@ -76,17 +77,7 @@ def close(actual: Tensor, expected: float) -> bool:
     ruled_out=st.sampled_from([0.0, 0.3]),
     data=st.data(),
 )
-def test_equations(
-    seed: int,
-    width: int,
-    vocab: int,
-    top_k: int,
-    temperature: float,
-    eta: float,
-    weight: float,
-    ruled_out: float,
-    data: st.DataObject,
-) -> None:
+def test_equations(seed, width, vocab, top_k, temperature, eta, weight, ruled_out, data) -> None:
     accepted = data.draw(st.lists(st.integers(-1, width), max_size=4))
     draft, verifier = draw(seed, len(accepted), width, vocab)
     for logits in (draft, verifier):
@@ -266,41 +257,31 @@ COUNTS = torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    "call, text",
     [
         (
             lambda: drafter_loss(ZEROS[0], ZEROS[0], COUNTS),
-            ValueError,
             "draft_logits must have shape (blocks, k, vocab), got (3, 5)",
         ),
-        (
-            lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS),
-            ValueError,
-            "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)",
-        ),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]), ValueError, "accepted must have shape (2,), got (1,)"),
+        (lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS), "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)"),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]), "accepted must have shape (2,), got (1,)"),
         (
             lambda: drafter_loss(ZEROS, ZEROS, COUNTS.float()),
-            TypeError,
-            "accepted must be int32 or int64, got torch.float32",
+            "TypeError: accepted must be int32 or int64, got torch.float32",
         ),
         (
             lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS),
-            TypeError,
-            "draft_logits must be floating, got torch.int64",
+            "TypeError: draft_logits must be floating, got torch.int64",
         ),
-        (
-            lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0),
-            ValueError,
-            "temperature must be positive, got 0.0",
-        ),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), ValueError, "top_k must be at least 1, got 0"),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), TypeError, "top_k must be an int, got float"),
-        (lambda: attach_drafter_(model(), 0), ValueError, "rank must be at least 1, got 0"),
-        (lambda: attach_drafter_(model(), 1.0), TypeError, "rank must be an int, got float"),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0), "temperature must be positive, got 0.0"),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), "top_k must be at least 1, got 0"),
+        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), "TypeError: top_k must be an int, got float"),
+        (lambda: attach_drafter_(model(), 0), "rank must be at least 1, got 0"),
+        (lambda: attach_drafter_(model(), 1.0), "TypeError: rank must be an int, got float"),
     ],
 )
-def test_errors(call: Any, error: type[Exception], text: str) -> None:
+def test_errors(call: Any, text: str) -> None:
+    error, text = kind_of(text)
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value) and str(caught.value).startswith("pdkernels.training.")

@@ -97,13 +97,7 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "a dense boolean mask 36,864" in " ".join(answer.output.split())
     assert picture.read_bytes().startswith(b"\x89PNG")
 
-    over = {
-        "dense_loss": 9.0,
-        "loss_budget": 0.5,
-        "gradient_error": 0.0,
-        "dense_gradient_error": 0.0,
-        "gradient_budget": 1.0,
-    }
+    over = dict(dense_loss=9.0, loss_budget=0.5, gradient_error=0.0, dense_gradient_error=0.0, gradient_budget=1.0)
     monkeypatch.setattr(example, "judge", lambda *outcomes: over)
     answer = CliRunner().invoke(app, [*arguments, "--layout", "dual-stream"])
     assert answer.exit_code == 1 and "dual-stream, step 0; dual-stream, step 1" in " ".join(answer.output.split())

@@ -22,7 +22,8 @@ from pdkernels.training import (
     noise_ratios,
     pack_noise_aware,
 )
-from tests.decoding.fake_models import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
+from tests.support.errors import kind_of
 
 PAD, NOISE = 99, 5000
 token = st.integers(0, VOCABULARY - 1)
@@ -210,55 +211,36 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    "call, text",
     [
-        (lambda: noise_ratios(0), ValueError, "noise_ratios: window must be at least 1, got 0"),
-        (lambda: noise_ratios(2.0), TypeError, "window must be an int, got float"),
-        (lambda: noise_ratios(2, "linear"), ValueError, "schedule must be 'code' or 'paper', got 'linear'"),
-        (
-            lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5),
-            ValueError,
-            "records must hold the fixed point",
-        ),
-        (
-            lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5),
-            ValueError,
-            "records must have shape (any, any)",
-        ),
-        (lambda: choose_record(torch.zeros(2, 3), 0.5), TypeError, "records must be an int32 or int64 tensor"),
-        (
-            lambda: noise_aware_sample(sample_of(1), 2, order="backwards"),
-            ValueError,
-            "order must be 'progressive', 'reverse' or",
-        ),
-        (
-            lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1),
-            ValueError,
-            "block_size must be at least 1",
-        ),
+        (lambda: noise_ratios(0), "noise_ratios: window must be at least 1, got 0"),
+        (lambda: noise_ratios(2.0), "TypeError: window must be an int, got float"),
+        (lambda: noise_ratios(2, "linear"), "schedule must be 'code' or 'paper', got 'linear'"),
+        (lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5), "records must hold the fixed point"),
+        (lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5), "records must have shape (any, any)"),
+        (lambda: choose_record(torch.zeros(2, 3), 0.5), "TypeError: records must be an int32 or int64 tensor"),
+        (lambda: noise_aware_sample(sample_of(1), 2, order="backwards"), "order must be 'progressive', 'reverse' or"),
+        (lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1), "block_size must be at least 1"),
         (
             lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0),
-            ValueError,
             "max_new_tokens must be at least 1",
         ),
         (
             lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1),
-            TypeError,
-            "block_size must be an int",
+            "TypeError: block_size must be an int",
         ),
         (
             lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1),
-            ValueError,
             "prompts must be a list of prompts",
         ),
         (
             lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1),
-            ValueError,
             "list of prompts, got one. Put it",
         ),
     ],
 )
-def test_errors(call: Any, error: type[Exception], text: str) -> None:
+def test_errors(call: Any, text: str) -> None:
+    error, text = kind_of(text)
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value) and str(caught.value).startswith("pdkernels.training.")

@@ -1,143 +1,18 @@
-"""Masked-diffusion models for tests, small random ones and scripted ones, and what all their decoders promise."""
+"""What all decoders of masked-diffusion models promise."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable
-from functools import cache
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import strategies as st
-from torch import Tensor
 
 from pdkernels.decoding import DecodeResult, generate
-from pdkernels.models.transformer import Transformer, TransformerConfig
-from tests.decoding.tri_mode import reads_of_the_device
-
-VOCABULARY, MASK = 13, 12
-
-# A batch. A mask token inside a prompt is part of it; a canvas of nothing else would have all its rows alike.
-prompt = st.tuples(st.integers(0, MASK - 1), st.lists(st.integers(0, MASK), max_size=5)).map(
-    lambda ids: [ids[0], *ids[1]]
-)
-prompts = st.lists(prompt, min_size=1, max_size=3)
-
-# What a scripted model thinks of every place of a text: the token and its probability.
-Script = Callable[[list[int]], list[tuple[int, float]]]
-
-
-@cache
-def small_masked(seed: int, predicts: Any = "own", head_dim: int = 8) -> Transformer:
-    """Random fp64 weights, large enough that tokens depend on the whole context; the last id is the mask."""
-    torch.manual_seed(seed)
-    config = TransformerConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        head_dim=head_dim,
-        intermediate_size=24,
-        attention="bidirectional",
-        predicts=predicts,
-    )
-    model = Transformer(config, mask_token=MASK).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.5)
-    return model.requires_grad_(False)
-
-
-class Plain:
-    """The interface of the reference samplers: a forward over everything, without a cache."""
-
-    def __init__(self, model: Any) -> None:
-        self.predicts = model.config.predicts
-        self._model = model
-
-    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        return self._model(tokens, positions=positions, mask=mask)
-
-
-class Scripted:
-    """A `Transformer` by what it says: rows that may not be read are poison, and every call is written down.
-
-    Attributes:
-        visible: of each forward, how many places each sequence showed.
-        head_rows: of each call of the head, how many rows it ran.
-    """
-
-    tokenizer = None
-
-    dtype = torch.float64
-
-    def __init__(self, script: Script, predicts: str = "own", end_tokens: tuple[int, ...] = ()) -> None:
-        self.script, self.end_tokens, self.mask_token = script, end_tokens, MASK
-        self.config = SimpleNamespace(vocab_size=VOCABULARY, attention="bidirectional", predicts=predicts)
-        self.device = torch.device("cpu")
-        self.visible: list[list[int]] = []
-        self.head_rows: list[int] = []
-
-    def new_cache(self, batch: int, capacity: int) -> Any:
-        return SimpleNamespace(batch=batch, capacity=capacity)
-
-    def rows(self, text: list[int]) -> Tensor:
-        """Logits ``(len(text), V)``: all that is not the guess is equally likely, the mask impossible."""
-        out = torch.full((len(text) + 1, VOCABULARY), torch.nan, dtype=self.dtype)
-        for place, (token, sure) in enumerate(self.script(text)):
-            out[place] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
-            out[place, token] = math.log(sure)
-            out[place, MASK] = -1e4
-        return out[1:] if self.config.predicts == "next" else out[:-1]
-
-    def recompute(
-        self,
-        tokens: Tensor,
-        cache: Any,
-        starts: Tensor,
-        *,
-        visible: Tensor,
-        slots: Tensor | None = None,
-        counts: Tensor | None = None,
-    ) -> Tensor:
-        batch, width = tokens.shape
-        assert (cache.batch, slots, starts.tolist()) == (batch, None, [0] * batch) and width <= cache.capacity
-        shown = visible.tolist()
-        assert (shown if counts is not None else [width] * batch) == shown
-        out = torch.full((batch, width, VOCABULARY), torch.nan, dtype=self.dtype)
-        for b, end in enumerate(shown):
-            out[b, :end] = self.rows(tokens[b, :end].tolist())
-        self.visible.append(shown)
-        return out
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        self.head_rows.append(hidden.shape[1])
-        return hidden
-
-    def __call__(self, tokens: Tensor, *, positions: Tensor, mask: Tensor) -> Tensor:
-        assert mask.all() and positions.tolist() == [list(range(tokens.shape[1]))]
-        return self.rows(tokens[0].tolist())[None]
-
-
-def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u) -> Script:
-    """Every token of the text counts; `sure` turns a number in 0 .. 1 into a probability."""
-
-    def script(text: list[int]) -> list[tuple[int, float]]:
-        state = seed + 7
-        for token in text:
-            state = (state * 31 + token + 1) % 1000003
-        said = []
-        for place in range(len(text)):
-            word = (state + 7919 * place) * 2654435761 % 2**32
-            said.append((word % MASK, sure((word >> 8) / 2**24)))
-        return said
-
-    return script
+from tests.support.base import reads_of_the_device
+from tests.support.errors import kind_of
+from tests.support.masked import MASK, Scripted, hashed, small_masked
 
 
 def assert_same(result: DecodeResult, expected: list[Any]) -> None:
@@ -153,6 +28,15 @@ def assert_same(result: DecodeResult, expected: list[Any]) -> None:
             assert step.confidence == pytest.approx(plain.confidence, rel=1e-9, abs=1e-12)
     if sum(forwards):
         assert stats.tokens_per_forward == stats.tokens / sum(forwards)
+
+
+def assert_same_or_waiting(result: DecodeResult, expected: list[Any], waits: bool) -> None:
+    """As `assert_same`; sequences that wait for others take more forwards together than any one of them."""
+    forwards, most = result.stats.forwards, max(one.forwards for one in expected)
+    if waits:
+        assert most <= forwards <= sum(one.forwards for one in expected)
+        result = replace(result, stats=replace(result.stats, forwards=most))
+    assert_same(result, expected)
 
 
 def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
@@ -213,12 +97,12 @@ def assert_streaming_gives_every_token_once(method: str, **options: Any) -> None
     assert heard == [tokens.tolist() for tokens in result.tokens] and parts > 2
 
 
-def assert_one_read_per_step(monkeypatch: pytest.MonkeyPatch, method: str, **options: Any) -> None:
+def assert_one_read_per_step(method: str, **options: Any) -> None:
     """And one more at the end, for the record."""
     options = {"max_new_tokens": 12, "end_tokens": (4,)} | options
     arguments = Scripted(hashed(2)), [[1, 2], [5]], method
     forwards = generate(*arguments, **options).stats.forwards
-    assert reads_of_the_device(monkeypatch, *arguments, **options) == forwards + 1
+    assert reads_of_the_device(*arguments, **options) == forwards + 1
 
 
 def assert_no_tokens_need_no_forward(method: str) -> None:
@@ -230,9 +114,10 @@ def assert_no_tokens_need_no_forward(method: str) -> None:
     assert [len(tokens) for tokens in one.tokens] == [1, 1] and one.stats.forwards >= 1
 
 
-def assert_errors(method: str, cases: list[tuple[dict[str, Any], type[Exception], str]]) -> None:
+def assert_errors(method: str, cases: list[tuple[dict[str, Any], str]]) -> None:
     """Messages begin with the method's name; options are checked even when no token is asked for."""
-    for options, error, text in cases:
+    for options, sentence in cases:
+        error, text = kind_of(sentence)
         for limit in (4, 0):
             if "number of blocks" in text and limit == 0:
                 continue

@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.masks import TilePlan
+from tests.support.base import CachedFake
 
 VOCABULARY = 23
-LAYERS = 2
 
 Script = Callable[[list[int]], int]
 
@@ -56,13 +55,9 @@ def mixed(history: list[int]) -> int:
     return (len(history) * len(history)) % VOCABULARY
 
 
-SCRIPTS: dict[str, Script] = {
-    "position": by_position,
-    "bigram": by_bigram,
-    "history": by_history,
-    "sticky": sticky,
-    "mixed": mixed,
-}
+SCRIPTS: dict[str, Script] = dict(
+    position=by_position, bigram=by_bigram, history=by_history, sticky=sticky, mixed=mixed
+)
 
 
 def from_list(tokens: list[int], prompt_length: int) -> Script:
@@ -76,8 +71,10 @@ def from_list(tokens: list[int], prompt_length: int) -> Script:
 
 
 @dataclass
-class FakeModel:
+class FakeModel(CachedFake):
     """`ties` gives every logit row a second maximum at a higher id, which a decoder must not take."""
+
+    LAYERS = 2
 
     script: Script
     ties: bool = False
@@ -85,15 +82,6 @@ class FakeModel:
     tokenizer: Any = None
     config: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(vocab_size=VOCABULARY))
     rows_seen: list[int] = field(default_factory=list)  # logit rows per forward
-    cache: Any = None  # the last one made
-
-    def new_cache(self, batch: int, capacity: int, *, kind: str = "contiguous", page_size: int = 16) -> Any:
-        if kind == "contiguous":
-            self.cache = ContiguousKVCache(LAYERS, batch, capacity, 1, 1)
-        else:
-            pages = -(-capacity // page_size)
-            self.cache = PagedKVCache(LAYERS, batch, batch * pages, page_size, 1, 1, max_pages_per_sequence=pages)
-        return self.cache
 
     def logits(self, ids: list[int], first: int) -> torch.Tensor:
         """Rows ``(len(ids) - first, vocabulary)``: what follows ``ids[: first + 1]``, ``ids[: first + 2]``, ..."""
@@ -140,13 +128,13 @@ class FakeModel:
         tail = mask.dense() if isinstance(mask, TilePlan) else mask
         offsets = (torch.arange(width) if positions is None else positions).expand(batch, width)
         positions = cache.lengths[:, None] + offsets
-        for layer in range(LAYERS):
+        for layer in range(self.LAYERS):
             k = tokens.reshape(batch, width, 1, 1).float()
             v = positions.reshape(batch, width, 1, 1).float()
             cache.append_(layer, k, v, counts)
 
         longest = max(length + count for length, count in zip(lengths, valid, strict=True))
-        read = [cache.layer(layer, longest) for layer in range(LAYERS)]
+        read = [cache.layer(layer, longest) for layer in range(self.LAYERS)]
         out = torch.full((batch, width, VOCABULARY), float("nan"))  # rows that do not count are poison
         for b in range(batch):
             end = lengths[b] + valid[b]

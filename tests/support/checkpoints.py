@@ -230,13 +230,9 @@ LLAMA31 = {
     **LLAMA,
     "head_dim": 16,
     "rope_theta": 100.0,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    },
+    "rope_scaling": dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+    ),
 }
 LINEAR = {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}
 CHECKPOINTS = {

@@ -1,0 +1,283 @@
+"""Masked-diffusion models for tests: random ones, ones with their plain form in parts, and scripted ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdkernels.models.transformer import Transformer
+from pdkernels.reference.masked_model import LLADA, MaskedTransformerReference
+from pdkernels.reference.philox import philox4x32
+from tests.support.base import RandomRows, random_transformer
+
+VOCABULARY, MASK = 13, 12
+
+# A batch. A mask token inside a prompt is part of it; a canvas of nothing else would have all its rows alike.
+prompt = st.tuples(st.integers(0, MASK - 1), st.lists(st.integers(0, MASK), max_size=5)).map(
+    lambda ids: [ids[0], *ids[1]]
+)
+prompts = st.lists(prompt, min_size=1, max_size=3)
+
+# What a scripted model thinks of every place of a text: the token and its probability.
+Script = Callable[[list[int]], list[tuple[int, float]]]
+
+
+@cache
+def small_masked(seed: int, predicts: Any = "own", head_dim: int = 8) -> Transformer:
+    """Bidirectional; the last id is the mask."""
+    sizes = {"vocab_size": VOCABULARY, "head_dim": head_dim, "attention": "bidirectional", "predicts": predicts}
+    return random_transformer(seed, 0.5, **sizes)
+
+
+@cache
+def deep_masked(
+    seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional", qk_norm: bool = False
+) -> Transformer:
+    """With a layer behind one that may be stale; the last id is the mask."""
+    sizes = {"vocab_size": VOCABULARY, "layers": 3, "head_dim": head_dim, "attention": attention, "predicts": predicts}
+    return random_transformer(seed, 0.4, vectors=True, qkv_bias=True, qk_norm=qk_norm, tied_head=False, **sizes)
+
+
+class Scripted:
+    """A `Transformer` by what it says: rows that may not be read are poison, and every call is written down.
+
+    Attributes:
+        visible: of each forward, how many places each sequence showed.
+        head_rows: of each call of the head, how many rows it ran.
+    """
+
+    tokenizer = None
+
+    dtype = torch.float64
+
+    def __init__(self, script: Script, predicts: str = "own", end_tokens: tuple[int, ...] = ()) -> None:
+        self.script, self.end_tokens, self.mask_token = script, end_tokens, MASK
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, attention="bidirectional", predicts=predicts)
+        self.device = torch.device("cpu")
+        self.visible: list[list[int]] = []
+        self.head_rows: list[int] = []
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        return SimpleNamespace(batch=batch, capacity=capacity)
+
+    def rows(self, text: list[int]) -> Tensor:
+        """Logits ``(len(text), V)``: all that is not the guess is equally likely, the mask impossible."""
+        out = torch.full((len(text) + 1, VOCABULARY), torch.nan, dtype=self.dtype)
+        for place, (token, sure) in enumerate(self.script(text)):
+            out[place] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
+            out[place, token] = math.log(sure)
+            out[place, MASK] = -1e4
+        return out[1:] if self.config.predicts == "next" else out[:-1]
+
+    def recompute(
+        self,
+        tokens: Tensor,
+        cache: Any,
+        starts: Tensor,
+        *,
+        visible: Tensor,
+        slots: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        batch, width = tokens.shape
+        assert (cache.batch, slots, starts.tolist()) == (batch, None, [0] * batch) and width <= cache.capacity
+        shown = visible.tolist()
+        assert (shown if counts is not None else [width] * batch) == shown
+        out = torch.full((batch, width, VOCABULARY), torch.nan, dtype=self.dtype)
+        for b, end in enumerate(shown):
+            out[b, :end] = self.rows(tokens[b, :end].tolist())
+        self.visible.append(shown)
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        self.head_rows.append(hidden.shape[1])
+        return hidden
+
+    def __call__(self, tokens: Tensor, *, positions: Tensor, mask: Tensor) -> Tensor:
+        assert mask.all() and positions.tolist() == [list(range(tokens.shape[1]))]
+        return self.rows(tokens[0].tolist())[None]
+
+
+def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u) -> Script:
+    """Every token of the text counts; `sure` turns a number in 0 .. 1 into a probability."""
+
+    def script(text: list[int]) -> list[tuple[int, float]]:
+        state = seed + 7
+        for token in text:
+            state = (state * 31 + token + 1) % 1000003
+        said = []
+        for place in range(len(text)):
+            word = (state + 7919 * place) * 2654435761 % 2**32
+            said.append((word % MASK, sure((word >> 8) / 2**24)))
+        return said
+
+    return script
+
+
+class NormedHeads(MaskedTransformerReference):
+    """With Qwen3's norms of q's and k's heads: their weights for each layer."""
+
+    head_norms: list[dict[str, Tensor]]
+
+    def qkv(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = self._norm(x, "attention_norm", layer)
+        q, k, v = (self._linear(x, name, layer).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
+        q, k = (
+            y / (y.square().mean(-1, keepdim=True) + self.norm_eps).sqrt() * self.head_norms[layer][name]
+            for name, y in (("q", q), ("k", k))
+        )
+        return self._rotate(q, positions), self._rotate(k, positions), v
+
+
+@cache
+def with_parts(model: Transformer) -> MaskedTransformerReference:
+    """The same weights under LLaDA's names."""
+    config = model.config
+    sizes = [config.heads * config.head_dim, *[config.kv_heads * config.head_dim] * 2]
+    weights = {f"{LLADA['embedding']}.weight": model.embedding, f"{LLADA['norm']}.weight": model.norm}
+    weights[f"{LLADA['head']}.weight"] = model.embedding if model.head is None else model.head
+    for index, layer in enumerate(model.layers):
+        named = dict(zip("qkv", layer.qkv.split(sizes))) | dict(zip(("gate", "up"), layer.gate_up.chunk(2)))
+        named |= {"attention_norm": layer.attention_norm, "out": layer.output}
+        named |= {"feed_forward_norm": layer.mlp_norm, "down": layer.down}
+        weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.weight": tensor for name, tensor in named.items()}
+        if layer.qkv_bias is not None:
+            biases = zip("qkv", layer.qkv_bias.split(sizes))
+            weights |= {f"{LLADA['layer']}{index}.{LLADA[name]}.bias": tensor for name, tensor in biases}
+    plain = (NormedHeads if config.qk_norm else MaskedTransformerReference)(
+        weights,
+        heads=config.heads,
+        names="llada",
+        rope_theta=config.rope_theta,
+        norm_eps=config.norm_eps,
+        predicts=config.predicts,
+    )
+    plain.head_norms = [{"q": layer.q_norm, "k": layer.k_norm} for layer in model.layers]
+    return plain
+
+
+class Remembering(Scripted):
+    """Reads its text back from its cache, where a forward over some rows leaves the others as they are.
+
+    Attributes:
+        forwards: of each forward, first and last (exclusive) row of each sequence.
+    """
+
+    forwards: list[list[tuple[int, int]]]
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        self.forwards = []
+        return SimpleNamespace(batch=batch, capacity=capacity, texts=torch.full((batch, capacity), -1))
+
+    def recompute(
+        self,
+        tokens: Tensor,
+        cache: Any,
+        starts: Tensor,
+        *,
+        visible: Tensor,
+        slots: Tensor | None = None,
+        counts: Tensor | None = None,
+    ) -> Tensor:
+        batch, width = tokens.shape
+        assert slots is None
+        ends = starts + (width if counts is None else counts)
+        assert bool((ends <= visible).all()) and int(visible.max()) <= cache.capacity
+        self.forwards.append(list(zip(starts.tolist(), ends.tolist())))
+        out = torch.full((batch, width, VOCABULARY), torch.nan, dtype=self.dtype)
+        for b, (first, last) in enumerate(self.forwards[-1]):
+            cache.texts[b, first:last] = tokens[b, : last - first]
+            text = cache.texts[b, : visible[b]].tolist()
+            assert -1 not in text, "a row was never computed"
+            out[b, : last - first] = self.rows(text)[first:last]
+        return out
+
+
+# ---- as the reference samplers call them
+
+# rule(tokens, place) -> (token, its probability by the plain logits), for any place of the canvas `tokens`
+Rule = Callable[[list[int], int], tuple[int, float]]
+
+
+def word(place: int) -> int:
+    """The token that the scripts below put at a place."""
+    return (5 * place + 2) % MASK
+
+
+def fixed(confidence: Sequence[float], start: int = 1) -> Rule:
+    """`word` everywhere, ``confidence[i]`` at place ``start + i`` (the list starts over behind its end)."""
+    return lambda tokens, place: (word(place), confidence[(place - start) % len(confidence)])
+
+
+def spreading(tokens: list[int], place: int) -> tuple[int, float]:
+    """Sure next to what is written, less and less away from it; the token depends on how much is written around it."""
+    written = [p for p, token in enumerate(tokens) if token != MASK]
+    distance = min(abs(place - p) for p in written)
+    near = sum(tokens[p] for p in written if abs(place - p) <= 2)
+    return (word(place) + near) % MASK, max(0.97 - 0.13 * distance + 0.004 * (place % 5), 0.12)
+
+
+def moody(tokens: list[int], place: int) -> tuple[int, float]:
+    """Token and confidence change with every commit, without a pattern, but always alike for the same canvas."""
+    state = 17
+    for token in tokens:
+        state = (31 * state + token + 1) % 10007
+    state = (state * 37 + place * 101) % 10007
+    return state % MASK, 0.12 + 0.87 * ((state // MASK) % 97) / 97
+
+
+def chance(seed: int, step: int, places: Sequence[int]) -> dict[int, float]:
+    """The uniform number that belongs to a place in a forward where chance orders commits."""
+    key = torch.tensor([seed, 0])
+    words = [philox4x32(torch.tensor([0, place, step, 2]), key)[0].item() for place in places]
+    return {place: (word + 0.5) / 2**32 for place, word in zip(places, words)}
+
+
+class ScriptedMasked:
+    """A bidirectional model that follows a rule; keeps the canvases it was called with.
+
+    Ids other than the rule's have equal shares of what is left, except the mask token, which has the logit `mask_logit`: it
+    enters no confidence, however large it is. Rows that are about no mask are NaN.
+    """
+
+    def __init__(self, rule: Rule, predicts: str = "own", mask_logit: float = 50.0) -> None:
+        self.rule, self.predicts, self.mask_logit = rule, predicts, mask_logit
+        self.calls: list[list[int]] = []
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        assert positions.tolist() == [list(range(length))] and mask.shape == (length, length) and bool(mask.all())
+        canvas = tokens[0].tolist()
+        self.calls.append(canvas)
+        out = torch.full((1, length, VOCABULARY), torch.nan, dtype=torch.float64)
+        for place, token in enumerate(canvas):
+            row = place - (self.predicts == "next")
+            if token == MASK and row >= 0:
+                out[0, row] = self.logits(*self.rule(canvas, place))
+        return out
+
+    def logits(self, token: int, confidence: float) -> Tensor:
+        assert confidence > 1 / MASK, "too low for a guess"
+        others = math.log((1 - confidence) / (MASK - 1)) if confidence < 1 else -torch.inf
+        row = torch.full((VOCABULARY,), others, dtype=torch.float64)
+        row[token] = math.log(confidence)
+        row[MASK] = self.mask_logit
+        return row
+
+
+class Tabled(RandomRows):
+    """Random logits for every canvas and row."""
+
+    def __init__(self, size: int, predicts: str = "own", seed: int = 0, spread: float = 2.0) -> None:
+        super().__init__(size, seed, spread)
+        self.predicts = predicts
+
+    def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        return self.drawn(tuple(tokens[0].tolist()), tokens.shape[1], self.size)[None]
