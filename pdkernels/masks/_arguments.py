@@ -11,7 +11,7 @@ from torch import Tensor
 from pdkernels import _validation
 from pdkernels._validation import check_type, fail
 
-# Masks lie in the computer's memory, whatever torch's default device is.
+# Masks are in host memory regardless of torch's default device.
 arange = partial(torch.arange, device="cpu")
 
 # Longer masks do not fit the 32-bit numbers of a plan.

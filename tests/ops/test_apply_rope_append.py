@@ -503,7 +503,7 @@ TABLE = [
         "slot below",
         lambda c: {"slots": filled(SLOTS, (1, 4), -2)},
         ValueError,
-        r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots",
+        r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row is at lengths \+ slots",
     ),
     (
         "slot beyond",

@@ -30,7 +30,7 @@ BAD = [
     (
         {"positions": P - 1},
         ValueError,
-        r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 stands for no candidate",
+        r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 means no candidate",
     ),
     ({"positions": P + 1}, ValueError, r"positions must be in \[-1, 3\], got 4 for sequence 0"),
     (
