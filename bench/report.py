@@ -7,38 +7,19 @@ plots beside the docs. Without it the tables are printed. No figure is typed by 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from bench import gpu_report
+from bench import gpu_report, plots
 from bench.gpu_report import table
-from pdkernels.evaluation import plot, plot_masked, plot_recurrent
-from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
+from bench.rows import Row, best_settings, by_candidate, family, load
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
-Row = dict[str, Any]
-
-
-def load(folder: Path) -> list[Row]:
-    """The ``extra_info`` of every benchmark in the folder's JSON files, with its spread."""
-    rows = []
-    for path in sorted(folder.glob("*.json")):
-        for benchmark in json.loads(path.read_text()).get("benchmarks", []):
-            stats = benchmark["stats"]
-            rows.append(
-                {
-                    **benchmark["extra_info"],
-                    "group": benchmark["group"],
-                    "iqr_us": stats["iqr"] * 1e6,
-                    "max_us": stats["max"] * 1e6,
-                }
-            )
-    return rows
 
 
 def microseconds(value: float) -> str:
@@ -52,13 +33,6 @@ def ratio(value: float) -> str:
 def beside(row: Row, own: Row) -> str:
     """How many times as long as ours. Both ran beside the same baseline, each in its own moment: only these ratios may be compared."""
     return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
-
-
-def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
-    """Candidates in the order they ran, with their row in each case."""
-    names = list(dict.fromkeys(row["candidate"] for row in rows))
-    pick = lambda name, case: next((r for r in rows if r["candidate"] == name and case.items() <= r.items()), None)  # noqa: E731
-    return [(name, [pick(name, case) for _, case in cases]) for name in names]
 
 
 def kv_commit(rows: list[Row], batch: int = 1) -> str:
@@ -138,19 +112,6 @@ def evaluation(rows: list[Row], task: str) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
-def family(row: Row) -> str | None:
-    """Which of the evaluation's families a row is of."""
-    if row["op"] != "evaluation":
-        return None
-    return (
-        "recurrent"
-        if row["method"].startswith("recurrent_")
-        else "masked"
-        if row["method"] in MASKED_METHODS
-        else "transformer"
-    )
-
-
 def evaluation_of(rows: list[Row], name: str, step: str) -> str:
     """Of `python -m pdkernels eval --family NAME --json`, a forward of which is called `step`."""
     rows = [row for row in rows if family(row) == name]
@@ -201,25 +162,6 @@ def planner(rows: list[Row]) -> str:
         lines.append([f"**{name}**" if name.startswith("pdkernels") else name, *cells, microseconds(first)])
     header = ["µs, median", *(title for title, _ in cases), "first call, ms, the longest"]
     return f"{table(header, lines)}\n\n{machine(rows)}"
-
-
-# Candidates that are one thing in several settings: the table shows the best setting of each case.
-SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
-
-
-def best_settings(rows: list[Row]) -> list[Row]:
-    """One row for each of `SETTINGS` and each other candidate of a case, named by the thing, with the ``setting`` that won."""
-    best: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        name, setting = row["candidate"], ""
-        for thing in SETTINGS:
-            if name.startswith(thing):
-                name, setting = thing.removesuffix(" blocks of").rstrip(","), name.removeprefix(thing).strip(", ")
-        row = {**row, "candidate": name, "setting": setting}
-        key = (row["case"], name)
-        if key not in best or row["ratio_to_baseline"] < best[key]["ratio_to_baseline"]:
-            best[key] = row
-    return list(best.values())
 
 
 def block_sparse_attention(rows: list[Row], **wanted: Any) -> str:
@@ -358,7 +300,59 @@ def machine(rows: list[Row]) -> str:
     return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
 
 
+# One line of the table of peers: which rows, and the op as a reader knows it.
+PEERS: list[tuple[str, dict[str, Any]]] = [
+    ("`block_sparse_attention`, forward", {"op": "block_sparse_attention", "backward": False}),
+    ("`block_sparse_attention`, forward and backward", {"op": "block_sparse_attention", "backward": True}),
+    ("`speculative_attention`", {"op": "speculative_attention"}),
+    ("`token_statistics`, argmax", {"op": "token_statistics"}),
+    ("`token_statistics`, drawing", {"op": "token_statistics sampling"}),
+    ("`linear_token_statistics`", {"op": "linear_token_statistics"}),
+    ("`logit_divergence`", {"op": "logit_divergence"}),
+    ("`unmask_` by quota", {"op": "unmask_", "rule": "quota"}),
+    ("`unmask_` by threshold", {"op": "unmask_", "rule": "threshold"}),
+    ("`verify_draft`", {"op": "verify_draft"}),
+    ("`kv_commit_`", {"op": "kv_commit_"}),
+    *((f"`{name}`", {"op": "transformer_ops", "kernel": name}) for name in ("apply_rope_", "apply_rope_append_")),
+    *((f"`{name}`", {"op": "transformer_ops", "kernel": name}) for name in ("add_rms_norm", "silu_and_mul")),
+    *((f"`{name}`", {"op": "feature_cache", "kernel": name}) for name in ("select_stale_rows_", "add_cached_rows_")),
+    ("`recurrence_inject`", {"op": "recurrence", "case": "inject"}),
+    ("`recurrence_inject`, peers given its noise", {"op": "recurrence", "case": "inject with noise"}),
+    ("`recurrence_exit`", {"op": "recurrence", "case": "exit"}),
+    ("`recurrence_advance_`", {"op": "recurrence_advance_"}),
+]
+# Not peers: a copy does less than the op, and a candidate may be made of our own ops.
+NO_PEERS = ("pdkernels", "a copy of", "a block of")
+
+
+def peers(rows: list[Row]) -> str:
+    """For each op the fastest peer of each case, in times of ours: which ones they were, the median, the span."""
+    lines, used = [], []
+    for title, wanted in PEERS:
+        winners, times = [], []
+        for case in gpu_report.by_case([row for row in rows if wanted.items() <= row.items()]).values():
+            own = gpu_report.ours(case)
+            others = [
+                row for row in case if not row["candidate"].startswith(NO_PEERS) and "pd." not in row["candidate"]
+            ]
+            if own and others:
+                best = min(others, key=lambda row: row["ratio_to_baseline"])
+                winners.append(best["candidate"].split(", blocks")[0])
+                times.append(gpu_report.times_ours(best, own))
+                used.append(own)
+        if times:
+            span = f"{min(times):.2f}x to {max(times):.2f}x"
+            names = "; ".join(dict.fromkeys(sorted(winners, key=winners.count, reverse=True)))
+            lines.append([title, names, f"**{median(times):.1f}x**", span, str(len(times))])
+    if not lines:
+        return "not measured"
+    devices = "; ".join(dict.fromkeys(row["device"] for row in used))
+    where = machine([{**used[0], "device": devices}])
+    return f"{table(['', 'fastest peer', 'median', 'over all cases', 'cases'], lines)}\n\n{where}"
+
+
 TABLES = {
+    "peers": peers,
     "kv_commit": lambda rows: kv_commit(rows, 1),
     "kv_commit batch 4": lambda rows: kv_commit(rows, 4),
     "verify_draft": verify_draft,
@@ -410,84 +404,6 @@ TABLES = {
 }
 
 
-def plot_kv_commit(rows: list[Row], path: Path) -> None:
-    """Commit times of all candidates, logarithmic, the copy of the same bytes as a line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if row["op"] == "kv_commit_" and row["batch"] == 1]
-    groups = list(dict.fromkeys(row["accepted"] for row in rows))
-    figure, axes = plt.subplots(1, len(groups), figsize=(11, 3.2), sharey=True, layout="constrained")
-    for axis, accepted in zip(axes, groups):
-        part = [row for row in rows if row["accepted"] == accepted]
-        colours = ["#1f77b4" if row["candidate"].startswith("pdkernels") else "#bbbbbb" for row in part]
-        axis.barh([row["candidate"] for row in part], [row["median_us"] for row in part], color=colours)
-        axis.axvline(part[0]["baseline_median_us"], color="#d62728", linewidth=1, label="memcpy of the same bytes")
-        axis.set(
-            xscale="log", xlim=(10, 1e6), xlabel="µs (median)", title=f"{accepted} of {part[0]['drafted']} accepted"
-        )
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].invert_yaxis()
-    axes[-1].legend(loc="lower right", frameon=False, fontsize=8)
-    figure.suptitle("kv_commit_, 36 layers x [1, 4096, 8, 128] bf16")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def plot_block_sparse_attention(rows: list[Row], path: Path) -> None:
-    """Times of all candidates in bf16 with heads of 128, forward above and with backward below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [
-        row
-        for row in rows
-        if row["op"] == "block_sparse_attention" and row["dtype"] == "bf16" and row["head_dim"] == 128
-    ]
-    rows = best_settings(rows)
-    passes = [
-        list(dict.fromkeys(row["case"] for row in rows if row["backward"] == backward)) for backward in (False, True)
-    ]
-    if not all(passes):
-        return
-    figure, grid = plt.subplots(2, max(map(len, passes)), figsize=(13, 5.2), squeeze=False, layout="constrained")
-    for axes, cases in zip(grid, passes):
-        for axis in axes[len(cases) :]:
-            axis.set_visible(False)
-        for axis, case in zip(axes, cases):
-            part = [row for row in rows if row["case"] == case][::-1]
-            colours = ["#1f77b4" if row["candidate"] == "pdkernels" else "#bbbbbb" for row in part]
-            bars = axis.barh(
-                [row["candidate"] for row in part], [row["median_us"] / 1e3 for row in part], color=colours
-            )
-            axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=2)
-            axis.set_xlabel("ms (median)", fontsize=8)
-            axis.set_title(case, fontsize=10)
-            axis.margins(x=0.15)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.tick_params(labelsize=7)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def plot_evaluations(rows: list[Row], images: Path) -> None:
-    """The pictures that the command line draws too."""
-    for name, suffix, draw in (
-        ("transformer", "", plot),
-        ("recurrent", "_recurrent", plot_recurrent),
-        ("masked", "_masked", plot_masked),
-    ):
-        own = [row for row in rows if family(row) == name]
-        if own:
-            draw(own, images / f"bench_evaluation{suffix}.png")
-
-
 def renew(path: Path, rows: list[Row]) -> None:
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
@@ -506,9 +422,10 @@ def main() -> None:
     if arguments.write:
         for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
             renew(path, rows)
-        plot_kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
-        plot_block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
-        plot_evaluations(rows, ROOT / "docs/images")
+        plots.kv_commit(rows, ROOT / "docs/images/bench_kv_commit.png")
+        plots.block_sparse_attention(rows, ROOT / "docs/images/bench_block_sparse_attention.png")
+        plots.evaluations(rows, ROOT / "docs/images")
+        plots.headline(rows, ROOT / "docs/images/bench_headline.png")
         gpu_report.plot(GPU_RESULTS, ROOT / "docs/images")
     else:
         for name, make in TABLES.items():

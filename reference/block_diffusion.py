@@ -1,4 +1,4 @@
-"""Block diffusion: a block of mask tokens is filled in by confidence, then its place in the past is refreshed.
+"""Block diffusion: a block of mask tokens is filled in by confidence, then its rows in the past are recomputed.
 
 Source: "Nemotron-Labs-Diffusion", section 3.2 (block-wise denoising by confidence), with what its released code adds: the
 most confident slot is committed in any case, and the prompt and every finished block give the next block's first token.
@@ -73,7 +73,7 @@ def confident(confidence: Sequence[float], slots: Iterable[int], threshold: floa
 
 
 def most_confident(confidence: Sequence[float], slots: Iterable[int], count: int) -> list[int]:
-    """The `count` most confident of `slots`, in order of place; of equals the first ones."""
+    """The `count` most confident of `slots`, in order of position; the first ones on ties."""
     return sorted(sorted(slots, key=lambda slot: (-confidence[slot], slot))[:count])
 
 
@@ -135,7 +135,7 @@ def block_diffusion(
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
-        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         mask_token: id that fills open slots.
         block_size: tokens per block.
         threshold: commit every slot whose confidence reaches it (``>=``), and the best one anyway. None: commit the most
@@ -155,7 +155,7 @@ def block_diffusion(
         raise ValueError(f"{op}: refresh must be 'causal' or 'bidirectional', got {refresh!r}.")
     if threshold is not None and steps_per_block is not None:
         raise ValueError(
-            f"{op}: steps_per_block must be None beside a threshold, got {steps_per_block}. Pass threshold=None."
+            f"{op}: steps_per_block must be None with a threshold, got {steps_per_block}. Pass threshold=None."
         )
     plain = unadapted(model)
     prompt = list(prompt)

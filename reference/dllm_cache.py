@@ -1,4 +1,4 @@
-"""dLLM-Cache: most forwards compute few rows anew, for the others they add what the layers added to them before.
+"""dLLM-Cache: most forwards recompute few rows; to the others they add what the layers added before.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3, and its code.
 
@@ -17,7 +17,7 @@ from .masked_model import MaskedTransformerReference
 from .masked_sampling import Canvas, Forward, MaskedResult, about_places
 
 BASELINES = ("last", "recomputed")
-# Forwards that compute both texts of guidance, whatever its interval.
+# Forwards that compute both texts of guidance, regardless of its interval.
 ALWAYS_GUIDED = 5
 
 
@@ -37,7 +37,7 @@ def least_similar(v: Tensor, cached: Tensor, count: int) -> list[int]:
 class FeatureCache:
     """Forwards over a canvas that keep K, V and what attention and feed-forward add, row by row and layer by layer.
 
-    Forward number f, from 1, computes the rows of the prompt anew if ``(f - 1) % prompt_interval == 0`` and those behind it,
+    Forward number f, from 1, recomputes the rows of the prompt if ``(f - 1) % prompt_interval == 0`` and those after it,
     the *new* rows, if ``(f - 1) % gen_interval == 0``; and all of them in the first layer. So forward 1 computes everything.
     Where the new rows are not due, a share of `transfer_ratio` of them is computed still: those whose V is least like the
     cached one. All other rows add what they added last.
@@ -45,7 +45,7 @@ class FeatureCache:
     - The first layer is the current revision's rule; the older revision in SlowFast's code lacks it. For the prompt it is dead
       work in models that predict a row's own token: its embeddings never change, so its K and V do not either.
     - baseline="last", as published: V is compared with that of the forward before and replaces it in all rows, for all who look
-      at it. So a slow drift never adds up to anything. baseline="recomputed": V is compared with what it was when its row was
+      at it. So slow changes never accumulate. baseline="recomputed": V is compared with what it was when its row was
       last computed, and that is what the others see, until the row is computed again.
     - So with "last" a row that is not computed shows a new V and an old K.
     - With a ratio of 0 V is not looked at. A ratio that comes to no row, rounded down, still replaces it ("last").
@@ -97,9 +97,9 @@ class FeatureCache:
         self.feed_forward: list[Tensor] = []
 
     def __call__(self, tokens: Sequence[int]) -> Tensor:
-        """Logits ``(T, V)`` of the first T places of the canvas, row p about place p.
+        """Logits ``(T, V)`` of the first T positions of the canvas; row p predicts position p.
 
-        Rows behind T keep what is cached of them and are not seen; the first forward has all rows.
+        Rows after T keep their cached state and are not attended to; the first forward has all rows.
         """
         model, length = self.model, len(tokens)
         prompt, new = list(range(self.prompt_length)), list(range(self.prompt_length, length))

@@ -73,7 +73,7 @@ def dream(
             that number for its confidence.
         eps: the last time.
         temperature, top_p, top_k: of the distribution; the filters are some at temperature 0, too. `top_p` measures the distribution of all tokens.
-        order_temperature: 0 takes the best scores. Above, places are drawn without putting back from
+        order_temperature: 0 takes the best scores. Above, positions are drawn without replacement from
             softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace has
             for confidences, u being the place's uniform number. It must be 0 for "origin".
 

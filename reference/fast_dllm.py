@@ -27,9 +27,9 @@ from .masked_sampling import (
 
 
 def recomputed(model: MaskedTransformerReference, canvas: Canvas, start: int, stop: int, past: KeyValues) -> Tensor:
-    """Logits, row p about place p, from a forward of the rows ``start .. stop - 1`` over `past`.
+    """Logits, row p about position p, from a forward of the rows ``start .. stop - 1`` over `past`.
 
-    A model that predicts the next token says nothing about place `start`, and something about place `stop`. Rows of places that
+    A model that predicts the next token says nothing about position `start`, but does about position `stop`. Rows of positions that
     nothing is said about are NaN.
     """
     logits = model.recompute(canvas.tokens[start:stop], start, past)
@@ -60,10 +60,10 @@ def fast_dllm(
     - cache="none": all rows go through the model again in every forward;
     - cache="prefix": the rows from the block's start to the end of the canvas do, and see K and V of the rows before it as
       they were on entry, when the block was all masks;
-    - cache="dual": the rows of the block alone do, and see K and V of the rows behind it as they were on entry, too.
+    - cache="dual": only the rows of the block do, and they also attend to K and V of the rows after it as of entry.
 
-    Models that predict the next token (Dream): no row of a block is about the block's first place. With a cache the entry
-    therefore commits that place and no other, however sure it is; the forwards after it do the rest.
+    Models that predict the next token (Dream): no row of a block predicts the block's first position. With a cache the entry
+    therefore commits only that position, regardless of its confidence; the forwards after it do the rest.
 
     Where the published code differs: its first version runs a forward after the entry even if the block is complete already.
     With a cache and batch > 1 it replaces rows of the wrong sequences. Dream commits by entropy on times of its own where there
@@ -72,12 +72,12 @@ def fast_dllm(
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
             :func:`~pdkernels.reference.llada.llada`. A cache needs a model with parts, masked_model.py.
-        block_size: places of a block; the last one may be shorter.
+        block_size: positions of a block; the last one may be shorter.
         cache: "none", "prefix" or "dual".
         threshold: commit all guesses whose confidence reaches it (``>=``), and the most confident one anyway.
         factor: commit by the factor rule of :func:`~pdkernels.reference.masked_sampling.surest`; needs ``threshold=None``.
         steps: where neither is given, ``steps / blocks`` forwards of each block commit equal numbers of tokens, the first ones
-            one more; None: a token a forward. Behind an entry that commits one place only, the others share what is left.
+            one more; None: one token per forward. After an entry that commits one position only, the others share the rest.
 
     >>> from pdkernels.reference.masked_model import random_weights
     >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
@@ -89,9 +89,9 @@ def fast_dllm(
     if cache not in ("none", "prefix", "dual"):
         raise ValueError(f"{op}: cache must be 'none', 'prefix' or 'dual', got {cache!r}.")
     if threshold is not None and factor is not None:
-        raise ValueError(f"{op}: factor must be None beside a threshold, got {factor}. Pass threshold=None.")
+        raise ValueError(f"{op}: factor must be None with a threshold, got {factor}. Pass threshold=None.")
     if steps is not None and (threshold is not None or factor is not None):
-        raise ValueError(f"{op}: steps must be None beside a threshold or a factor, got {steps}. Pass threshold=None.")
+        raise ValueError(f"{op}: steps must be None with a threshold or a factor, got {steps}. Pass threshold=None.")
     canvas = Canvas(prompt, max_new_tokens, mask_token, end_tokens)
     windows = blocks(canvas, block_size)
     for window, count in zip(windows, steps_per_block("fast_dllm", steps, windows)):

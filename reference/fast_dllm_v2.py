@@ -2,7 +2,7 @@
 
 Source: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the sampler published with it.
 
-Blocks stand at multiples of their size in the text, wherever the prompt ends. A row sees its own block and those before it.
+Blocks start at multiples of their size in the text, wherever the prompt ends. A row attends to its own block and earlier ones.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def fast_dllm_v2(
       token.
     - In a block, the first small block with a mask is filled: commit all guesses in it whose confidence exceeds
       `threshold`, and the most confident one anyway. The forward takes all rows of the block and keeps their K and V. With
-      `block_cache` it takes the small block's rows alone if those are there and the small block's first place is filled (no
-      row of the small block is about that place): the other rows are seen as they last went through.
+      `block_cache` it takes only the small block's rows if those are there and the small block's first position is filled (no
+      row of the small block predicts it): the other rows are attended to as last computed.
     - When the block is full, a forward of all its rows makes its K and V exact and gives the first token of the next block.
       The last block needs none.
 
     The confidence is the guess's probability in the distribution that it is drawn from, tempered and filtered; at temperature 0
     there is no filter. Where the published code differs: the token that the prompt or a full block gives is the argmax at
-    any temperature, here it is drawn as all others are. Its last block is whole whatever the limit, here the canvas ends at
+    any temperature, here it is drawn as all others are. Its last block is always complete, here the canvas ends at
     the limit. In a batch it draws from the distributions of the first sequence.
 
     Args:
         model: with parts (masked_model.py), of a kind that predicts the next token.
         prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
-        block_size, small_block_size: places.
+        block_size, small_block_size: positions.
         threshold: 1 commits one token a forward.
         block_cache: False: all forwards take the whole block.
         temperature, top_p: of the guesses.
@@ -84,7 +84,7 @@ def fast_dllm_v2(
         canvas.forwards += 1
         for first in range(
             0, start, block_size
-        ):  # which see no block behind them, in the published forward by its mask
+        ):  # which attend to no later block, in the published forward because of its mask
             logits = recomputed(model, canvas, first, first + block_size, past)
         commit(logits, (canvas.start, canvas.start + (start == canvas.start)))
     while not canvas.done:

@@ -1,4 +1,4 @@
-"""Steps that recompute only the rows that changed, as plain PyTorch: pick them by the drift of their values, read and write them.
+"""Steps that recompute only the rows that changed, as plain PyTorch: pick them by the change of their values, read and write them.
 
 Source: Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3 (V-verify), in the
 order of operations of the published code. Similarities are computed in float32 at least, not in the model's dtype: bfloat16 has
@@ -25,7 +25,7 @@ def select_stale_rows_(
     update: str = "all",
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """The rows of `v` least like what the cache holds in their place, by cosine; shapes as in ``pdkernels.select_stale_rows_``.
+    """The rows of `v` least similar to their cached rows, by cosine; shapes as in ``pdkernels.select_stale_rows_``.
 
     >>> cached = torch.tensor([1.0, 0.0]).expand(1, 3, 1, 2).clone()
     >>> select_stale_rows_(torch.tensor([[[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]]), cached, torch.tensor([0]), 2)

@@ -4,7 +4,7 @@ Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and
 
 Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself gave it after
 right tokens only. A forward over the draft therefore settles at least one more token, and the tokens are those of
-greedy autoregressive decoding whatever the rest of the draft holds.
+greedy autoregressive decoding regardless of the rest of the draft.
 
 The unsettled rest starts as tokens drawn from the sequence so far. Draft slot j is filled in step s with
 ``history[word(seed, s, 0, j) mod len(history)]`` (Philox words, see philox.py). `history` is the prompt and the tokens
@@ -46,7 +46,7 @@ def fillers(words: Sequence[int], history: Sequence[int]) -> list[int]:
 
 
 def accepted_length(draft: Sequence[int], predictions: Sequence[int], end_tokens: Sequence[int]) -> int:
-    """1 + the number of leading draft tokens the model agrees with, cut behind the first end token."""
+    """1 + the number of leading draft tokens the model agrees with, cut after the first end token."""
     accepted = 1
     while accepted < len(draft) and draft[accepted] == predictions[accepted - 1]:
         accepted += 1
@@ -70,7 +70,7 @@ def jacobi(
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
-        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draft tokens that start a block. It changes the forwards needed, never the tokens.

@@ -2,7 +2,7 @@
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 
-One block is real-active: what the model confirms there is committed. The blocks behind it are pseudo-active: they take
+One block is real-active: what the model confirms there is committed. The blocks after it are pseudo-active: they take
 part in the same forward, conditioned on the unsettled blocks before them, and are confirmed provisionally (accepted tokens
 stay, their first one without any test). When the real block is complete the next one becomes real: it keeps its tokens as a
 draft, gets the known next token in front, and every token is judged again. That makes the result that of greedy decoding.
@@ -10,7 +10,7 @@ draft, gets the known next token in front, and every token is judged again. That
 Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool, all blocks as they
 stand and the rejected tail of the real one. If an entry holds the next token, what follows it there becomes a candidate
 for the real block. Candidates are branches of one forward: each sees the history and itself (and has its own copy of the
-pseudo blocks behind it); the branch of which most is accepted wins, the first of equals.
+pseudo blocks after it); the branch with the most accepted tokens wins, the first on ties.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class PseudoBlock(NamedTuple):
 
 class MultiblockStep(NamedTuple):
     rows: list[list[int]]  # the real block's draft, then the candidates
-    pseudo: list[PseudoBlock]  # behind each of the rows
+    pseudo: list[PseudoBlock]  # after each of the rows
     row: int  # the row that won
     predictions: list[int]  # the model's own next token after each token of that row
     accepted: int  # so much of that row was committed
@@ -57,7 +57,7 @@ class JacobiMultiblockResult(NamedTuple):
 
 
 def branch_predictions(model: Model, history: Sequence[int], branches: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The model's own next tokens along each of equally long `branches` behind `history`, blind to each other: one forward."""
+    """The model's own next tokens along each of equally long `branches` after `history`, masked from each other: one forward."""
     start, count, length = len(history), len(branches), len(branches[0])
     tail, relative = branch_mask(count, length)
     mask = torch.ones(start + count * length, start + count * length, dtype=torch.bool).tril()
@@ -112,13 +112,13 @@ def jacobi_multiblock(
     Where paper and published code part: the code ends its call with the first block and throws the promoted one away,
     here it is carried on (what the paper's figure 3 shows), and the pool with it. The newest block is the one that spawns
     (code; "some block" in the paper), and the pool takes standing sequences too (code; rejected tails alone in algorithm 1).
-    Other than the code, pseudo blocks follow the winning row and not the first one, fillers stand for pad tokens, a single
+    Other than the code, pseudo blocks follow the winning row and not the first one, fillers replace pad tokens, a single
     candidate is used, a duplicate is not, and candidates are looked for at the start of a block as well.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
-        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
         blocks: K, the most blocks under way, the real one included.
         spawn_ratio: a block opens the next one when ``ceil(spawn_ratio * block_size)`` of its tokens are accepted.
@@ -207,9 +207,9 @@ def jacobi_multiblock_published(
     one starts from a draft of random earlier tokens, with an empty pool. A real block that is completed before its pseudo
     block was fed costs one more forward. The last call is carried out in full, then cut to `max_new_tokens`.
 
-    The pool takes two entries when a draft is partly accepted: all blocks as they stand, and the rejected tail. The search
+    The pool takes two entries when a draft is partly accepted: all blocks as they are, and the rejected tail. The search
     skips the newest entry, keeps duplicates, and gives up if it finds fewer than two candidates. Pseudo blocks follow the
-    first row whichever wins. A pad behind the clone of the real draft completes a spawned block.
+    first row whichever wins. A pad after the clone of the real draft completes a spawned block.
 
     Three blocks and more are refused: the published code then revives forgotten blocks, or fails on unequal row counts.
 
@@ -227,7 +227,7 @@ def jacobi_multiblock_published(
     trace: list[MultiblockStep] = []
 
     def call(start: list[int], draft: list[int]) -> tuple[list[int], int]:
-        """The tokens of one block behind `start`, and the token that follows them."""
+        """The tokens of one block after `start`, and the token that follows them."""
         accepted: list[int] = []
         next_token = draft[0]
         candidates: list[list[int]] = []
@@ -283,8 +283,8 @@ def _forward(
     model: Model, history: Sequence[int], rows: list[list[int]], pseudo: list[PseudoBlock]
 ) -> tuple[int, list[int], list[list[list[int]]]]:
     """The winning row, the predictions along it, and for each row the predictions along the draft of each pseudo block."""
-    behind = [token for block in pseudo for token in block.accepted + block.draft]
-    predictions = branch_predictions(model, history, [row + behind for row in rows])
+    after = [token for block in pseudo for token in block.accepted + block.draft]
+    predictions = branch_predictions(model, history, [row + after for row in rows])
     answers: list[list[list[int]]] = []
     for row, own in zip(rows, predictions):
         start, of_row = len(row), []

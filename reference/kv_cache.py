@@ -23,7 +23,7 @@ def _fail(op: str, argument: str, expectation: str, actual: int, sequence: int) 
 
 
 class _Slots:
-    """Where the logical positions of each sequence stand."""
+    """Where the logical positions of each sequence are stored."""
 
     def __init__(self, op: str, cache: Tensor, block_table: Tensor | None) -> None:
         self.op = op

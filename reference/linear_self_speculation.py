@@ -25,8 +25,8 @@ from .sampling import OWN, DraftModel, causal_logits, distribution, draw, unadap
 
 class LinearStep(NamedTuple):
     draft: list[int]  # as far as it was judged; draft[0] is the seed token, known to be right
-    predictions: list[int]  # the verifier's token behind each draft token
-    accepted: int  # draft[:accepted] stands; at least 1
+    predictions: list[int]  # the verifier's token after each draft token
+    accepted: int  # draft[:accepted] is kept; at least 1
     forwards: int  # draft passes of this cycle, and the verify pass
 
 
@@ -50,7 +50,7 @@ def linear_self_speculation(
     seed: int = 0,
     draft_model: DraftModel | None = None,
 ) -> LinearSelfSpeculationResult:
-    """Draft a block, judge it, keep the longest right prefix and the verifier's token behind it.
+    """Draft a block, verify it, keep the longest right prefix and the verifier's token after it.
 
     The draft block is always `block_size` wide, as in training, but no more of it is judged than `max_new_tokens` leaves.
     A shorter generation is therefore the beginning of a longer one, at every temperature.
@@ -59,7 +59,7 @@ def linear_self_speculation(
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``; it reads the prompt and
             verifies.
         prompt: token ids, at least one.
-        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         mask_token: id that fills open slots; never a guess, where the released code lets it be one.
         block_size: seed token and masks. 1 is autoregressive decoding: nothing to draft, one forward per token.
         threshold: 0 fills the block in one draft pass. Above, a pass fills the slots whose confidence reaches it (and the
@@ -84,7 +84,7 @@ def linear_self_speculation(
     if verification == "rejection" and threshold != 0:
         raise ValueError(
             f"{op}: threshold must be 0 with verification='rejection', got {threshold}. A slot filled in a later pass depends "
-            "on slots filled before, also on those behind it; use verification='compare'."
+            "on slots filled before, also on later ones; use verification='compare'."
         )
     drafter = draft_model or unadapted(model)
     prompt = list(prompt)
@@ -118,7 +118,7 @@ def linear_self_speculation(
                 block[slot] = guesses.tokens[slot]
             slots = [slot for slot in slots if slot not in chosen]
 
-        # The seed token is out already; each accepted draft token and the one behind them add one.
+        # The seed token is out already; each accepted draft token and the one after them add one.
         draft = block[: max_new_tokens - len(tokens)]
         forwards += 1
         logits = causal_logits(model, prefix + draft)[start:]
@@ -141,7 +141,7 @@ def linear_self_speculation(
 def verdicts(
     p: Tensor, q: Tensor, guesses: Sequence[int], positions: Sequence[int], seed: int, forward: int
 ) -> list[int]:
-    """The tokens that stand at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
+    """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
     The distribution of such a token is p if that of the guess is q (Leviathan et al., "Fast inference from transformers via speculative
     decoding", 2023). A rejected guess is never drawn again (there p < q), so equality with the guess means acceptance.

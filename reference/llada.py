@@ -102,7 +102,7 @@ def llada(
     Where the published code differs:
 
     - If a block has fewer masks than steps, its last forwards commit nothing; the code runs them, here they are left out.
-    - Its candidates are all masks left of the block's end, those of the prompt included; here those of the block. Behind the
+    - Its candidates are all masks left of the block's end, including those of the prompt; here those of the block. After the
       prompt that is the same.
     - Its confidence comes from a softmax in the model's dtype: in bf16 all probabilities above 0.998 are 1. Here it is fp64.
     - ``confidence_eos_eot_inf`` at T > 0 leaves the confidence of one of its two ids alone; `late_end` means what it does at
@@ -111,8 +111,8 @@ def llada(
 
     Args:
         model, prompt, max_new_tokens: see masked_sampling.py. The prompt has at least one token.
-        mask_token: id that fills open places.
-        block_size: places of a block; None: all in one block ("pure diffusion"). The last block may be shorter.
+        mask_token: id at open positions.
+        block_size: positions of a block; None: all in one block ("pure diffusion"). The last block may be shorter.
         steps: forwards of the whole generation, a multiple of the number of blocks; None: one for every token.
         remasking: "low_confidence": the probability of the guess by softmax(logits), without temperature and noise, decides
             what is committed; "random": chance does, and the trace has its uniform numbers for confidences.
@@ -121,7 +121,7 @@ def llada(
         no_end: no end token is ever a guess.
         late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a distribution without end
             tokens. Not with remasking="random".
-        end_tokens: stop behind one of these when no mask is left before it.
+        end_tokens: stop after one of these when no mask is left before it.
         seed: of the draws.
 
     >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (9.0 - positions[..., None])

@@ -106,7 +106,7 @@ class MaskedTransformerReference:
         return self.logits(x)[None]
 
     def recompute(self, tokens: Sequence[int], start: int, past: KeyValues) -> Tensor:
-        """Logits ``(T, V)`` of `tokens` from position `start` on. In every layer their k and v take the place of rows
+        """Logits ``(T, V)`` of `tokens` from position `start` on. In every layer their k and v replace rows
         ``start .. start + T - 1`` of `past`, or are appended to it, and then they see all of it, whoever wrote it.
 
         >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
@@ -136,14 +136,14 @@ class MaskedTransformerReference:
         """q ``(T, H, D)``, k and v ``(T, K, D)`` of rows of the residual stream at `positions` ``(T,)``; q and k are rotated.
 
         Norm, projection and rotation of a row have nothing to do with other rows: what a cache keeps before the rotation and
-        rotates when it reads it (dLLM-Cache, Fast-dLLM), it might as well keep behind it.
+        rotates when it reads it (dLLM-Cache, Fast-dLLM), it could as well keep rotated.
         """
         x = self._norm(x, "attention_norm", layer)
         q, k, v = (self._linear(x, name, layer).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
         return self._rotate(q, positions), self._rotate(k, positions), v
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What attention adds to the residual stream of the rows q ``(T, H, D)`` over k and v ``(S, K, D)``, behind the output
+        """What attention adds to the residual stream of the rows q ``(T, H, D)`` over k and v ``(S, K, D)``, after the output
         projection: ``(T, E)``. The rows see everything, or what `mask` ``(T, S)`` lets them."""
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -160,7 +160,7 @@ class MaskedTransformerReference:
         return self._linear(torch.nn.functional.silu(gate) * up, "down", layer)
 
     def logits(self, x: Tensor) -> Tensor:
-        """``(T, V)`` of the residual stream behind the last layer, rows as the model has them: see `predicts`."""
+        """``(T, V)`` of the residual stream after the last layer, rows as the model has them: see `predicts`."""
         head = self.weights.get(self.names["head"] + ".weight", self._weight("embedding"))
         return self._norm(x, "norm") @ head.T
 
@@ -202,7 +202,7 @@ def random_weights(
     bias: bool | None = None,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """An fp64 state dict with the published names: a model whose every part matters, of no meaning.
+    """An fp64 state dict with the published names: an untrained model in which every part affects the result.
 
     Args:
         names: "llada" or "qwen2".

@@ -1,16 +1,16 @@
 """What the samplers of masked-diffusion models share: the canvas, the guesses for its masks and how sure they are, schedules.
 
-The *canvas* is the prompt and behind it a mask token for every new token. A forward looks at all of it, gives a guess and a
+The *canvas* is the prompt, followed by a mask token for every new token. A forward reads all of it and gives a guess and a
 confidence for every mask of a *window*, and some of them are committed: their guess is written and never changes. A place is
 a position in the sequence's own text. All samplers agree on this:
 
-- Masks behind the prompt alone are filled; a mask token inside the prompt is part of the prompt. LLaDA's code fills those as
+- Only masks after the prompt are filled; a mask token inside the prompt is part of the prompt. LLaDA's code fills those as
   well, though it does not count them.
 - The mask token is never a guess: its logit counts as -inf, in the distribution that the confidence comes from too. In the published
-  codes it may win, and such a commit leaves the place as it was.
-- Of equal confidences the lowest place comes first, of equal logits the lowest id; NaN confidences come last.
-- A sequence ends when an end token stands behind the prompt with no mask between, or when no mask is left.
-- Token draws of place p in forward f of this sequence, counted from 1, use the numbers of step f and row p (sampling.py), and
+  codes it may win, and such a commit leaves the position masked.
+- Of equal confidences the lowest position comes first, of equal logits the lowest id; NaN confidences come last.
+- A sequence ends when an end token follows the prompt with no mask between, or when no mask is left.
+- Token draws of position p in forward f of this sequence, counted from 1, use the numbers of step f and row p (sampling.py), and
   where chance decides what is committed, that number of step f and position p which unmask.py has for the order.
 
 A model is a callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Its attribute `predicts`
@@ -32,9 +32,9 @@ from .sampling import draw, without
 from .token_statistics import kept
 from .unmask import count_to_commit, ranked
 
-Window = tuple[int, int]  # places start .. end - 1
+Window = tuple[int, int]  # positions start .. end - 1
 
-# Logits (T, V) of the first T places of a canvas: row p is about place p.
+# Logits (T, V) of the first T positions of a canvas: row p predicts position p.
 Forward = Callable[[Sequence[int]], Tensor]
 
 
@@ -42,7 +42,7 @@ class MaskedStep(NamedTuple):
     """One forward and what came of it."""
 
     tokens: list[int]  # the whole canvas before the step
-    committed: dict[int, int]  # place -> token
+    committed: dict[int, int]  # position -> token
     confidence: dict[int, float]  # of every mask in the window
     window: Window
 
@@ -54,12 +54,12 @@ class MaskedResult(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    tokens: dict[int, int]  # place -> token
+    tokens: dict[int, int]  # position -> token
     confidence: dict[int, float]
 
 
 class Canvas:
-    """A prompt and masks behind it.
+    """A prompt and the masks after it.
 
     >>> canvas = Canvas([5, 9], 3, mask_token=9, end_tokens=(7,))
     >>> canvas.masks((0, 5)), canvas.done
@@ -85,7 +85,7 @@ class Canvas:
 
     @property
     def text(self) -> list[int]:
-        """The new tokens before the first mask, cut behind the first end token."""
+        """The new tokens before the first mask, cut after the first end token."""
         closed = self.tokens[self.start : next(iter(self.masks((self.start, self.end))), self.end)]
         ends = [i + 1 for i, token in enumerate(closed) if token in self.end_tokens]
         return closed[: ends[0]] if ends else closed
@@ -96,7 +96,7 @@ class Canvas:
         return len(written) == self.end - self.start or (bool(written) and written[-1] in self.end_tokens)
 
     def commit(self, guesses: Guesses, chosen: Iterable[int], window: Window) -> None:
-        """Write the guesses of the places `chosen`, and the step into the trace."""
+        """Write the guesses of the positions `chosen`, and the step into the trace."""
         committed = {place: guesses.tokens[place] for place in sorted(chosen)}
         self.trace.append(MaskedStep(list(self.tokens), committed, guesses.confidence, window))
         for place, token in committed.items():
@@ -111,8 +111,8 @@ def predicts(model: object) -> str:
 
 
 def about_places(logits: Tensor, predicted: str) -> Tensor:
-    """Rows of logits ``(T, V)``, moved so that row p is about place p. Row 0 of a model that predicts the next token stays
-    as it is (so Dream's code has it), and no one may read it: place 0 belongs to the prompt.
+    """Rows of logits ``(T, V)``, shifted so that row p predicts position p. Row 0 of a model that predicts the next token stays
+    as it is (as in Dream's code), and must not be read: position 0 belongs to the prompt.
 
     >>> about_places(torch.tensor([[1.0], [2.0], [3.0]]), "next").flatten().tolist()
     [1.0, 1.0, 2.0]
@@ -164,8 +164,8 @@ def guess(
     """A token for every mask of the window, drawn with the numbers of the canvas's last forward, and its confidence.
 
     Args:
-        logits: ``(T, V)``, row p about place p; T may end anywhere behind the window.
-        banned: ids beside the mask token that count as impossible.
+        logits: ``(T, V)``, row p about position p; T may end anywhere after the window.
+        banned: ids besides the mask token that count as impossible.
         distribution: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
         top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
             token at which the mass before it is `top_p` exactly.
@@ -179,7 +179,7 @@ def guess(
     for token in (canvas.mask_token, *banned):
         rows = without(rows, token)
     if (rows == -torch.inf).all(-1).any():
-        raise ValueError("pdkernels.guess: logits must allow a token at every place, got a row of -inf alone.")
+        raise ValueError("pdkernels.guess: logits must allow a token at every position, got a row of only -inf.")
     drawn = rows.masked_fill(~kept(rows, temperature or 1.0, top_p, min_p), -torch.inf)
     if top_k is not None:
         drawn = drawn.masked_fill(rows < rows.topk(min(top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
@@ -197,12 +197,12 @@ def surest(
     factor: float | None = None,
     strict: bool = False,
 ) -> list[int]:
-    """The places to commit, the most confident one first (unmask.py has the order and the rules).
+    """The positions to commit, the most confident one first (unmask.py has the order and the rules).
 
     - quota: so many, or all there are.
     - threshold: all that reach it (strict: exceed it); if none does, `quota` of them.
     - factor: Fast-dLLM's rule as its code has it: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
-      c_n < 1 - factor / (n + 1) and commit n - 1 places; but all m if n = m, or if there is no such n. The paper commits the
+      c_n < 1 - factor / (n + 1) and commit n - 1 positions; but all m if n = m, or if there is no such n. The paper commits the
       largest n with (n + 1) (1 - c_n) < factor: that a failure of the last rank alone counts for nothing is the code's slip.
 
     >>> surest({3: 0.5, 4: float("nan"), 5: 0.9, 6: 0.5}, quota=4)
@@ -231,7 +231,7 @@ def quotas(masks: int, steps: int) -> list[int]:
 
 
 def blocks(canvas: Canvas, block_size: int | None) -> list[Window]:
-    """Windows of `block_size` places counted from the end of the prompt, the last one shorter if it must be; None: one window.
+    """Windows of `block_size` positions counted from the end of the prompt, the last one shorter if needed; None: one window.
 
     >>> blocks(Canvas([1, 2], 5, 9), 2)
     [(2, 4), (4, 6), (6, 7)]
@@ -241,7 +241,7 @@ def blocks(canvas: Canvas, block_size: int | None) -> list[Window]:
 
 
 def steps_per_block(op: str, steps: int | None, windows: Sequence[Window]) -> list[int]:
-    """`steps` shared out evenly among the blocks; None: as many for each block as it has places, which is a token a step."""
+    """`steps` shared out evenly among the blocks; None: as many for each block as it has positions, which is one token per step."""
     if steps is None:
         return [end - start for start, end in windows]
     if steps < 1 or steps % max(len(windows), 1):

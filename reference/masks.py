@@ -33,7 +33,7 @@ def full(q_len: int, kv_len: int | None = None) -> Mask:
 
 
 def block_causal(length: int, block_size: int, prefix_len: int = 0) -> Mask:
-    """In the prefix ``k <= q``; behind it the whole prefix, and ``block(k) <= block(q)``, blocks counted from the prefix on."""
+    """In the prefix ``k <= q``; after it the whole prefix, and ``block(k) <= block(q)``, blocks counted from the prefix on."""
 
     def sees(q: int, k: int) -> bool:
         if q < prefix_len:
@@ -58,7 +58,7 @@ def noise_aware_causal(
     window: int | None = None,
     layout: str = "streams",
 ) -> Mask:
-    """Jacobi Forcing, the table of its three trainers. "Own" is the same block, and a key not behind the query.
+    """Jacobi Forcing, the table of its three trainers. "Own" is the same block, and a key not after the query.
 
     prompt: causal in the prompt. l_j: prompt, all l_{<j}, own. k_j: prompt, own, and
     noisy (NC): all k_{<j}; clean (2a): all l_{<j}; window (NC-IC): l_{<i} and k_i .. k_{j-1} with i = floor(j / w) * w.
@@ -101,7 +101,7 @@ def dual_stream(
     """Nemotron-Labs-Diffusion (clean stream causal) and BD3-LM, Fast-dLLM v2 (clean stream causal by blocks).
 
     noisy to noisy: the same block. noisy to clean: an earlier block, or the prefix. clean to noisy: never.
-    clean to clean: ``k <= q``, or ``block(k) <= block(q)`` behind the prefix.
+    clean to clean: ``k <= q``, or ``block(k) <= block(q)`` after the prefix.
     """
     kept = range(prefix_len, length) if noisy_positions is None else noisy_positions
     noisy_tokens, clean_tokens = [("noisy", p) for p in kept], [("clean", p) for p in range(length)]

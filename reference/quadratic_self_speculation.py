@@ -1,8 +1,8 @@
-"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every place where judging may stop.
+"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every position where acceptance may stop.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. Equation 11 as printed gives the first token no masks of its own and lets the
 first mask of a group repeat the verifier's position; here, as in the released code, every draft token has a group, the
-first (the anchor) included, and the verifier's token stands in the first mask's place.
+first (the anchor) included, and the verifier's token replaces the first mask.
 
 A forward feeds the draft ``d_0 .. d_{S-1}`` (``d_0`` is the anchor, known to be right), each with M masks: token d_g at
 position ``n + g``, its mask r at ``n + g + r``, n the length of the prefix. Rows of draft tokens are plain causal rows that
@@ -25,7 +25,7 @@ from .sampling import OWN, DraftModel, distribution, draw, unadapted, without
 
 class QuadraticStep(NamedTuple):
     draft: list[int]  # draft[0] is the anchor
-    predictions: list[int]  # the verifier's token behind each draft token
+    predictions: list[int]  # the verifier's token after each draft token
     accepted: int  # draft[:accepted] was committed; at least 1. The next draft comes from group accepted - 1
 
 
@@ -40,7 +40,7 @@ def quadratic_input(
 ) -> tuple[list[int], Tensor, Tensor, Tensor]:
     """``(tokens, positions, mask, rank)`` of one forward over T tokens, the prefix among them (causal, before all others).
 
-    `positions` int64 ``(T,)``, `mask` bool ``(T, T)``; `rank` int64 ``(T,)`` is the place in the group: 0 for clean tokens.
+    `positions` int64 ``(T,)``, `mask` bool ``(T, T)``; `rank` int64 ``(T,)`` is the index in the group: 0 for clean tokens.
 
     >>> tokens, positions, mask, rank = quadratic_input([5], [6, 7], 9, 2, "bidirectional", "interleaved")
     >>> tokens, positions.tolist(), rank.tolist()
@@ -64,7 +64,7 @@ def quadratic_input(
 
 
 def verifier(own: Tensor, diffusion: Tensor, weight: float, form: str) -> Tensor:
-    """Logits ``(S, V)`` of the verifier out of those of the draft tokens and of the first masks behind them.
+    """Logits ``(S, V)`` of the verifier from those of the draft tokens and of the first masks after them.
 
     "probability" is the paper's ``weight * p_AR + (1 - weight) * p_diff``, as logarithms; "logit" mixes logits, as the
     released code does. Lossless against autoregressive decoding at weight 1 only, which is `own` itself.
@@ -104,7 +104,7 @@ def quadratic_self_speculation(
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one. Its forward is a step whose draft is the last prompt token alone.
-        max_new_tokens: stop after exactly this many new tokens, or earlier behind an end token.
+        max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         mask_token: id of the masks; never a guess, where the released code lets it be one.
         block_size: S, the anchor included. 1 is autoregressive decoding.
         masks_per_group: M, at least ``S - label_shift``; by default that.
@@ -145,8 +145,8 @@ def quadratic_self_speculation(
         """Accepted length, the verifier's tokens, and the next draft."""
         tokens, positions, mask, rank = quadratic_input(prefix, draft, mask_token, masks, in_group, layout)
         logits = runner(torch.tensor([tokens]), positions[None], mask, rank > 0)[0]
-        behind = torch.arange(len(tokens)) >= len(prefix)
-        own = logits[behind & (rank == 0)]
+        after = torch.arange(len(tokens)) >= len(prefix)
+        own = logits[after & (rank == 0)]
         # Either layout lists the groups in order, and the masks of a group in order.
         diffusion = without(logits[rank > 0], mask_token).unflatten(0, (len(draft), masks)) if masks else logits[:0]
         judge = verifier(own, diffusion[:, 0], weight, ensemble) if masks else own
@@ -164,7 +164,7 @@ def quadratic_self_speculation(
     tokens = draft[:1]
     trace: list[QuadraticStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
-        # The anchor is out already; each accepted draft token and the one behind them add one.
+        # The anchor is out already; each accepted draft token and the one after them add one.
         draft = draft[: max_new_tokens - len(tokens)]
         accepted, predictions, following = step(prompt + tokens[:-1], draft, ensemble_weight, len(trace) + 2)
         trace.append(QuadraticStep(draft, predictions, accepted))

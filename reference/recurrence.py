@@ -17,7 +17,7 @@ MIXERS = ("linear", "sqrt")
 NEW_STATES = ("fresh", "copied")
 RULES = ("prefix", "last")
 
-# The fourth word of a counter: latent noise shares no draw with sampled tokens, which have 0 there.
+# The fourth word of a counter: latent noise is independent of sampled tokens, which have 0 there.
 LATENT = 1
 
 # Phi^-1(1/2 + t (Phi(3) - 1/2)) = t P(y) / Q(y) with y = 1 - t^2, a minimax fit of degree 6 over 6: 2.8e-7, rising powers of y.

@@ -8,13 +8,13 @@ of the tensors of Huginn-0125. It serves as an oracle for the models and decoder
 Weights, by name; a linear layer is ``(out, in)`` and has no bias; E hidden, H heads, D = E / H, F of the MLP, V ids:
 
     transformer.wte.weight (V, E)              times sqrt(E); the head too, unless there is an lm_head.weight (V, E)
-    transformer.{prelude,core_block,coda}.{i}  a sandwich layer: norm_1 .. norm_4.weight (E,), attn.Wqkv.weight (3 E, E) with rows
+    transformer.{prelude,core_block,coda}.{i}  a layer with norms around its sublayers: norm_1 .. norm_4.weight (E,), attn.Wqkv.weight (3 E, E) with rows
                                                q, k, v, attn.qk_bias (2, 1, H, D), attn.proj.weight (E, E), mlp.fc.weight (2 F, E)
                                                with rows gate, up, mlp.proj.weight (E, F)
     transformer.adapter.weight (E, 2 E)        columns: state, e
-    transformer.ln_f.weight (E,)               used before the coda and behind it
+    transformer.ln_f.weight (E,)               used before and after the coda
 
-The layers number the *slots* of K and V: prelude, core, coda. A slot holds one row per position, whatever the recurrences: each
+The layers number the *slots* of K and V: prelude, core, coda. A slot holds one row per position, regardless of the recurrences: each
 recurrence attends to the frozen rows and to the fresh ones that it makes itself, and what the last one made may be frozen.
 """
 
@@ -30,9 +30,9 @@ PARTS = ("prelude", "core_block", "coda")
 
 
 class RecurrentPast:
-    """K and V of each slot: the rows that are frozen, and those of the last call, which the next one makes anew.
+    """K and V of each slot: the rows that are frozen, and those of the last call, which the next one recomputes.
 
-    `length` rows are frozen in every slot; they stand at positions 0 .. length - 1.
+    `length` rows are frozen in every slot; they are at positions 0 .. length - 1.
     """
 
     def __init__(self, slots: int) -> None:
@@ -67,7 +67,7 @@ class RecurrentPast:
 class RecurrentDepthReference:
     """The model of the weights in a flat state dict; sizes are read off their shapes.
 
-    Rows stand at positions ``start, start + 1, ...``; with a `past`, ``start`` is its length. Every part attends causally to the
+    Rows are at positions ``start, start + 1, ...``; with a `past`, ``start`` is its length. Every part attends causally to the
     frozen rows of its own slots and to the new rows.
 
     Args:
@@ -168,7 +168,7 @@ def random_weights(
     state_scale: float = 1.0,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """An fp64 state dict with the published names: a model whose every part matters, of no meaning.
+    """An fp64 state dict with the published names: an untrained model in which every part affects the result.
 
     `layers` are those of prelude, core and coda. `state_scale` multiplies the adapter's weights of the state: small ones make the
     core a contraction, and with 0 the first recurrence is at the fixed point already.

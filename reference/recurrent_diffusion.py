@@ -6,7 +6,7 @@ published is recurrent_published.py.
 
 The *wave* is a run of positions from `cursor` on, everything before is frozen. Row 0's token is in the text already, the token
 of row i is the prediction of row i - 1 in the last step. A step gives every row `inner_recurrence` more recurrences, predicts,
-and freezes some rows from the front: their predictions become text, their K and V stay, and the cursor moves behind them. So a
+and freezes some rows from the front: their predictions become text, their K and V stay, and the cursor moves past them. So a
 wave of one row is autoregressive decoding with adaptive exits, and with all recurrences in one step it is static decoding.
 """
 
@@ -92,7 +92,7 @@ def recurrent_diffusion(
     1. ``e = prelude(tokens)``; an old row's is ``(1 - momentum) * e + momentum * (its e of the last step)`` (equation 1).
     2. An old row's state is mixed with ``init(step, p)``, step = sampler steps so far (equation 2); a new one is ``init(0, p)``.
     3. `inner_recurrence` recurrences and the coda over the wave, then one token per row.
-    4. Rows are *ready* by `exit`; the leading ready ones freeze, as `rule` and `guard` say, cut behind the first end token and
+    4. Rows are *ready* by `exit`; the leading ready ones freeze, as `rule` and `guard` say, cut after the first end token and
        after `max_new_tokens`.
     5. The wave grows by `headway` rows at its end, as far as `max_wavefront` and the tokens still to come allow. The first takes
        the last row's prediction as its token, the others guesses from the text: ``text[word(seed, step, 0, j) mod len(text)]``,
@@ -118,7 +118,7 @@ def recurrent_diffusion(
             them. "fixed": it has had `recurrences` (Algorithm 1).
         new_state: "fresh", or "copied": that of the last row which stays in the wave, if one does.
         guard: freeze no row whose token changed in this very step: its K and V belong to the token it was.
-        max_recurrences: a row is ready at the latest after so many, whatever `exit` says; 0: never mind, and a model that does
+        max_recurrences: a row is ready at the latest after so many, regardless of `exit`; 0: no limit, and a model that does
             not settle never ends. None: ``4 * recurrences``.
         stability: steps for "token-stability"; None: ``recurrences // inner_recurrence + 1``.
 

@@ -3,19 +3,19 @@
 Source: the released code of "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language
 models". It differs from recurrent_diffusion.py in this:
 
-- The states that a step is compared with are kept from behind the cut, but read as if they had been kept from before it: after a
-  step that froze i rows, each position is compared with one i places further on, and hardly anything freezes. The first step
+- The states that a step is compared with are kept from after the cut, but read as if they had been kept from before it: after a
+  step that froze i rows, each position is compared with one i positions further on, and hardly anything freezes. The first step
   compares nothing. The embeddings are aligned rightly.
 - A row that settles freezes the *inputs* up to its own and stays as the new first row; its prediction is still a draft. The last
-  settled row counts, whatever the rows before it did. So a wave of one row never moves.
+  settled row counts, regardless of the rows before it. So a wave of one row never moves.
 - A row whose token changed in this very step may freeze with the K and V of the token it was.
 - A new row's embedding is damped: ``(1 - momentum) * e``, its norm is not restored. New rows are mixed with noise too.
 - Noise falls as ``1 / (1 + recurrences of the position)``. The first position counts the prompt's recurrences as its own.
 - "fixed" freezes from step ``recurrences // inner_recurrence + 1`` on (counted from 0): of 32 recurrences, 4 in a step, after 40.
-- "token-stability" never starts to count anew when a token changes.
+- "token-stability" never restarts its count when a token changes.
 - Stop tokens are looked for only after step number `recurrences`, and only among what that step froze (the first freeze of the
   latent modes counts the prompt as its own; the other modes look at the last `headway` tokens, new or not); before that they
-  are passed over. The text is cut neither behind one nor at `max_new_tokens`.
+  are passed over. The text is cut neither after one nor at `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Guess = Callable[[int, int], list[int]]
 class PublishedResult(NamedTuple):
     tokens: list[
         int
-    ]  # frozen tokens without the prompt: maybe more than were asked for, and not cut behind a stop token
+    ]  # frozen tokens without the prompt: maybe more than were asked for, and not cut after a stop token
     forwards: int  # sampler steps, and the prompt's forward
     trace: list[RecurrentStep]  # `distance` as far as there is one: of rows 0, 1, ..., maybe fewer than the wave has
     standing: int  # steps after which the wave could not grow by `headway`
@@ -73,19 +73,19 @@ def recurrent_published(
     It always starts with a full prefill: without one, the released code takes the whole prompt as its first wave.
 
     Args:
-        model, prompt: as there. A wave starts with one position, whatever `headway`.
+        model, prompt: as there. A wave starts with one position, regardless of `headway`.
         max_new_tokens: stop once so many are frozen; the prompt's forward freezes the first.
         init: ``(step, positions) -> (T, E)``. Step 0 gives initial states, step s + 1 the noise of sampler step s (from 0).
-        sample: ``(logits (R, V), positions) -> R tokens``. The released code draws a token anew in every step; with the keyed
+        sample: ``(logits (R, V), positions) -> R tokens``. The released code redraws a token in every step; with the keyed
             draws of :func:`~pdkernels.reference.recurrent_sampling.choose` a position's noise stays.
-        guess: tokens behind the last prediction where headway > 1. The released code draws them from [0, 65510).
+        guess: tokens after the last prediction where headway > 1. The released code draws them from [0, 65510).
         noise, schedule: "harmonic" or "constant".
         max_wavefront: 0 for no limit.
         freeze: one of `FREEZES`.
         new_state: "copied" takes the last `headway` states of the wave, if it has as many.
         stop_tokens: see above.
         max_positions: stop when the text and the draft are longer.
-        max_steps: stop behind the step of this number.
+        max_steps: stop after the step of this number.
 
     Raises:
         ValueError: for an unknown name; and if "fixed" freezes while the wave cannot grow by `headway`: the released code then
@@ -224,7 +224,7 @@ class Memory:
         return relative(now - 2 * last + before, now, 1e-6)
 
     def keep(self, states: Tensor, old_cursor: int) -> None:
-        """At the end of a step, with the states behind the cut and the cursor of the step before."""
+        """At the end of a step, with the states after the cut and the cursor of the step before."""
         self.before, self.previous, self.before_cursor = self.previous, states, old_cursor
 
 

@@ -48,7 +48,7 @@ class RecurrentStep(NamedTuple):
 class RecurrentResult(NamedTuple):
     tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
     forwards: int  # sampler steps, and the prompt's forward
-    recurrences: int  # times the core ran, whatever its rows; the prompt's count
+    recurrences: int  # times the core ran, regardless of its rows; the prompt's count
     trace: list[RecurrentStep]  # one per sampler step; the prompt's forward is none
 
 
@@ -127,7 +127,7 @@ def refine(
 
 
 def forward(model: RecurrentModel, tokens: Sequence[int], past: RecurrentPast, recurrences: int, init: Init) -> Tensor:
-    """Logits ``(T, V)`` of `tokens` behind the frozen rows: prelude, `recurrences` from the initial states on, coda."""
+    """Logits ``(T, V)`` of `tokens` after the frozen rows: prelude, `recurrences` from the initial states on, coda."""
     start = past.length
     e = model.prelude(torch.tensor(list(tokens), dtype=torch.int64), start, past)
     state = refine(model, init(0, rows(start, len(tokens))), e, start, past, recurrences)

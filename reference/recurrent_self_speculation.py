@@ -1,7 +1,7 @@
 """Self-speculation of a recurrent-depth model: few recurrences draft some tokens, all of them judge the draft at once.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.3. The draft
-needs no model of its own, and no cache: its K and V lie behind the cursor, where the verify forward writes over them.
+needs no model of its own, and no cache: its K and V are after the cursor, where the verify forward overwrites them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ class RecurrentDraftStep(NamedTuple):
 
     cursor: int
     draft: list[int]  # draft[0] is in the text already
-    predictions: list[int]  # the verifier's token behind each draft token
-    accepted: int  # draft[:accepted] stands, and predictions[accepted - 1] behind it
+    predictions: list[int]  # the verifier's token after each draft token
+    accepted: int  # draft[:accepted] is kept, then predictions[accepted - 1]
 
 
 class RecurrentDraftResult(NamedTuple):
@@ -48,9 +48,9 @@ def recurrent_self_speculation(
     """Draft token by token, judge all in one causal forward, keep what the verifier would have said.
 
     A cycle starts with the last token, whose K and V are not frozen yet. It drafts `block_size` tokens, or one less than there are
-    tokens to come, autoregressively, also behind a drafted end token. The verify forward takes the last token and the whole
+    tokens to come, autoregressively, even after a drafted end token. The verify forward takes the last token and the whole
     draft, and yields 1 to ``block_size + 1`` tokens. Draft and verifier draw a position's token with the same random numbers
-    ("sample and compare"), so that the verifier's token stands at every temperature and a good draft is accepted.
+    ("sample and compare"), so that the verifier's token counts at every temperature and a good draft is accepted.
 
     Whether that is the very text of :func:`~pdkernels.reference.recurrent_static.recurrent_static` is up to the model: in the
     verify forward recurrence t of a row reads the draft rows before it as they are after recurrence t, in static decoding as they

@@ -1,4 +1,4 @@
-"""Random draws of the reference decoders: noise that belongs to a place in the text, not to a moment of the run.
+"""Random draws of the reference decoders: noise that depends on the position in the text, not on the order of execution.
 
 The token of position p is ``argmax over v of logits[v] - T * ln(-ln u[v])``: an exact draw from ``softmax(logits / T)``,
 and the argmax itself at ``T = 0``. The uniform number is ``u[v] = (word(seed, step, p, v) + 0.5) / 2**32`` (philox.py):
@@ -8,7 +8,7 @@ its row is the position, its column the vocabulary id, and its step says what is
 - step f, at least 1: a guess for p, or the test of one, made by forward number f of this sequence (its prompt's is 1).
 
 So a decoder that always emits its verifier's draw (sample and compare) writes, seed for seed, the very tokens of
-:func:`sampled_autoregressive`, whatever its drafts hold, alone and in a batch.
+:func:`sampled_autoregressive`, regardless of its drafts, alone and in a batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def uniforms(seed: int, step: int | Tensor, rows: Tensor, columns: Tensor) -> Te
 
 
 def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int, step: int) -> list[int]:
-    """One token for each row of `logits` ``(R, V)``, which stands for position ``positions[row]``; ties go to the lowest id.
+    """One token for each row of `logits` ``(R, V)``, which is for position ``positions[row]``; ties go to the lowest id.
 
     >>> draw(torch.tensor([[1.0, 3.0, 3.0]]), [7], temperature=0.0, seed=0, step=OWN)
     [1]

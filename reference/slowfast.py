@@ -1,4 +1,4 @@
-"""SlowFast Sampling: explore how far the text is clear, then fill that span quickly, and go on behind it.
+"""SlowFast Sampling: explore how far the text is clear, fill that span quickly, and continue after it.
 
 Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3, and the code of its LLaDA sampler.
 """
@@ -29,13 +29,13 @@ def horizon(
     k_slow: int,
     cycle: str,
 ) -> int:
-    """The slow phase between the start and the end of `span`; returns the end of the fast phase's span, behind its start.
+    """The slow phase between the start and the end of `span`; returns the end of the fast phase's span, after its start.
 
     `look` makes a forward and guesses every mask of the span.
     """
     start, stop = span
     published = cycle == "published"
-    ends: list[int] = []  # candidates, each the place behind the last one that is clear
+    ends: list[int] = []  # candidates, each the position after the last clear one
     stable = False
     for _ in range(max_exploration):
         if canvas.done or (not published and (stable or not canvas.masks(span))):
@@ -81,7 +81,7 @@ def slowfast(
 ) -> MaskedResult:
     """Cycles of a slow and a fast phase, each from where the last one ended, until a block has no mask.
 
-    *Slow*, at most `max_exploration` forwards: note how far guesses go whose confidence exceeds `tau_min` (one place, if none
+    *Slow*, at most `max_exploration` forwards: note how far guesses go whose confidence exceeds `tau_min` (one position, if none
     does), from the cycle's start to the block's end, and commit the `k_slow` most confident ones there. The phase is over when
     the population variance of the last `window` notes is below `variance`, or no mask is left. Masks alone count: what is
     written has no confidence (the paper does not say).
@@ -90,15 +90,15 @@ def slowfast(
     `tau_high`; if none does, the `k_fast` most confident ones.
 
     The paper contradicts itself on the end of the span: equation 9 takes the mean of the last `window` notes, the sentences
-    behind it the last note if they are stable, and a position to be determined conservatively if not. cycle="mean" is the
-    equation, rounded down to a place; cycle="last" the sentences, where the conservative position is that mean, as in the code.
+    after it the last note if they are stable, and a position to be determined conservatively if not. cycle="mean" is the
+    equation, rounded down to a position; cycle="last" the sentences, where the conservative position is that mean, as in the code.
 
     cycle="published" is the loop of the released code. The span ends as for "last". No slow phase ends early: if the notes are
     stable no more are taken, but `max_exploration` forwards are made, even of a full block. Slow forwards commit all guesses
     that reach `tau_high`, or else the `k_slow` best ones (the code's "two or more, else the best one" is the same), and
     equality reaches both thresholds.
 
-    Where the published code differs otherwise: in a batch a full span still takes a place of confidence -inf and overwrites its
+    Where the published code differs otherwise: in a batch a full span still takes a position of confidence -inf and overwrites its
     token. It stores the logits of the suffix that it leaves out and never commits by them; here they are not kept. Its softmax
     is in the model's dtype. Its cycles are at most 256. Dream's variant has the unbiased variance, rounds the mean, and counts
     two notes of zero before the first.
@@ -106,15 +106,15 @@ def slowfast(
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
             :func:`~pdkernels.reference.llada.llada`.
-        block_size: places of a block; None: all in one, as the paper has it.
+        block_size: positions of a block; None: all in one, as in the paper.
         max_exploration: K_max. With 0 the span is the whole block.
         window: W_hist, at least 1.
-        variance: sigma squared, below which the last notes are stable. With the paper's, two notes may be one place apart.
+        variance: sigma squared, below which the last notes are stable. With the paper's, two notes may be one position apart.
         tau_min, tau_high: of the slow and the fast phase.
         k_slow, k_fast: never given by the paper; 1 in the code. k_fast is at least 1.
         cycle: "last", "mean" or "published".
-        drop_suffix: the fast forwards of a cycle, but for its first, leave out what stands behind the span. That is what the
-            paper's out-of-span caching comes to in the code; the span no longer sees the masks behind it, so results change.
+        drop_suffix: the fast forwards of a cycle, but for its first, leave out everything after the span. That is what the
+            paper's out-of-span caching amounts to in the code; the span no longer attends to the masks after it, so results change.
         prompt_interval, gen_interval, transfer_ratio: of a :class:`~pdkernels.reference.dllm_cache.FeatureCache` that all
             forwards go through, the model being one with parts (masked_model.py). None: no cache. A forward without the suffix
             leaves the cached rows of the suffix as they are.
@@ -154,7 +154,7 @@ def slowfast(
         )
 
     def look(span: Window, rows: int) -> Guesses:
-        """A forward of the first `rows` places, and what it says about the masks of the span."""
+        """A forward of the first `rows` positions, and its guesses for the masks of the span."""
         canvas.forwards += 1
         return guess(canvas, forward(canvas.tokens[:rows]), span, temperature=temperature, seed=seed)
 

@@ -27,7 +27,7 @@ def speculative_attention(
         q: ``(batch, new, q_heads, head_dim)``.
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
-        lengths: ``(batch,)`` int32 or int64. What stands in the cache behind a length is not read.
+        lengths: ``(batch,)`` int32 or int64. The cache past a length is not read.
         tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token sees a new token.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.

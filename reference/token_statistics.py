@@ -105,7 +105,7 @@ def kept(scores: Tensor, temperature: float, top_p: float, min_p: float) -> Tens
         before = mass.cumsum(-1) - mass
         first = torch.ones_like(keep)
         first[..., 1:] = ordered[..., 1:] < ordered[..., :-1]
-        before = torch.where(first, before, 0.0).cummax(-1).values  # of equals, what stands before the first of them
+        before = torch.where(first, before, 0.0).cummax(-1).values  # of equals, the mass before the first of them
         keep &= torch.empty_like(keep).scatter_(-1, order, before < top_p)
     return keep | (below == 0)
 

@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a sandwich block, as plain PyTorch.
+"""A transformer between its matrix products, as plain PyTorch.
 
 Source: Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach", section 3.2 (norms
 around every sublayer), in the order of operations of the published model.
@@ -73,7 +73,7 @@ def apply_rope_append_(
     """q and k of row i get their bias and the rotation of position ``lengths[b] + slots[b, i]``, and k and v of the rows that
     count are stored there.
 
-    Without slots it is ``lengths[b] + i``. A slot of -1 leaves the whole row alone. A row whose position lies behind the
+    Without slots it is ``lengths[b] + i``. A slot of -1 leaves the whole row unchanged. A row whose position is past the
     tables (none that counts) takes the last one of them.
     """
     op = "apply_rope_append_"
@@ -81,7 +81,7 @@ def apply_rope_append_(
     kv_heads = k_cache.shape[2]
     turned_heads = qkv.shape[2] - kv_heads
     places = _Slots(op, k_cache, block_table)
-    behind = torch.arange(rows, device=qkv.device).expand(batch, -1) if slots is None else slots
+    offsets = torch.arange(rows, device=qkv.device).expand(batch, -1) if slots is None else slots
     targets = {}
     for b, length in enumerate(lengths.tolist()):
         count = rows if counts is None else int(counts[b])
@@ -90,19 +90,19 @@ def apply_rope_append_(
             _fail(op, "counts", f"be in [0, {rows}]", count, b)
         if slots is None and length + count > min(places.capacity, len(cos)):
             _fail(op, "lengths + counts", "be at most the capacity and the positions of the tables", length + count, b)
-        for i, slot in enumerate(behind[b].tolist()):
+        for i, slot in enumerate(offsets[b].tolist()):
             counted = slot >= 0 and i < count
             if slot < -1 or (counted and slot >= min(places.capacity, len(cos)) - length):
                 _fail(op, "lengths + slots", "lie in the cache and in the tables", length + slot, b)
             if counted:
                 targets[b, i] = places(b, length + slot)
 
-    # A slot far behind the tables must not overflow in the sum.
-    positions = (lengths[:, None] + behind.clamp(max=len(cos))).clamp(max=len(cos) - 1)
+    # A slot far past the tables must not overflow in the sum.
+    positions = (lengths[:, None] + offsets.clamp(max=len(cos))).clamp(max=len(cos) - 1)
     turned = qkv[:, :, :turned_heads]
     wide = turned.to(cos.dtype) if bias is None else turned.to(cos.dtype) + bias.to(cos.dtype)
     rotated = _turned(wide, cos[positions], sin[positions], style)
-    turned.copy_(torch.where((behind < 0)[:, :, None, None], turned, rotated.to(qkv.dtype)))
+    turned.copy_(torch.where((offsets < 0)[:, :, None, None], turned, rotated.to(qkv.dtype)))
     for (b, i), place in targets.items():
         k_cache[place] = qkv[b, i, turned_heads - kv_heads : turned_heads]
         v_cache[place] = qkv[b, i, turned_heads:]

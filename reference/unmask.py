@@ -43,7 +43,7 @@ def ranked(confidence: Sequence[float]) -> list[int]:
 def count_to_commit(
     best_first: Sequence[float], *, quota: int, threshold: float | None, need: int, factor: float | None, strict: bool
 ) -> int:
-    """How many of the candidates, whose confidences stand in order, a rule commits.
+    """How many of the candidates, given their confidences in order, a rule commits.
 
     >>> rule = {"quota": 1, "need": 1, "strict": False}
     >>> count_to_commit([0.95, 0.9, 0.4], threshold=0.9, factor=None, **rule)
@@ -82,7 +82,7 @@ def unmask_(
     step: int = 0,
     steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(committed, remaining, done)``; as `pdkernels.unmask_`, where tensors stand in for `quota`, `need` and `step`."""
+    """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `need` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
     spans = (

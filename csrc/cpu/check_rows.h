@@ -1,4 +1,4 @@
-// The checks of ops that write rows behind the committed ones of a cache, and what they say.
+// Checks, with their messages, of ops that write rows after the committed ones of a cache.
 #pragma once
 
 #include "fault.h"

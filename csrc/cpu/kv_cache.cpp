@@ -29,7 +29,7 @@ struct Move {
 };
 
 // Rows of one sequence that really move, in order, and whether that order alone keeps reads before writes: with sources
-// ascending no row is overwritten before it has been read, since every later source lies above every earlier target.
+// ascending no row is overwritten before it has been read, since every later source is above every earlier target.
 struct MovePlan {
   std::vector<Move> moves;
   bool ascending = true;

@@ -70,7 +70,7 @@ void recurrence_advance(const AdvanceArgs& args) {
     const Advance next(args, b, w, args.last ? last : leading, first_changed, first_end);
     next.write(args, b);
     if (next.wave == 0) continue;
-    // Ascending: place 0 is read for itself alone.
+    // Ascending: entry 0 is read only for itself.
     for (int64_t j = 0; j < next.tokens; ++j) args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
     for (int64_t i = 0; i < args.room; ++i) {
       for (const IndexView& counts : {args.recurrences, args.stable}) {

@@ -70,7 +70,7 @@ class Row {
   double probability(uint64_t key) const {
     return key == 0 ? 0 : std::exp((double{key_logit(key)} - sums_.largest) * inverse_) / sums_.total;
   }
-  // Behind the possible tokens come the others, the lowest id first.
+  // After the possible tokens come the others, the lowest id first.
   int64_t impossible(int place) const {
     int possible = 0;
     while (top_[possible] != 0) ++possible;

@@ -14,7 +14,7 @@ void require_slots(const char* op, const ApplyRopeAppendArgs& args, int64_t b, i
     if (slot < -1 || !args.in_cache(length, slot)) {
       const std::string argument = "slots[" + std::to_string(b) + ", " + std::to_string(row) + "]";
       fail(op, b, argument, range(-1, args.pages.capacity() - length - 1), slot,
-           "A row stands at lengths + slots, a place of the cache; -1 is padding.");
+           "A row is at lengths + slots, a slot of the cache; -1 is padding.");
     }
     if (!args.in_tables(length, slot + 1)) {
       fail(op, b, "lengths + slots", "be less than the " + std::to_string(args.positions) + " positions of the tables",

@@ -24,16 +24,16 @@ void check_windows(const UnmaskArgs& args, int64_t b) {
         .append(std::to_string(args.end(b, g)))
         .append("]");
   };
-  const std::string place = " for sequence " + std::to_string(b) + ". ";
+  const std::string where = " for sequence " + std::to_string(b) + ". ";
   for (int64_t g = 0; g < args.segments; ++g) {
     if (args.window_fits(b, g)) continue;
     fail(kOp, "windows must lie in [0, " + std::to_string(args.length) + "] and not end before they start, got " +
-                  text(g) + place + "A window is a half-open range of tokens.");
+                  text(g) + where + "A window is a half-open range of tokens.");
   }
   for (int64_t g = 0; g < args.segments; ++g) {
     for (int64_t h = 0; h < g; ++h) {
       if (args.overlap(b, g, h))
-        fail(kOp, "windows must not overlap, got " + text(h) + " and " + text(g) + place +
+        fail(kOp, "windows must not overlap, got " + text(h) + " and " + text(g) + where +
                       "A token belongs to one segment.");
     }
   }
@@ -44,8 +44,7 @@ void check_positions(const UnmaskArgs& args, int64_t b, std::vector<int64_t>& la
   for (int64_t r = 0; r < args.candidates; ++r) {
     const int64_t p = args.position(b, r);
     if (!args.position_fits(b, r)) {
-      fail(kOp, b, "positions", "be in [-1, " + std::to_string(args.length - 1) + "]", p,
-           "-1 stands for no candidate.");
+      fail(kOp, b, "positions", "be in [-1, " + std::to_string(args.length - 1) + "]", p, "-1 means no candidate.");
     }
     if (p < 0) continue;
     if (last_seen[p] == b + 1) {

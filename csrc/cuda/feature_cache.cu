@@ -11,7 +11,7 @@ constexpr int kRowThreads = 128;    // a row of 4096 half-precision values is fo
 constexpr int kRowBlocksPerSm = 8;  // of its own choice ptxas aims at more and spills
 constexpr int kChoiceThreads = 512;
 
-// Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
+// Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
 __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   const int64_t start = args.starts.load(b), count = args.count(b);
   if (check_extent(args.pages, start, count, args.rows) != Fault::none || args.wish(b) < 0) return false;

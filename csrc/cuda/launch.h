@@ -1,8 +1,8 @@
 // The two spots where CUDA needs syntax that no host compiler reads: a launch and dynamic shared memory.
-// Behind these macros a .cu file is ordinary C++, so the tests can execute it on a CPU (tests/cudasim).
+// With these macros a .cu file is ordinary C++, so the tests can execute it on a CPU (tests/cudasim).
 //
 //   PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);
-//   PDK_LAUNCH((kernel<T, 4>), ...);     a template kernel with a comma stands in parentheses
+//   PDK_LAUNCH((kernel<T, 4>), ...);     a template kernel with a comma goes in parentheses
 //
 //   PDK_DYNAMIC_SHARED(float, tile);     in a kernel: `float* tile`, 16-byte aligned; all uses name the same bytes
 //

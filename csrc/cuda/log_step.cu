@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kThreads) log_step_kernel(LogStepArgs args) {
   for (int64_t i = threadIdx.x; room && i < size; i += kThreads) args.log[at * size + i] = args.entry[i];
   bool mine = false;
   for (int64_t b = threadIdx.x; b < args.batch; b += kThreads) mine |= args.going(b);
-  // Also the barrier behind which nobody reads the count any more.
+  // Also the barrier after which no thread reads the count.
   const bool any = __syncthreads_or(mine) != 0;
   if (threadIdx.x != 0) return;
   const bool more = room && args.goes_on(at, any);

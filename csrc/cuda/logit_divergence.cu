@@ -11,7 +11,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksPerSm = 1;  // of its own choice ptxas aims at more and spills
 
-// The largest logit so far with its first place, and the sum of exponentials below it. A NaN is not the largest: it
+// The largest logit so far with its first index, and the sum of exponentials below it. A NaN is not the largest: it
 // shows in the sum.
 struct Peak {
   float largest, total;
@@ -25,7 +25,7 @@ struct Peak {
     }
     total += expf(x - (largest == -INFINITY ? 0.0f : largest));
   }
-  // Of equal peaks the first place counts. A peak of nothing but -inf has a total of 0, or NaN.
+  // Of equal peaks the first index counts. A peak of nothing but -inf has a total of 0, or NaN.
   __device__ void join(float other_largest, float other_total, int64_t other_place) {
     const float top = other_largest > largest ? other_largest : largest;
     const float mine = largest == top ? 1.0f : expf(largest - top),
@@ -47,7 +47,7 @@ struct Room {
   double sums[kWarps];
 };
 
-// Calls body(value, place) for this thread's share of a row.
+// Calls body(value, place) for this thread's part of a row.
 template <class T, int kSize, class Body>
 __device__ void for_share(const T* row, int64_t width, const Body& body) {
   for (int64_t pack = threadIdx.x; pack < width / kSize; pack += kThreads) {

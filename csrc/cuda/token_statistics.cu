@@ -21,7 +21,7 @@ __device__ uint64_t warp_largest(uint64_t key) {
   return key;
 }
 
-// The `count` first of the keys that the lanes hold, the i-th in lane i, 0 behind the last. `head` is a lane's first
+// The `count` first of the keys that the lanes hold, the i-th in lane i, 0 after the last. `head` is a lane's first
 // key, next(key) the one that follows in it.
 template <class Next>
 __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     return;
   }
 
-  // What has less than (1 - top_p) / V of the largest token's mass lies behind the nucleus: it goes to the last bin.
+  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus: it goes to the last bin.
   const double reach = heat * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * heat;
   const float slope = static_cast<float>(1 / heat), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
   const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
@@ -199,7 +199,7 @@ __device__ int64_t token_at(int64_t begin, int i) {
   return begin + (static_cast<int64_t>(i / kSize) * kThreads + threadIdx.x) * kSize + i % kSize;
 }
 
-// This thread's logits; -inf behind the row and where a token is suppressed or below the cut.
+// This thread's logits; -inf past the row and where a token is suppressed or below the cut.
 template <class T, bool kPacks>
 __device__ void load_share(const TokenStatisticsArgs& args, const T* row, int64_t begin, int64_t end, float cut,
                            float* logits) {
@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
                ? 0.0f
                : static_cast<float>(exp((static_cast<double>(key_logit(key)) - sums.largest) * inverse) / sums.total);
   };
-  // Behind the possible tokens come the others, the lowest id first.
+  // After the possible tokens come the others, the lowest id first.
   const int possible = __popc(__ballot_sync(kAll, top != 0));
   int64_t id = key_id(top);
   int filled = possible;

@@ -1,4 +1,4 @@
-// What lies between the matrix products of a sandwich block, on CUDA: a few reads and one write a row, so all that
+// A transformer between its matrix products, on CUDA: a few reads and one write a row, so all that
 // counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "launch.h"
 #include "packs.h"
@@ -134,7 +134,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __grid_constant__ ApplyRopeAppendArgs args) {
   const int64_t b = blockIdx.z, row = blockIdx.x;
   const int64_t length = args.lengths.load(b), count = args.count(b);
-  // Every block of a sequence sees the same faults, so that a bad sequence is left alone as a whole.
+  // Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
   if (args.check_lengths(length, count) != Fault::none || !(args.slots.given() || args.in_tables(length, count)))
     return;
   bool fine = true;

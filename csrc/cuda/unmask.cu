@@ -1,6 +1,6 @@
 // Committing guesses on CUDA: a block a segment. Whom the rule lets in is found bit by bit from the top: the keys are
-// counted that reach a bar, which takes as many passes as a key has bits, whatever their number, and needs no memory
-// but the keys themselves.
+// counted that reach a bar, which takes as many passes as a key has bits, regardless of their number, and needs no
+// memory but the keys themselves.
 #include "elements.h"
 #include "launch.h"
 #include "pdkernels/unmask.h"
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerSm = 2;        // of its own choice ptxas aims at more and spills
-constexpr int64_t kStagedKeys = 5120;  // 40 KiB of shared memory; of a longer list the keys are made anew in every pass
+constexpr int64_t kStagedKeys = 5120;  // 40 KiB of shared memory; keys of a longer list are recomputed in every pass
 
 // Whether a sequence has values that cannot be honoured; every thread of the block gets the answer.
 __device__ bool unfit(const UnmaskArgs& args, int64_t b) {

@@ -47,7 +47,7 @@ class KVCacheBase:
         return self.k.dtype
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
-        """Writes the draft rows of one layer behind the committed ones; see `pdkernels.kv_append_`.
+        """Writes the draft rows of one layer after the committed ones; see `pdkernels.kv_append_`.
 
         Args:
             layer: which layer.

@@ -81,7 +81,7 @@ class PagedKVCache(KVCacheBase):
         return self._pool.available
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
-        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens, or all for as many. Never takes pages away.
+        """Makes sure that sequence ``b`` owns pages for ``lengths[b]`` tokens, or each sequence for a single number. Never frees pages.
 
         Raises:
             ValueError: more tokens than the block table can name.
@@ -111,7 +111,7 @@ class PagedKVCache(KVCacheBase):
             self._publish()
 
     def trim_(self, new_lengths: int | Sequence[int] | Tensor) -> None:
-        """Shortens sequences. Pages behind the new lengths return to the pool.
+        """Shortens sequences. Pages past the new lengths return to the pool.
 
         With a tensor on a GPU only the lengths change, without a sync; `reclaim_` returns the pages later.
         """
@@ -120,13 +120,13 @@ class PagedKVCache(KVCacheBase):
             self._release_behind(self._numbers("cache.PagedKVCache.trim_", "new_lengths", new_lengths))
 
     def reclaim_(self) -> None:
-        """Returns the pages behind the current lengths. Reads the lengths: one sync on a GPU."""
+        """Frees the pages past the current lengths. Reads the lengths: one sync on a GPU."""
         self._release_behind(self.lengths.tolist())
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``.
 
-        Positions whose page is missing hold rows of page 0; they lie behind every length.
+        Positions without a page hold rows of page 0; they are past every length.
         """
         pages = -(-length // self.page_size)
         table = self.block_table[:, :pages].clamp(min=0).to(torch.int64)

@@ -1,4 +1,4 @@
-"""What may see what: segment masks, a builder for each paper's layout, and the tile plans that kernels read."""
+"""Segment masks, a builder for each paper's layout, and the tile plans that kernels read."""
 
 from pdkernels.masks.basic import block_causal, causal, full, pack
 from pdkernels.masks.dual_stream import dual_stream

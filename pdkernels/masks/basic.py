@@ -1,4 +1,4 @@
-"""Masks that no paper owns: causal, full, block-causal, and samples side by side."""
+"""General masks: causal, full, block-causal, and samples side by side."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, i
 
 
 def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
-    """Each token sees itself and what stands before it.
+    """Each token attends to itself and to the tokens before it.
 
     Args:
         q_len: rows, 0 or more.
-        kv_len: columns; None: as many. The last row sees all columns, as when new tokens follow cached ones; with fewer
-            columns than rows the first rows see nothing.
+        kv_len: columns; None: as many. The last row attends to all columns, as when new tokens follow cached ones; with fewer
+            columns than rows the first rows are fully masked.
 
     Returns:
-        A mask of shape ``(q_len, kv_len)``; positions count over the columns, so that the last row stands at ``kv_len - 1``.
+        A mask of shape ``(q_len, kv_len)``; positions count over the columns, so that the last row is at ``kv_len - 1``.
 
     Example:
         >>> import pdkernels as pd
@@ -36,7 +36,7 @@ def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
 
 
 def full(q_len: int, kv_len: int | None = None) -> SegmentMask:
-    """Each token sees all.
+    """Each token attends to all.
 
     Args:
         q_len: rows, 0 or more.
@@ -70,10 +70,10 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> SegmentMa
     Args:
         length: all tokens, the prefix included.
         block_size: tokens of a block.
-        prefix_len: tokens that come before the first block and see each other causally.
+        prefix_len: tokens before the first block, causal among themselves.
 
     Source: Fast-dLLM v2 (prompt prefill over blocks). With one block it is the first pass of quadratic self-speculation: the
-    prompt causal, then masks that see the prompt and each other. With ``block_size=1`` it is `causal`.
+    prompt causal, then masks that attend to the prompt and to each other. With ``block_size=1`` it is `causal`.
 
     Example:
         >>> import pdkernels as pd
@@ -92,14 +92,14 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> SegmentMa
 
 
 def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask:
-    """Samples side by side in one sequence, blind to each other. Each keeps its own positions::
+    """Samples side by side in one sequence, masked from each other. Each keeps its own positions::
 
         pack([causal(2), full(2)], length=5)
             1 . . . .
             1 1 . . .
             . . 1 1 .
             . . 1 1 .
-            . . . . .     padding sees nothing and is seen by none
+            . . . . .     padding: fully masked rows and columns
 
     Args:
         masks: whole masks, no slices.
@@ -109,7 +109,7 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
         ValueError: slices, or masks longer than `length` together.
         TypeError: something that is no mask.
 
-    Attention gives rows of padding zeros and a log-sum-exp of -inf. Their positions are 0.
+    Attention returns zeros and a log-sum-exp of -inf for rows of padding. Their positions are 0.
 
     Example:
         >>> import pdkernels as pd

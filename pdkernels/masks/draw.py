@@ -154,7 +154,7 @@ def _lines(axes: Axes, mask: Picture) -> None:
 
 
 def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
-    """Bars above and beside the matrix: which segment is where."""
+    """Bars above and to the right of the matrix that show the segments."""
     figure = axes.get_figure(root=True)
     assert figure is not None
     width, height = figure.get_size_inches()
@@ -163,12 +163,12 @@ def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
         thick = 0.13 / (height if horizontal else width)
         for begin, end, kind, label in _labelled(mask, window):
             share = (end - begin) / total
-            place, extent = begin / total, share
+            start, extent = begin / total, share
             if horizontal:
-                corner, box, middle = (place, 1.006), (extent, thick), (place + extent / 2, 1.012 + thick)
+                corner, box, middle = (start, 1.006), (extent, thick), (start + extent / 2, 1.012 + thick)
             else:
-                place = 1 - end / total
-                corner, box, middle = (1.006, place), (thick, extent), (1.012 + thick, place + extent / 2)
+                start = 1 - end / total
+                corner, box, middle = (1.006, start), (thick, extent), (1.012 + thick, start + extent / 2)
             _bar(axes, corner, box, colours[kind])
             needed = LEAST_SHARE if not horizontal else 0.011 * len(label) + 0.01
             if share >= needed:

@@ -1,4 +1,4 @@
-"""Training layout of block diffusion: a noisy copy beside the clean one."""
+"""Training layout of block diffusion: a noisy and a clean copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def dual_stream(
     noisy_positions: Sequence[int] | Tensor | None = None,
     prefix_len: int = 0,
 ) -> SegmentMask:
-    """A noisy and a clean copy of a sequence. A noisy block sees itself whole and the clean blocks before it::
+    """A noisy and a clean copy of a sequence. A noisy block attends to all of itself and to the clean blocks before it::
 
         dual_stream(4, 2)                     clean="block" differs in
               n n n n   c c c c                 the clean stream:
@@ -33,8 +33,8 @@ def dual_stream(
         c     . . . .   1 1 1 .                   1 1 1 1
         c     . . . .   1 1 1 1                   1 1 1 1
 
-    Its own clean block is hidden from a noisy block (it would give the answer away), so are all other noisy blocks, and no
-    clean row sees noise.
+    Its own clean block is hidden from a noisy block (it would reveal the answer), and so are all other noisy blocks. No
+    clean row attends to noise.
 
     Args:
         length: tokens of the clean stream.
@@ -44,8 +44,8 @@ def dual_stream(
         order: which stream comes first.
         noisy_positions: positions that the noisy stream keeps, ascending; None: all from `prefix_len` on. Vision tokens, for
             instance, are dropped from it. They keep their position ids, and blocks are counted on those.
-        prefix_len: clean tokens before the first block, such as the prompt where only the response is noised. They see each
-            other causally, all blocks see them, and they have no noisy copy.
+        prefix_len: clean tokens before the first block, such as the prompt where only the response is noised. They are
+            causal among themselves, all blocks attend to them, and they have no noisy copy.
 
     Returns:
         A square mask; positions are those in the clean stream.

@@ -57,7 +57,7 @@ class NoiseAwareMask(SegmentMask):
 
     @cached_property
     def ar_targets(self) -> Tensor:
-        """``(n - 1,)`` rows that hold the token each of `ar_rows` predicts. Leave out targets behind the end token."""
+        """``(n - 1,)`` rows that hold the token each of `ar_rows` predicts. Leave out targets after the end token."""
         return torch.cat([self.prompt_rows, self.clean_rows.flatten()])[1:]
 
     @cached_property
@@ -97,9 +97,9 @@ def noise_aware_causal(
 ) -> NoiseAwareMask:
     """A prompt, and each block of the answer twice: noisy and clean. Noisy blocks learn to jump to the clean ones.
 
-    Clean rows see the prompt and the clean stream causally: an ordinary language model. The noisy block j sees the prompt,
+    Clean rows attend causally to prompt and clean stream: an ordinary language model. The noisy block j sees the prompt,
     clean blocks before block i, noisy blocks i .. j - 1 and itself causally, with i by `conditioning`. So a noisy row at
-    position p sees each position up to p once. No clean row ever sees noise::
+    position p sees each position up to p once. No clean row attends to noise::
 
         prompt 1, blocks of 1, two of them; p: prompt, c: clean, n: noisy
         noisy              clean
@@ -114,7 +114,7 @@ def noise_aware_causal(
         prompt_len: tokens of the prompt, 0 or more.
         block_size: tokens of a block, 1 or more.
         num_blocks: noisy blocks, and as many clean ones, 0 or more.
-        conditioning: what a noisy block sees of earlier blocks. ``"noisy"``: the noisy ones (i = 0), which makes the mask two
+        conditioning: which form of earlier blocks a noisy block attends to. ``"noisy"``: the noisy ones (i = 0), which makes the mask two
             causal sequences that share the prompt; ``"clean"``: the clean ones (i = j); ``"window"``: clean blocks of earlier
             windows, noisy ones of its own (i = j rounded down to a multiple of `window`).
         window: blocks of a window, with ``conditioning="window"`` only. It need not divide `num_blocks`.

@@ -21,7 +21,7 @@ class Stage(NamedTuple):
 
 
 def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> SegmentMask:
-    """Plans see causally, chunks see their whole past and themselves, and a sync shows chunks to what follows::
+    """Plans are causal, chunks attend to their whole past and themselves, and a sync makes chunks visible to later tokens::
 
         planned([Stage(2, (2, 2))])           sparse=True
         plan   1 . | . . . . | .              1 . | . . . . | .
@@ -32,9 +32,9 @@ def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> 
                1 1 | 1 1 1 1 | .              1 1 | . . 1 1 | .
         sync   1 1 | 1 1 1 1 | 1              1 1 | 1 1 1 1 | 1
 
-    - A plan token sees all plan and sync tokens before it, and all chunks before the last sync.
-    - A chunk token sees everything before its round's chunks, its own chunk, and, dense, the other chunks of the round.
-    - A sync token sees everything before it. What came before a chunk never sees it.
+    - A plan token attends to all plan and sync tokens before it, and to all chunks before the last sync.
+    - A chunk token attends to everything before its round's chunks, its own chunk, and, if dense, the round's other chunks.
+    - A sync token attends to everything before it. Tokens before a chunk never attend to it.
 
     Args:
         stages: the rounds, as `Stage` or as tuples ``(plan, chunks, sync)``.
@@ -47,8 +47,8 @@ def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> 
         ValueError: a negative length.
         TypeError: something that is no stage, or no bool.
 
-    Source: Planned Diffusion, section 4.2 and appendix H; its released code, whose accumulated mask rules where a text goes
-    on without a sync: later plan tokens do not see the open chunks, later chunks do.
+    Source: Planned Diffusion, section 4.2 and appendix H; its released code, whose accumulated mask decides where a text goes
+    on without a sync: later plan tokens do not attend to the open chunks, later chunks do.
 
     Example:
         >>> import pdkernels as pd
@@ -84,6 +84,6 @@ def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> 
 
 
 def _without(end: int, holes: list[range]) -> tuple[range, ...]:
-    """The segments below `end` that lie in none of the holes."""
+    """The segments below `end` outside the holes."""
     edges = [0, *(edge for hole in holes for edge in (hole.start, hole.stop)), end]
     return tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2]))

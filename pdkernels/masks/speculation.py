@@ -66,7 +66,7 @@ def quadratic(
     layout: Literal["spec_first", "interleaved"] = "spec_first",
     anchor_group: bool = True,
 ) -> QuadraticMask:
-    """A draft, and behind each of its tokens a group of masks that drafts on from there, whatever part is accepted::
+    """A draft, and for each of its tokens a group of masks that drafts the continuation if the draft is accepted up to there::
 
         quadratic(2)                          interleaved: d m m | d m m
           d d   m m   m m                       1 . . . . .
@@ -77,13 +77,13 @@ def quadratic(
         m 1 1   . .   1 1                       1 . . 1 1 1
         m 1 1   . .   1 1
 
-    Draft tokens see each other causally and never a mask, so they verify exactly as a causal model would. Group g sees draft
-    tokens 0 .. g and itself. The cached prefix, seen by all, is not part of the mask, which therefore serves all steps.
+    Draft tokens are causal and never attend to a mask, so they verify exactly as a causal model would. Group g sees draft
+    tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, which therefore serves all steps.
 
     Args:
         block_size: draft tokens, the first one (the anchor, known to be right) included.
         masks_per_group: None: as many as draft tokens.
-        in_group: whether masks of a group see each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
+        in_group: whether masks of a group attend to each other ``"bidirectional"`` (Nemotron-Labs-Diffusion, TiDAR) or ``"causal"``
             (Samragh et al., Apple).
         layout: ``"spec_first"``: all draft tokens, then the groups: tiles fill up, and accepting a draft moves no cache row;
             ``"interleaved"``: each draft token before its group.
@@ -142,7 +142,7 @@ def quadratic(
 
 
 def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
-    """A tree of draft tokens: each sees itself and its ancestors. The cached prefix is not part of the mask::
+    """A tree of draft tokens: each attends to itself and its ancestors. The cached prefix is not part of the mask::
 
         tree([-1, 0, 1, 0])      0 - 1 - 2
             1 . . .               \\
@@ -199,7 +199,7 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
 
 
 def _and_segment(sees: tuple[range, ...], segment: int) -> tuple[range, ...]:
-    """The ranges and one more segment behind them."""
+    """The ranges and one more segment after them."""
     if sees and sees[-1].stop == segment:
         return (*sees[:-1], range(sees[-1].start, segment + 1))
     return (*sees, range(segment, segment + 1))

@@ -1,4 +1,4 @@
-"""What the tiny models learn from: sums worked out digit by digit, whose results can be scored, and Python's own source."""
+"""Training text of the tiny models: sums worked out digit by digit, whose results can be scored, and Python's own source."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Problem(NamedTuple):
     result: int
 
     def is_solved_by(self, text: str) -> bool:
-        """Whether the last line of a continuation of the prompt gives the result.
+        """Whether the last line of a continuation of the prompt is the result.
 
         >>> problem = Problem("1 + 2 = ?\\n", "1 + 2 = 3\\nanswer 3\\n", 3)
         >>> problem.is_solved_by("guess\\nanswer 3\\n"), problem.is_solved_by("answer 3"), problem.is_solved_by("answer 33\\n")
@@ -58,7 +58,7 @@ def arithmetic(seed: int, *, held_out: bool = False) -> Iterator[Problem]:
 
     Args:
         seed: of the stream, the same on every machine.
-        held_out: problems that no stream without `held_out` gives.
+        held_out: yield problems that no stream without `held_out` yields.
 
     Raises:
         TypeError: a seed that is no int.

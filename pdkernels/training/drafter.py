@@ -13,7 +13,7 @@ from pdkernels.models import Transformer
 
 
 class DrafterLoss(NamedTuple):
-    """What `drafter_loss` gives; 0-dim tensors, ``total = matching + ce_weight * cross_entropy``."""
+    """Result of `drafter_loss`: 0-dim tensors, ``total = matching + ce_weight * cross_entropy``."""
 
     total: Tensor
     matching: Tensor
@@ -55,7 +55,7 @@ def drafter_loss(
         ValueError: shapes that do not fit each other, an option out of range.
         TypeError: logits that are not floating, counts that are not int32 or int64, a `top_k` that is no int.
 
-    Nothing waits for the device, and behind the choice of the support nothing is as wide as the vocabulary but its flags.
+    Nothing waits for the device, and after the support is chosen only its flags are as wide as the vocabulary.
 
     Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks, greedily in the others,
     so that the adapter also serves drafts that are drawn.
@@ -125,11 +125,11 @@ def attach_drafter_(
     """Give a model a fresh adapter (unless it has one) and make that the only thing that is trained.
 
     Args:
-        model: changed in place: it takes an adapter, and no other parameter keeps ``requires_grad``.
+        model: changed in place: it gets an adapter, and no other parameter keeps ``requires_grad``.
         rank: of the pairs.
         scale: LoRA's alpha / rank, inside the first matrix. `Transformer.attach_adapter_` puts it into the second one, which
             is zero here.
-        generator: of the draws, on the CPU; None: torch's own.
+        generator: for the draws, on the CPU; None: torch's default.
 
     Returns:
         The adapter's parameters. A fresh one changes nothing yet: of each layer's pair ``b @ a`` a ``(rank, heads * head_dim)``

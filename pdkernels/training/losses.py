@@ -22,7 +22,7 @@ from pdkernels.training.packing import DualStreamBatch, NoiseAwareBatch
 
 
 class JointLoss(NamedTuple):
-    """What `dual_stream_loss` gives; 0-dim tensors, ``total = autoregressive + masked_weight * masked``."""
+    """Result of `dual_stream_loss`: 0-dim tensors, ``total = autoregressive + masked_weight * masked``."""
 
     total: Tensor
     autoregressive: Tensor
@@ -32,7 +32,7 @@ class JointLoss(NamedTuple):
 
 
 class ConsistencyLoss(NamedTuple):
-    """What `noise_aware_loss` gives; 0-dim tensors, ``total = ar_weight * autoregressive + consistency``."""
+    """Result of `noise_aware_loss`: 0-dim tensors, ``total = ar_weight * autoregressive + consistency``."""
 
     total: Tensor
     autoregressive: Tensor
@@ -72,11 +72,11 @@ def dual_stream_loss(
         batch: what `pack_dual_stream` made.
         masked_weight: of the masked sum; the paper's alpha.
         normaliser: what both sums are divided by. None: the n + m rows of this batch. For a sum over several batches or
-            ranks give the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
+            ranks pass the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
 
     Returns:
         Its `total` is ``(sum of CE + masked_weight * sum of CE / p_mask) / normaliser``, 0 for a batch without rows. All
-        tokens count alike, wherever they stand: a sample with few hidden tokens has little say (*global averaging*).
+        tokens count equally, regardless of their sample: one with few hidden tokens has little weight (*global averaging*).
 
     Raises:
         ValueError: logits that are not one row of floats per label.

@@ -25,7 +25,7 @@ class NoiseAwareSample(NamedTuple):
     clean: Tensor
     """(num_blocks, block_size) ids of the answer."""
     noisy: Tensor
-    """(num_blocks, block_size) ids: states that Jacobi decoding went through on its way to the clean block."""
+    """(num_blocks, block_size) ids: intermediate states of Jacobi decoding on the way to the clean block."""
 
 
 class NoiseAwareBatch(NamedTuple):
@@ -36,7 +36,7 @@ class NoiseAwareBatch(NamedTuple):
     positions: Tensor
     """(length,) position ids; the noisy and the clean block share theirs."""
     mask: SegmentMask
-    """(length, length); its ``plan()`` is what attention takes."""
+    """(length, length); pass its ``plan()`` to attention."""
     ar_rows: Tensor
     """(n,) rows of prompts and clean blocks whose logits the autoregressive loss reads."""
     ar_labels: Tensor
@@ -66,7 +66,7 @@ class DualStreamBatch(NamedTuple):
     positions: Tensor
     """(length,) position ids; the noisy and the clean copy share theirs."""
     mask: SegmentMask
-    """(length, length); its ``plan()`` is what attention takes."""
+    """(length, length); pass its ``plan()`` to attention."""
     ar_rows: Tensor
     """(n,) clean rows whose logits the autoregressive loss reads: all but the last of each sample."""
     ar_labels: Tensor
@@ -94,7 +94,7 @@ def pack_noise_aware(
     Args:
         samples: all blocks of a sample have one size; samples may differ in it.
         length: tokens in all, filled up with `pad_token`; None: as many as the samples have.
-        pad_token: the id of the padding, which sees nothing and is seen by none.
+        pad_token: the id of the padding, which attends to nothing and which no row attends to.
         end_token: what stands behind the first of them in an answer is neither a target nor a student, and neither is its own
             noisy row, which would learn what follows; None: all rows count.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
@@ -133,10 +133,10 @@ def pack_noise_aware(
         num_blocks, block_size = sample.clean.shape
         mask = noise_aware_causal(len(sample.prompt), block_size, num_blocks, conditioning, window, layout)
         part = torch.empty(mask.q_len, dtype=torch.int64, device="cpu")
-        for place, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
-            part[place] = values
+        for targets, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
+            part[targets] = values
         answer = sample.clean.flatten()
-        # From the first end token on: what these rows would predict stands behind it.
+        # From the first end token on: these rows would predict tokens after it.
         over = (answer == (-1 if end_token is None else end_token)).cumsum(0) > 0
         kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over])[:-1]
         students = ((sample.noisy != sample.clean).cumsum(1) > 0) & ~over.view(num_blocks, block_size)
@@ -165,9 +165,9 @@ def pack_dual_stream(
     Args:
         samples: sequences and what is hidden of them.
         block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
-        mask_token: the id that stands for a hidden token.
+        mask_token: the id of a hidden token.
         length: tokens in all, filled up with `pad_token`; None: twice as many as the samples have.
-        pad_token: the id of the padding, which sees nothing and is seen by none.
+        pad_token: the id of the padding, which attends to nothing and which no row attends to.
         clean: as in `pdkernels.masks.dual_stream`.
 
     Returns:

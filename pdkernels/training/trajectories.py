@@ -30,7 +30,7 @@ class Trajectory(NamedTuple):
 
     @property
     def fixed_points(self) -> Tensor:
-        """``(num_blocks, block_size)`` ids: the greedy text, padded behind its end token."""
+        """``(num_blocks, block_size)`` ids: the greedy text, padded after its end token."""
         return torch.stack([records[-1] for records in self.blocks])
 
 
@@ -51,14 +51,14 @@ def collect_trajectories(
         model, prompts, end_tokens: as in `pdkernels.decoding.generate`; a list of prompts.
         block_size: tokens of a block.
         max_new_tokens: of each continuation, rounded up to whole blocks; it may end earlier.
-        pad_token: stands behind an end token, in all records of that block.
+        pad_token: fills the block after an end token, in all its records.
         seed: of the tokens that fill fresh drafts.
         batch_size: prompts that are decoded side by side; the result does not depend on it where logits do not.
 
     Returns:
-        One trajectory per prompt. A record is what the block held before a forward: the accepted tokens and the draft behind
+        One trajectory per prompt. A record is the block before a forward: the accepted tokens and the draft after
         them. The first one is the seed token and random earlier tokens (in the first block: what the prompt's forward made of
-        them), which the released script loses; the last one is the fixed point. The fixed points one behind the other are the
+        them), which the released script loses; the last one is the fixed point. The concatenated fixed points are the
         text of greedy decoding; where that ends inside a block, `pad_token` fills the block.
 
     Raises:
@@ -106,11 +106,11 @@ def collect_trajectories(
 
 
 def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
-    """Shares of a block that shall be noise, for the `window` blocks after which the schedule starts anew.
+    """The fraction of a block to fill with noise, for each of the `window` blocks after which the schedule restarts.
 
     Args:
         window: number of ratios.
-        schedule: "code" goes evenly from 0 to 1, both included, as the released script; "paper" is equation 7, which stops one
+        schedule: "code" rises evenly from 0 to 1 inclusive, as in the released script; "paper" is equation 7, which stops one
             step short of 1. A fresh block is all noise but its first token, which speaks for the code.
 
     Raises:
@@ -134,7 +134,7 @@ def choose_record(records: Tensor, ratio: float) -> int:
     Args:
         records: ``(n, block_size)`` int32 or int64, the fixed point last.
         ratio: the share wished for. Noise runs from the first token that differs from the fixed point to the end of the block,
-            whether tokens behind it are right or not.
+            whether later tokens are right or not.
 
     Raises:
         ValueError: records that are not ``(n, block_size)`` with n at least 1.
@@ -150,7 +150,7 @@ def choose_record(records: Tensor, ratio: float) -> int:
     op = "training.choose_record"
     check_index(op, "records", records, (None, None), None)
     check(len(records) >= 1, op, "records", "hold the fixed point at least", tuple(records.shape))
-    # Behind the first token that differs all count.
+    # All tokens after the first difference count.
     noise = (records != records[-1]).cumsum(1).bool().sum(1)
     return int((noise.double() / max(records.shape[1], 1) - ratio).abs().argmin())
 
@@ -167,10 +167,10 @@ def noise_aware_sample(
 
     Args:
         trajectory: of one prompt. Leave out blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
-        window: blocks after which the noise starts anew from 0.
+        window: blocks after which the noise restarts from 0.
         schedule: see `noise_ratios`.
         order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" draws one for every block.
-        generator: of those draws, on the CPU; None: torch's own.
+        generator: for those draws, on the CPU; None: torch's default.
 
     Raises:
         ValueError: a window below 1, an unknown schedule or order.

@@ -352,7 +352,7 @@ TABLE = {
     r"cos must be on cpu, got meta": {"cos": GOOD.cos.to("meta")},
     r"slots must have shape \(2, 5\), got \(2, 1\)": {"slots": GOOD.lengths[:, None]},
     r"TypeError: slots must be an int32 or int64 tensor, got torch\.float32": {"slots": torch.zeros(2, 5)},
-    r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row stands at lengths \+ slots": {
+    r"slots\[1, 4\] must be in \[-1, 13\], got -2 for sequence 1\. A row is at lengths \+ slots": {
         "slots": filled(SLOTS, (1, 4), -2)
     },
     r"slots\[0, 1\] must be in \[-1, 12\], got 13 for sequence 0": {"slots": filled(SLOTS, (0, 1), 13)},

@@ -244,5 +244,5 @@ def test_settled(slots: list[int], wanted: int, ends: tuple[int, ...], expected:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="refresh must be 'causal' or 'bidirectional', got 'never'"):
         block_diffusion(Table(4), [1], 3, mask_token=3, refresh="never")
-    with pytest.raises(ValueError, match="steps_per_block must be None beside a threshold, got 2"):
+    with pytest.raises(ValueError, match="steps_per_block must be None with a threshold, got 2"):
         block_diffusion(Table(4), [1], 3, mask_token=3, steps_per_block=2)

@@ -141,10 +141,10 @@ def test_refusals() -> None:
     model = ScriptedMasked(moody)
     with pytest.raises(ValueError, match="cache must be 'none', 'prefix' or 'dual', got 'both'"):
         fast_dllm(model, [1], 3, mask_token=MASK, cache="both")
-    with pytest.raises(ValueError, match=r"factor must be None beside a threshold, got 1.0. Pass threshold=None"):
+    with pytest.raises(ValueError, match=r"factor must be None with a threshold, got 1.0. Pass threshold=None"):
         fast_dllm(model, [1], 3, mask_token=MASK, factor=1.0)
     with pytest.raises(
-        ValueError, match=r"steps must be None beside a threshold or a factor, got 3. Pass threshold=None"
+        ValueError, match=r"steps must be None with a threshold or a factor, got 3. Pass threshold=None"
     ):
         fast_dllm(model, [1], 3, mask_token=MASK, steps=3)
     with pytest.raises(ValueError, match=r"fast_dllm: steps must be a multiple of the number of blocks \(2\), got 3"):

@@ -217,5 +217,5 @@ def test_refusals() -> None:
         llada(model, PROMPT, 10, mask_token=MASK, remasking="none")
     with pytest.raises(ValueError, match="llada: late_end must be False where chance decides, got True"):
         llada(model, PROMPT, 10, mask_token=MASK, remasking="random", late_end=True)
-    with pytest.raises(ValueError, match="logits must allow a token at every place"):
+    with pytest.raises(ValueError, match="logits must allow a token at every position"):
         llada(lambda tokens, positions, mask: torch.full((1, 3, 4), -torch.inf), [1], 2, mask_token=3)

@@ -6,7 +6,7 @@
 
 namespace pdkernels::cpu::PDK_ISA {
 
-// Which tokens stand in a panel's lanes. Those of all query heads that share a KV head follow each other, head by head.
+// Which tokens are in a panel's lanes. Those of all query heads that share a KV head follow each other, head by head.
 struct Lanes {
   int32_t count;                    // lanes in use
   int32_t first_head, first_token;  // of lane 0: its head in the group, its token in the tile
@@ -24,7 +24,8 @@ struct Lanes {
   }
 };
 
-// The blocks of `count` columns from `column` on that lanes of bitmap rows see. Lanes stand for rows of the bitmap.
+// The blocks of `count` columns from `column` on that are visible to lanes of bitmap rows. Lanes are rows of the
+// bitmap.
 template <class Tiles>
 int blocks_of_rows(const uint32_t* bitmap, int64_t words_per_row, const Lanes& lanes, int64_t column, int64_t count,
                    Block* blocks, Ints* visible) {
@@ -60,12 +61,12 @@ int blocks_of_rows(const uint32_t* bitmap, int64_t words_per_row, const Lanes& l
   return found;
 }
 
-// The same transposed: lanes stand for `lanes` columns from `column` on, and `count` bitmap rows from `row` on run
+// The same transposed: lanes are `lanes` columns from `column` on, and `count` bitmap rows from `row` on run
 // down.
 template <class Tiles>
 int blocks_of_columns(const uint32_t* bitmap, int64_t words_per_row, int64_t column, int32_t lanes, int64_t row,
                       int64_t count, Block* blocks, Ints* visible) {
-  // A vector's columns lie in one word: it begins at a multiple of kLanes, and kLanes divides 32.
+  // A vector's columns are in one word: it begins at a multiple of kLanes, and kLanes divides 32.
   uint32_t all[Tiles::kVectors];
   for (int v = 0; v < Tiles::kVectors; ++v) {
     const int32_t used = lanes - v * kLanes;

@@ -1,5 +1,5 @@
 // The distance between two distributions of the next token. A row is cut into chunks, so that a single one keeps many
-// threads busy; each leaves its sums behind, and they are put together in the order of the chunks. Twice over a chunk:
+// threads busy; each stores its sums, which are merged in the order of the chunks. Twice over a chunk:
 // the largest logit and the sum of exponentials, then everything that needs the distribution itself. Sums of a strip
 // are floats, those of a chunk and of a row are doubles.
 #include "kernels.h"
@@ -14,7 +14,7 @@ struct Peak {
   double largest, total;
 };
 
-// What a chunk leaves behind. The places of the first pass are read before those of the second are written.
+// The results of a chunk. Entries of the first pass are read before those of the second are written.
 struct Partials {
   double* at;
   Peak& now() const { return reinterpret_cast<Peak*>(at)[0]; }
@@ -33,7 +33,7 @@ PDK_INLINE Vec logarithm(Vec x) {
   return __builtin_convertvector(exponent, Vec) * 0.69314718f + 2.0f * (s + s * series);
 }
 
-// The largest logit of [begin, end), the first strip it stands in, and the sum of exponentials below it.
+// The largest logit of [begin, end), the first strip that has it, and the sum of exponentials below it.
 template <class T>
 Peak peak_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
   Vec largest = splat(-kInfinity);
@@ -127,7 +127,7 @@ Sums measure(const LogitDivergenceArgs& args, int64_t row, int64_t begin, int64_
   Sums sums;
   for_strips(begin, end, [&](int64_t first, int64_t last) {
     Vec entropy{}, kl{}, total_now{}, total_then{}, minp_kl{}, kept_now{}, kept_then{};
-    Ints low_of_now{}, low_of_then{};  // minus their number: 1 / V added many times over would drift
+    Ints low_of_now{}, low_of_then{};  // minus their count: adding 1 / V many times would accumulate rounding
     for_vectors(first, last, [&](int64_t at, auto lanes) {
       const Ints exists = mask_of(lanes);
       const Vec below_now = load(logits + at, lanes, -kInfinity) - now.largest, log_now = below_now - now.log_total,
@@ -149,7 +149,7 @@ Sums measure(const LogitDivergenceArgs& args, int64_t row, int64_t begin, int64_
         total_then += p_then;
         kept_then += choose(low_then, splat(0.0f), p_then);
         low_of_then += low_then & exists;
-        // Behind the row both distributions are low, or their probability is 0.
+        // Past the row both distributions are low, or their probability is 0.
         minp_kl += divergence(choose(low_then, level, p_then), choose(low_then, log_level, log_then), log_q_now);
       }
     });

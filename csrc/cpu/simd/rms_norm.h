@@ -1,4 +1,4 @@
-// The norm of a row and its residual, in float32: what ends a sublayer of a sandwich block and a recurrence.
+// The norm of a row and its residual, in float32: the end of a sublayer and of a recurrence.
 #pragma once
 
 #include "strips.h"

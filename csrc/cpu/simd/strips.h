@@ -1,4 +1,4 @@
-// Rows of any element type as vectors of floats: whole vectors, then what is left of the row, behind which stands a
+// Rows of any element type as vectors of floats: whole vectors, then the rest of the row, followed by a
 // value that does no harm. A loop body is written once, for both.
 #pragma once
 

@@ -2,7 +2,7 @@
 //
 // A *panel* is kPanel tokens side by side in the lanes of a few vectors; the other tokens run down. Scores are
 // [tokens][kPanel], accumulators [head_dim][kPanel]: maxima, sums and rescaling go lane by lane, with no shuffles, and
-// weights leave the first product in the very layout that the second one reads. Queries stand in panels for the forward
+// weights leave the first product in the layout that the second one reads. Queries are in panels for the forward
 // pass and dQ, keys for dK and dV.
 //
 // Tokens that run down come in chunks of kChunk and inside these in blocks of up to kBlock, the width of a bitmap word.
@@ -20,7 +20,7 @@ constexpr int kMostPieces = 8;
 // shows.
 PDK_INLINE int64_t piece_of(int64_t head_dim) { return head_dim <= 32 ? 8 : 32; }
 
-// A run of tokens of a chunk that a panel has to visit. Its scores stand at kBlock times its place in the list of
+// A run of tokens of a chunk that a panel has to visit. Its scores are at kBlock times its index in the list of
 // blocks.
 struct Block {
   int32_t begin, count;

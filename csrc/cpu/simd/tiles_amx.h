@@ -102,7 +102,7 @@ struct AmxTiles {
     }
   }
 
-  // Word [token / 2][lane]. It never lies behind the scores of the two tokens it comes from, so it may take their
+  // Word [token / 2][lane]. It is never after the scores of the two tokens it comes from, so it may take their
   // memory.
   static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
     const Words low = rounded_to_bfloat16(even) >> 16, high = rounded_to_bfloat16(odd) & 0xffff0000u;

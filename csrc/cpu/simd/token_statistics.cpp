@@ -1,4 +1,4 @@
-// Vocabulary statistics: what each part of a row leaves behind, from one read of it. A part stays in the first-level
+// Vocabulary statistics: the results of each part of a row, from one read of it. A part stays in the first-level
 // cache while it is looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw.
 // Tokens that cannot be among the first of the row, or win its draw, are told by one comparison a strip, because a
 // thread knows what the parts before have.
@@ -9,7 +9,7 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The first tokens that a thread has seen of a row, and the best score of its draw.
+// The first tokens of a row that a thread has read so far, and the best score of its draw.
 struct Runners {
   uint64_t top[kMaxTopK] = {};
   double score = -__builtin_inf();
@@ -191,7 +191,7 @@ PDK_INLINE void stage(const TokenStatisticsArgs& args, const T* logits, int64_t 
   }
 }
 
-// Drops what lies below the cut.
+// Drops logits below the cut.
 PDK_INLINE void filter(float* staged, int64_t count, float cut) {
   for_vectors(0, count, [&](int64_t at, auto lanes) {
     const Vec x = load(staged + at, lanes);
@@ -240,7 +240,7 @@ struct Nucleus {
     double bins[kBins] = {};
     for (int64_t i = 0; i < count; ++i) bins[bin_of(logits[i])] += masses[i];
     int last = kBins - 1;
-    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target behind all
+    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target after all
     int bin = 0;
     for (; bin < last && (bins[bin] == 0 || before + bins[bin] < target); ++bin) before += bins[bin];
     int64_t kept = 0;
@@ -268,7 +268,7 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   const float floor = args.min_p > 0 ? at_least(largest + heat * __builtin_log(args.min_p)) : -kInfinity;
   if (args.top_p >= 1) return floor;
 
-  // All of a token's mass before it: what has less than (1 - top_p) / V of it lies behind the nucleus.
+  // All of a token's mass before it: a token with less than (1 - top_p) / V of it is outside the nucleus.
   const double reach = heat * __builtin_log((1 - args.top_p) / static_cast<double>(width)) - 1e-5 * heat;
   const float inverse = static_cast<float>(1 / heat), lowest = static_cast<float>(reach * 1.00001);
   double total = 0;

@@ -1,4 +1,4 @@
-// What lies between the matrix products of a sandwich block. Rows are independent, so threads share them freely; a
+// A transformer between its matrix products. Rows are independent, so threads share them freely; a
 // single row is too short to be cut.
 #include "kernels.h"
 #include "rms_norm.h"
@@ -47,7 +47,7 @@ void silu_and_mul_of(const SiluAndMulArgs& args) {
 
 typedef uint64_t Couples __attribute__((vector_size(4 * PDK_LANES), may_alias));
 
-// Neighbours in each other's place.
+// Swaps neighbours.
 PDK_INLINE Vec swapped(Vec x) {
   const Couples couples = reinterpret_cast<Couples>(x);
   return reinterpret_cast<Vec>(couples << 32 | couples >> 32);

@@ -33,7 +33,7 @@ PDK_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where a is N
 PDK_INLINE Vec choose(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 // Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was
-// taken it has to be rounded in the same place again, or weights of large scores are off by as much as the rounding.
+// taken it has to be rounded at the same point again, or weights of large scores are off by as much as the rounding.
 PDK_INLINE Vec rounded(Vec x) {
 #if defined(__FMA__)
   __asm__("" : "+v"(x));
@@ -78,7 +78,7 @@ PDK_INLINE Vec power_of_two(Vec z) {
 
 // e^x for x <= 0 or a little above, the same for results of 16 bits. For exact ones 2^n e^r with n whole and |r| <=
 // log(2) / 2; n log(2) is taken off in two parts, the first of which is exact (Cody and Waite), so that r is as good as
-// x whatever n is: 2e-9 before rounding.
+// x for any n: 2e-9 before rounding.
 template <bool kExact>
 PDK_INLINE Vec exponential(Vec x) {
   if constexpr (!kExact) {

@@ -26,7 +26,7 @@ inline const char* name_of(CpuIsa isa) {
 
 #if defined(__x86_64__)
 
-// Linux hands out AMX tile state to a process that asks for it.
+// Linux grants AMX tile state to a process on request.
 inline bool request_amx() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

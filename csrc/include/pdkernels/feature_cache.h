@@ -34,7 +34,7 @@ PDK_HD Cut lowest(int64_t n, const Below& below) {
   return {key, n - below(key)};
 }
 
-// Fresh values beside the cached ones of one layer.
+// Fresh values and the cached ones of one layer.
 struct StaleRowsArgs {
   Element element;
   char* v;  // (batch, rows): a sequence is laid out as a page
@@ -94,7 +94,7 @@ struct AddCachedArgs {
   int64_t batch, rows, width, replaced;
 
   PDK_HD bool in_range(int64_t at) const { return at >= -1 && at < rows; }
-  // Ascending with -1 behind, so that a row is replaced once and can be looked up.
+  // Ascending, then -1, so that a row is replaced once and can be looked up.
   PDK_HD bool in_order(int64_t b, int64_t j) const {
     if (j == 0 || index.load(b, j) == -1) return true;
     const int64_t before = index.load(b, j - 1);

@@ -12,7 +12,7 @@ namespace pdkernels {
 // Buffers a single launch can carry: 128 layers of K and V. The table travels as a kernel argument (2 KiB).
 constexpr int kMaxBuffers = 256;
 
-// How the rows of one side (all K buffers, or all V buffers) lie in memory, in bytes.
+// Layout of the rows of one side (all K buffers, or all V buffers) in memory, in bytes.
 struct RowLayout {
   int64_t page_stride = 0;
   int64_t slot_stride = 0;
@@ -22,7 +22,7 @@ struct RowLayout {
 
   PDK_HD int64_t row_bytes() const { return heads * head_bytes; }
   PDK_HD int64_t row_offset(int64_t page, int64_t slot) const { return page * page_stride + slot * slot_stride; }
-  // Where byte `at` of a row stands, counted from the row's start.
+  // Offset of byte `at` of a row from the row's start.
   PDK_HD int64_t byte_offset(int64_t at) const {
     return heads == 1 ? at : (at / head_bytes) * head_stride + at % head_bytes;
   }

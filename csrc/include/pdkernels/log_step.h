@@ -20,7 +20,7 @@ struct LogStepArgs {
   PDK_HD int64_t size() const { return batch * columns; }
   PDK_HD bool going(int64_t b) const { return entry[b * columns] > 0; }
   PDK_HD bool has_room(int64_t at) const { return at >= 0 && at < steps; }
-  // After an entry at `at`. A full log ends a loop, whatever its sequences want.
+  // After an entry at `at`. A full log ends a loop even if sequences are still active.
   PDK_HD bool goes_on(int64_t at, bool any_going) const { return any_going && has_room(at + 1); }
 };
 

@@ -8,14 +8,14 @@ namespace pdkernels {
 // Tokens of a row that are one piece of work on the CPU. What is summed together follows from the width of a row alone,
 // so a row gets the same bits in any batch and on any number of threads.
 constexpr int64_t kDivergenceChunk = 8192;
-// Doubles that a chunk leaves behind.
+// Doubles that a chunk stores.
 constexpr int64_t kDivergencePartials = 8;
 
 struct LogitDivergenceArgs {
   Element element;
   RowsView logits, previous;  // previous.data nullptr: a uniform distribution
   int64_t rows, width;
-  float log_min_p;  // tokens whose logit lies further below the largest are levelled; -inf: none
+  float log_min_p;  // tokens whose logit is further below the largest are flattened; -inf: none
   int64_t* argmax;
   float *entropy, *kl, *minp_kl;
   double* partials;  // (rows, chunks, kDivergencePartials), CPU only

@@ -27,7 +27,7 @@ struct BatchedRows {
 // --- the normal distribution cut at +-3
 // ---------------------------------------------------------------------------------------------
 
-// The fourth word of a counter: latent noise shares no draw with sampled tokens, which have 0 there.
+// The fourth word of a counter: latent noise is independent of sampled tokens, which have 0 there.
 constexpr uint32_t kLatentNoise = 1;
 
 // The upper 24 bits of a word as an odd number n: n 2^-24 is 2 u - 1, exact in a float. For a word or a vector of them,
@@ -180,7 +180,7 @@ struct AdvanceArgs {
            (max_recurrences > 0 && count >= max_recurrences) || (stability > 0 && same >= stability);
   }
 
-  // The token of place j of a wave of w rows after n of them froze.
+  // The token of row j of a wave of w rows after n of them froze.
   PDK_HD int64_t new_token(int64_t b, int64_t w, int64_t n, int64_t j) const {
     if (j <= w - n) return n + j == 0 ? tokens.load(b, 0) : predictions.load(b, n + j - 1);
     return filler.given() ? filler.load(b, j - (w - n) - 1) : 0;
@@ -188,9 +188,9 @@ struct AdvanceArgs {
 };
 
 // What a sequence does once it is known which of its w rows are ready (leading ones, or up to the last one), where the
-// first input changed and where the first end token stands, each w if nowhere.
+// first input changed and where the first end token is, each w if nowhere.
 struct Advance {
-  int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: places to write
+  int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: entries to write
 
   PDK_HD Advance(const AdvanceArgs& args, int64_t b, int64_t w, int64_t ready, int64_t first_changed,
                  int64_t first_end) {

@@ -1,5 +1,5 @@
-// A segment mask: runs of tokens that see other runs wholly or not at all, and themselves causally, wholly or not at
-// all.
+// A segment mask: runs of tokens that attend to other runs fully or not at all, and to themselves causally, fully or
+// not at all.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ class SegmentMask {
     begin_.push_back(tokens() + length);
     inside_.push_back(inside);
     for (SegmentRange range : sees) {
-      // A stop right behind the last number: what lies between may belong to the next range.
+      // A stop right after the last number: the gap may belong to the next range.
       if (range.step > 1 && range.start < range.stop) range.stop -= (range.stop - 1 - range.start) % range.step;
       sees_.push_back(range);
     }
@@ -83,14 +83,14 @@ class SegmentMask {
     return static_cast<int32_t>(after - begin_.begin()) - 1;
   }
 
-  // Row of the window behind the last row of a segment.
+  // Row of the window after the last row of a segment.
   int32_t row_behind(int32_t segment) const {
     return static_cast<int32_t>(std::min(begin_[segment + 1], row_end_) - row_begin_);
   }
 
   Inside inside(int32_t segment) const { return inside_[segment]; }
 
-  // Column of the token that stands in a row. It may lie outside the window.
+  // Column of the token of a row. It may be outside the window.
   int32_t column_of_row(int32_t row) const { return static_cast<int32_t>(row + row_begin_ - column_begin_); }
 
   // Appends what every row from `row` on, in its segment, sees: ascending, disjoint, never touching. For a causal
@@ -126,7 +126,7 @@ class SegmentMask {
     if (!own_done) append_own();
   }
 
-  // Row-major segments x segments: 0 sees nothing, 1 all, 2 (only on the diagonal) itself causally.
+  // Row-major segments x segments: 0 attends to nothing, 1 to all, 2 (only on the diagonal) to itself causally.
   void write_relation(uint8_t* relation) const {
     const int64_t count = segments();
     std::fill(relation, relation + count * count, uint8_t{0});

@@ -78,9 +78,9 @@ struct DistributionSums {
   }
 };
 
-// What a part of the vocabulary leaves behind.
+// The results of a part of the vocabulary.
 struct TokenPart {
-  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 behind the last; those that cannot be among the
+  uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 after the last; those that cannot be among the
                            // row's may be left out
   uint64_t drawn;          // key of the token with the largest score, 0 for none
   double score;
@@ -115,7 +115,7 @@ struct TokenStatisticsArgs {
   }  // what the distribution's logits are multiplied by
   // What a float of it lacks, as a share: over long distances that is more than a rounding.
   PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
-  // The row of logits behind an entry, -1 for none.
+  // The row of logits of an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {
     const int64_t row = row_index.given() ? row_index.load(r) : r;
     return row < source_rows ? row : -1;

@@ -1,4 +1,4 @@
-// What the kernels between the matrix products of a sandwich block are given, on the CPU and on CUDA.
+// Arguments of the kernels between a transformer's matrix products, on the CPU and on CUDA.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -53,30 +53,30 @@ struct ApplyRopeAppendArgs {
   PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
   PDK_HD int64_t turned_heads() const { return heads + kv_heads; }
   PDK_HD int64_t all_heads() const { return heads + 2 * kv_heads; }
-  // How far behind lengths[b] a row stands; -1: padding, of which nothing is read or written.
+  // Offset of a row from lengths[b]; -1: padding, which is neither read nor written.
   PDK_HD int64_t slot(int64_t b, int64_t row) const { return slots.given() ? slots.load(b, row) : row; }
-  // Where slots say which places are written, only they can lie outside of the cache.
+  // With slots, only the slots that are written can be outside the cache.
   PDK_HD Fault check_lengths(int64_t length, int64_t count) const {
     const Fault fault = check_extent(pages, length, count, rows);
     return fault == Fault::room && slots.given() ? Fault::none : fault;
   }
-  // The first `count` places from `length` on have rows in the tables. The length must have been checked before.
+  // The first `count` positions from `length` on have rows in the tables. The length must have been checked before.
   PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }
   PDK_HD bool in_cache(int64_t length, int64_t slot) const { return slot < pages.capacity() - length; }
-  // Whether a row may stand where its slot says; that of a row that does not count may lie anywhere behind `length`.
+  // Whether the slot of a row is valid; that of a row that does not count may be anywhere after `length`.
   PDK_HD bool row_fits(int64_t b, int64_t row, int64_t length, int64_t count) const {
     const int64_t at = slot(b, row);
     if (at < 0 || row >= count) return at >= -1;
     return in_cache(length, at) && in_tables(length, at + 1) && pages.holds(pages.locate(b, length + at));
   }
-  // Rows that do not count may stand behind the tables: they take the last place.
+  // Rows that do not count may be past the end of the tables: they use the last entry.
   PDK_HD int64_t table_row(int64_t length, int64_t slot) const {
     return (slot < positions - length ? length + slot : positions - 1) * head_dim;
   }
   PDK_HD int64_t head_offset(int64_t b, int64_t row, int64_t head) const {
     return b * batch_stride + row * row_stride + head * head_stride;
   }
-  // Where head `head` (behind the q heads) of a row goes.
+  // Destination of head `head` (counted after the q heads) of a row.
   PDK_HD char* target(int64_t b, int64_t position, int64_t head) const {
     const int side = head < turned_heads() ? 0 : 1;
     const Slot at = pages.locate(b, position);
@@ -85,7 +85,7 @@ struct ApplyRopeAppendArgs {
   }
 };
 
-// Rows that are rotated in place, each by the position it is given.
+// Rows that are rotated in place, each at its given position.
 struct ApplyRopeArgs {
   Element element;
   void* x;  // (batch, rows, heads, head_dim), strides in elements

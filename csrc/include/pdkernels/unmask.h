@@ -14,7 +14,7 @@ namespace pdkernels {
 
 // The fourth word of a counter: token draws have 0 there, latent noise 1.
 constexpr uint32_t kRandomOrder = 2;
-// The scores of -inf and +inf. Below the first one is NaN, behind the second one nothing.
+// The scores of -inf and +inf. NaN is below the first, nothing is above the second.
 constexpr uint32_t kLowestScore = 0x007FFFFFu, kHighestScore = 0xFF800000u;
 
 enum class UnmaskRule { kQuota, kThreshold, kFactor };

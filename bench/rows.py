@@ -1,0 +1,67 @@
+"""The rows of benchmark JSON that tables and plots are made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
+
+Row = dict[str, Any]
+
+
+def load(folder: Path) -> list[Row]:
+    """The ``extra_info`` of every benchmark in the folder's JSON files, with its spread."""
+    rows = []
+    for path in sorted(folder.glob("*.json")):
+        for benchmark in json.loads(path.read_text()).get("benchmarks", []):
+            stats = benchmark["stats"]
+            rows.append(
+                {
+                    **benchmark["extra_info"],
+                    "group": benchmark["group"],
+                    "iqr_us": stats["iqr"] * 1e6,
+                    "max_us": stats["max"] * 1e6,
+                }
+            )
+    return rows
+
+
+def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, list[Row | None]]]:
+    """Candidates in the order they ran, with their row in each case."""
+    names = list(dict.fromkeys(row["candidate"] for row in rows))
+    pick = lambda name, case: next((r for r in rows if r["candidate"] == name and case.items() <= r.items()), None)  # noqa: E731
+    return [(name, [pick(name, case) for _, case in cases]) for name in names]
+
+
+def family(row: Row) -> str | None:
+    """Which of the evaluation's families a row is of."""
+    if row["op"] != "evaluation":
+        return None
+    return (
+        "recurrent"
+        if row["method"].startswith("recurrent_")
+        else "masked"
+        if row["method"] in MASKED_METHODS
+        else "transformer"
+    )
+
+
+# Candidates that are one thing in several settings: the table shows the best setting of each case.
+SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
+
+
+def best_settings(rows: list[Row]) -> list[Row]:
+    """One row for each of `SETTINGS` and each other candidate of a case, named by the thing, with the ``setting`` that won."""
+    best: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        name, setting = row["candidate"], ""
+        for thing in SETTINGS:
+            if name.startswith(thing):
+                name, setting = thing.removesuffix(" blocks of").rstrip(","), name.removeprefix(thing).strip(", ")
+        row = {**row, "candidate": name, "setting": setting}
+        key = (row["case"], name)
+        if key not in best or row["ratio_to_baseline"] < best[key]["ratio_to_baseline"]:
+            best[key] = row
+    return list(best.values())
