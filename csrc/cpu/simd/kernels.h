@@ -36,7 +36,23 @@ char* thread_scratch(int64_t bytes);
 PDK_DECLARE_SIMD_KERNELS(portable)
 PDK_DECLARE_SIMD_KERNELS(avx2)
 PDK_DECLARE_SIMD_KERNELS(avx512)
-PDK_DECLARE_SIMD_KERNELS(amx)
 #undef PDK_DECLARE_SIMD_KERNELS
+
+// AMX multiplies tiles for attention. Its other kernels are those of AVX-512 (`simd_units` in setup.py).
+namespace amx {
+void block_sparse_attention(const AttentionArgs& args);
+void block_sparse_attention_backward(const AttentionGradArgs& args);
+void speculative_attention(const SpeculativeArgs& args);
+using avx512::add_cached_rows;
+using avx512::add_rms_norm;
+using avx512::apply_rope;
+using avx512::apply_rope_append;
+using avx512::logit_divergence;
+using avx512::recurrence_exit;
+using avx512::recurrence_inject;
+using avx512::select_stale_rows;
+using avx512::silu_and_mul;
+using avx512::token_statistics;
+}  // namespace amx
 
 }  // namespace pdkernels::cpu
