@@ -20,6 +20,7 @@ help: ## this list
 
 demo: ## a tiny trained model works out a sum, token by token and by speculating on itself
 	@$(WITH) demo -m pdkernels generate --model tiny-trimode --method autoregressive --method linear_self_speculation --block-size 16 --check --prompt "482 + 967 = ?"
+	@echo "Next: make test, or a prompt of your own with pdkernels generate --help (in .venv/bin, or in the environment you are in)"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"

@@ -330,6 +330,13 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
         bootstrap.requirements("rest")
 
 
+def test_tools_have_one_version(bootstrap: ModuleType) -> None:
+    pins = [requirement.pin for requirement in bootstrap.requirements("lint")]
+    configuration = (ROOT / ".pre-commit-config.yaml").read_text()
+    hooks = dict(re.findall(r"/(?:mirrors-)?([\w-]+?)(?:-pre-commit)?\n +rev: v([\d.]+)", configuration))
+    assert pins == [f"{name}=={version}" for name, version in hooks.items()] and len(pins) == 2
+
+
 @pytest.mark.parametrize("given", [None, "1"])
 def test_cuda_is_left_out_without_a_gpu(
     bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
