@@ -1,22 +1,26 @@
 # PYTHON: which Python to use. An active virtual environment, or one that PYTHON lies in, is used as it is; otherwise
 # .venv is made here. Everything that is missing is installed and built first.
 PYTHON ?= $(or $(if $(VIRTUAL_ENV),$(wildcard $(VIRTUAL_ENV)/bin/python)),$(wildcard .venv/bin/python),python3)
-PREPARED := $(PYTHON) scripts/bootstrap.py
+WITH := $(PYTHON) scripts/bootstrap.py --for
 
 # At most 4 test processes, and threads for the cores they leave.
 CORES := $(shell env -u OMP_NUM_THREADS nproc)
 WORKERS ?= $(shell echo $$(($(CORES) > 4 ? 4 : $(CORES))))
 PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(shell echo $$(($(CORES) > $(WORKERS) ? $(CORES) / $(WORKERS) : 1)))} \
-	$(PREPARED) -m pytest -n $(WORKERS) --dist worksteal
+	$(WITH) test -m pytest -n $(WORKERS) --dist worksteal
+
+CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format.clang_format())'
+CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all bench build sanitize clean
+.PHONY: help demo test test-all lint format types docs bench build wheel sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 demo: ## a tiny trained model works out a sum, token by token and by speculating on itself
-	@$(PREPARED) -m pdkernels generate --model tiny-trimode --method autoregressive --method linear_self_speculation --block-size 16 --check --prompt "482 + 967 = ?"
+	@$(WITH) demo -m pdkernels generate --model tiny-trimode --method autoregressive --method linear_self_speculation --block-size 16 --check --prompt "482 + 967 = ?"
+	@echo "Next: make test, or a prompt of your own with pdkernels generate --help (in .venv/bin, or in the environment you are in)"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"
@@ -24,16 +28,37 @@ test: ## the tests: a few minutes
 test-all: ## the tests with all long sweeps
 	@$(PYTEST)
 
+lint: ## ruff and clang-format find nothing
+	@$(WITH) lint -m ruff check
+	@$(WITH) lint -m ruff format --check
+	@$(CLANG_FORMAT) --dry-run -Werror $(CPP)
+
+format: ## ruff and clang-format put everything into shape
+	@$(WITH) lint -m ruff check --fix
+	@$(WITH) lint -m ruff format
+	@$(CLANG_FORMAT) -i $(CPP)
+
+types: ## mypy --strict finds nothing
+	@$(WITH) types -m mypy
+
+docs: ## tables and pictures of README and docs, anew from the committed benchmarks
+	@$(WITH) bench -m bench.report --write
+
 bench: ## the benchmarks; results in bench/results/local
 	@mkdir -p bench/results/local
-	@$(PREPARED) -m pytest bench --benchmark-only --benchmark-json=bench/results/local/benchmarks.json
+	@$(WITH) bench -m pytest bench --benchmark-only --benchmark-json=bench/results/local/benchmarks.json
 
 build: ## install what is missing, compile, make the checkout importable
-	@$(PREPARED)
+	@$(WITH) demo
+
+wheel: ## a wheel, with CUDA kernels where nvcc is found, and an sdist, both in dist
+	@$(WITH) wheel -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	@$(WITH) wheel setup.py -q sdist
+	@ls -1 dist
 
 sanitize: ## the op tests on a build with address and undefined-behaviour sanitizers
-	@$(PREPARED) -m pytest tests/test_sanitizers.py
+	@$(WITH) test -m pytest tests/test_sanitizers.py
 
 clean: ## remove what was built (not .venv)
-	rm -rf build dist *.egg-info pdkernels/*.so .pytest_cache .hypothesis .benchmarks
+	rm -rf build dist *.egg-info pdkernels/*.so .pytest_cache .hypothesis .benchmarks .mypy_cache .ruff_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ import site
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import setuptools
@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parent
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 OLDEST_TORCH = (2, 11)
 USUAL_CUDA_HOME = "/usr/local/cuda"
+CUDA_ARCHS = ("80", "90a", "100")
+NVCC_FLAGS = ("-std=c++20", "-O3")
 STABLE_ABI = f"0x{OLDEST_TORCH[0]:02x}{OLDEST_TORCH[1]:02x}000000000000"
 
 
@@ -94,6 +96,13 @@ def find_compiler() -> str:
     fail("no C++ compiler was found. Install one (Debian or Ubuntu: apt-get install g++) or name it in CXX.")
 
 
+def host_compiler() -> tuple[list[str], list[object]]:
+    """The C++ compiler's command, and the flags of every unit that it compiles."""
+    flags: list[object] = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    flags += ["-Werror"] if os.environ.get("CI") else []
+    return shlex.split(find_compiler()), [*flags, "-I", ROOT / "csrc/include"]
+
+
 def find_nvcc() -> str | None:
     mode = os.environ.get("PDKERNELS_BUILD_CUDA", "auto")
     if mode not in ("auto", "0", "1"):
@@ -111,16 +120,23 @@ def find_nvcc() -> str | None:
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """Wanted architectures that this nvcc knows. The newest one is embedded as PTX too, for GPUs to come."""
-    wanted = re.split(r"[;,\s]+", os.environ.get("PDKERNELS_CUDA_ARCHS", "80;90a;100").strip())
+    """Wanted architectures that this nvcc knows."""
+    wanted = re.split(r"[;,\s]+", os.environ.get("PDKERNELS_CUDA_ARCHS", ";".join(CUDA_ARCHS)).strip())
     listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
     known = set(re.findall(r"compute_(\w+)", listing))
     archs = [arch for arch in wanted if arch in known or arch.rstrip("af") in known]
     if not archs:
         fail(
-            f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0."
+            f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. "
+            "Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0."
         )
     return archs
+
+
+def cuda_targets(archs: Sequence[str]) -> list[str]:
+    """Code for every architecture, and PTX of the last one for GPUs to come."""
+    codes = [f"sm_{arch}" for arch in archs[:-1]] + [f"[sm_{archs[-1]},compute_{archs[-1]}]"]
+    return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in zip(archs, codes, strict=True)]
 
 
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
@@ -132,11 +148,8 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     if platform.machine() in ("x86_64", "AMD64"):
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
-    instructions = {
-        "avx2": ["-mavx2", "-mfma"],
-        "avx512": avx512,
-        "amx": [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
-    }
+    amx = [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+    instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": amx}
     # No vector crosses a call in these units, so how one would be passed does not matter; and nothing in them throws.
     common = ["-Wno-psabi", "-fno-exceptions"]
     return {
@@ -145,21 +158,30 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     }
 
 
+def simd_units(level: str) -> list[Path]:
+    """AMX multiplies tiles for attention; every other kernel of that level is the one of AVX-512 (simd/kernels.h)."""
+    return sorted((ROOT / "csrc/cpu/simd").glob("*attention*.cpp" if level == "amx" else "*.cpp"))
+
+
 class NinjaFile:
     """The few ninja statements this build needs."""
 
-    def __init__(self) -> None:
-        self.lines: list[str] = ["ninja_required_version = 1.5"]
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.lines = ["ninja_required_version = 1.5"]
 
-    def rule(self, name: str, command: list[str], *, depfile: bool = False) -> None:
-        subject = "$out" if name.startswith("link") else "$in"
-        self.lines += [f"rule {name}", f"  command = {' '.join(command)}", f"  description = {name} {subject}"]
-        if depfile:
-            self.lines += ["  depfile = $out.d", "  deps = gcc"]
+    def compiler(self, name: str, *command: object) -> None:
+        line = f"{' '.join(quote(*command))} -MMD -MF $out.d -c $in -o $out"
+        self.lines += [f"rule {name}", f"  command = {line}", f"  description = {name} $in"]
+        self.lines += ["  depfile = $out.d", "  deps = gcc"]
 
-    def build(self, out: Path, rule: str, sources: list[Path]) -> Path:
-        self.lines.append(f"build {escape(out)}: {rule} {' '.join(escape(source) for source in sources)}")
-        return out
+    def linker(self, name: str, command: Sequence[object], libraries: Sequence[object] = ()) -> None:
+        line = f"{' '.join(quote(*command))} -o $out $in {' '.join(quote(*libraries))}"
+        self.lines += [f"rule {name}", f"  command = {line}", f"  description = {name} $out"]
+
+    def build(self, out: str, rule: str, *sources: Path) -> Path:
+        self.lines.append(f"build {escape(self.out / out)}: {rule} {' '.join(escape(source) for source in sources)}")
+        return self.out / out
 
 
 def escape(path: Path) -> str:
@@ -182,119 +204,84 @@ def install(built: Path, target: Path) -> None:
 
 class BuildNative(build_ext):
     def run(self) -> None:
-        import pybind11
-
-        # Two builds for tests, both of them with kernels of all CPU levels that run on any processor: one with sanitizers to stand
-        # in for the library, one to be loaded beside it.
+        # Two builds for tests, with kernels of all CPU levels that run on any processor: one with sanitizers, to stand
+        # in for the library, and one to be loaded beside it.
         sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
         emulate = os.environ.get("PDKERNELS_EMULATE_ISA") == "1"
-        for_tests = sanitize or emulate
-        torch, torch_version = find_torch()
-        cxx = shlex.split(find_compiler())
-        nvcc = None if for_tests else find_nvcc()
-        archs = cuda_archs(nvcc) if nvcc else []
         out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
         out.mkdir(parents=True, exist_ok=True)
-
-        optimise = (
-            ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-            if sanitize
-            else ["-O2" if emulate else "-O3"]
-        )
-        host = ["-std=c++20", "-fPIC", "-fvisibility=hidden", *optimise, "-Wall", "-Wextra"]
-        if os.environ.get("CI"):
-            host.append("-Werror")
-        if for_tests:
-            host.append("-DPDKERNELS_EMULATE_ISA")
-        if emulate:
-            host.append("-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated")
-        includes = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cpu", "-isystem", torch / "include"]
-        stable = [f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
-        facts = [
-            f'-DPDKERNELS_VERSION="{VERSION}"',
-            f'-DPDKERNELS_TORCH_VERSION="{torch_version}"',
-            f'-DPDKERNELS_CUDA_ARCHS="{";".join(archs)}"',
-        ]
-        ninja = NinjaFile()
-        ninja.rule(
-            "cxx", [*quote(*cxx, *host, *includes, *stable, *facts), "-MMD -MF $out.d -c $in -o $out"], depfile=True
-        )
-        host_includes = [
-            "-I",
-            ROOT / "csrc/include",
-            "-isystem",
-            pybind11.get_include(),
-            "-isystem",
-            find_python_headers(),
-        ]
-        ninja.rule("cxx_host", [*quote(*cxx, *host, *host_includes), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-        libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
-        if nvcc:
-            codes = [f"arch=compute_{arch},code=sm_{arch}" for arch in archs[:-1]]
-            codes.append(f"arch=compute_{archs[-1]},code=[sm_{archs[-1]},compute_{archs[-1]}]")
-            cuda = [
-                nvcc,
-                "-std=c++20",
-                "-DPDKERNELS_DEVICE_CUDA",
-                "-O3",
-                "-lineinfo",
-                "-ccbin",
-                cxx[0],
-                "--threads",
-                "3",
-                "-Xcompiler",
-                "-fPIC,-fvisibility=hidden",
-                *(flag for code in codes for flag in ("-gencode", code)),
-                "-I",
-                ROOT / "csrc/include",
-                "-I",
-                ROOT / "csrc/cuda",
-                "-isystem",
-                torch / "include",
-                *stable,
-            ]
-            ninja.rule("nvcc", [*quote(*cuda), "-MMD -MF $out.d -c $in -o $out"], depfile=True)
-            ninja.rule(
-                "link_ops",
-                [
-                    *quote(nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"),
-                    "-o $out $in",
-                    *quote(*(f.replace("-Wl,", "-Xlinker=") if isinstance(f, str) else f for f in libraries)),
-                ],
-            )
-        else:
-            ninja.rule("link_ops", [*quote(*cxx, "-shared", *optimise), "-o $out $in", *quote(*libraries)])
-        ninja.rule("link_host", [*quote(*cxx, "-shared", *optimise), "-o $out $in"])
-
-        bindings = ROOT / "python_bindings"
-        built = {}
-        if not for_tests:
-            # First, because it takes longest to compile.
-            host_objects = [
-                ninja.build(out / f"{unit.stem}.o", "cxx_host", [unit]) for unit in sorted(bindings.glob("host*.cpp"))
-            ]
-            host_module = out / f"_host{sysconfig.get_config_var('EXT_SUFFIX')}"
-            built["pdkernels._host"] = ninja.build(host_module, "link_host", host_objects)
-        units = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), bindings / "ops.cpp", bindings / "build_info.cpp"]
-        objects = [ninja.build(out / f"{unit.parent.name}_{unit.stem}.o", "cxx", [unit]) for unit in units]
-        for level, flags in cpu_levels(emulate=for_tests).items():
-            ninja.rule(
-                f"cxx_{level}", [*quote(*cxx, *host, *includes, *flags), "-MMD -MF $out.d -c $in -o $out"], depfile=True
-            )
-            units = sorted((ROOT / "csrc/cpu/simd").glob("*.cpp"))
-            objects += [ninja.build(out / f"simd_{level}_{unit.stem}.o", f"cxx_{level}", [unit]) for unit in units]
-        if nvcc:
-            units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
-            objects += [ninja.build(out / f"cuda_{unit.stem}.o", "nvcc", [unit]) for unit in units]
-        built["pdkernels._ops"] = ninja.build(out / "_ops.so", "link_ops", objects)
-
+        ninja = NinjaFile(out)
+        built = {} if sanitize or emulate else {"pdkernels._host": self.host_module(ninja)}
+        built["pdkernels._ops"] = self.ops_library(ninja, sanitize=sanitize, emulate=emulate)
         with (out / ".lock").open("w") as lock:  # two builds at once take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
             self.run_ninja(out)
-            if not for_tests:
+            if not (sanitize or emulate):
                 for extension in self.extensions:
                     install(built[extension.name], Path(self.get_ext_fullpath(extension.name)))
+
+    def host_module(self, ninja: NinjaFile) -> Path:
+        """First of all, because it takes longest to compile."""
+        import pybind11
+
+        cxx, flags = host_compiler()
+        headers = ["-isystem", pybind11.get_include(), "-isystem", find_python_headers()]
+        ninja.compiler("cxx_host", *cxx, *flags, "-O3", *headers)
+        ninja.linker("link_host", [*cxx, "-shared", "-O3"])
+        unit = ninja.build("host.o", "cxx_host", ROOT / "python_bindings/host.cpp")
+        return ninja.build(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}", "link_host", unit)
+
+    def ops_library(self, ninja: NinjaFile, *, sanitize: bool, emulate: bool) -> Path:
+        for_tests = sanitize or emulate
+        torch, torch_version = find_torch()
+        nvcc = None if for_tests else find_nvcc()
+        archs = cuda_archs(nvcc) if nvcc else []
+        cxx, host = host_compiler()
+        optimise = ["-O2" if emulate else "-O3"]
+        if sanitize:
+            optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        host += optimise
+        if for_tests:
+            host.append("-DPDKERNELS_EMULATE_ISA")
+        if emulate:
+            host.append("-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated")
+        with_torch = ["-isystem", torch / "include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
+        on_cpu = ["-I", ROOT / "csrc/cpu", *with_torch]
+        facts = {"VERSION": VERSION, "TORCH_VERSION": torch_version, "CUDA_ARCHS": ";".join(archs)}
+        ninja.compiler("cxx", *cxx, *host, *on_cpu)
+        ninja.compiler("cxx_info", *cxx, *host, *(f'-DPDKERNELS_{name}="{value}"' for name, value in facts.items()))
+
+        bindings = ROOT / "python_bindings"
+        objects = [ninja.build("ops_cpu.o", "cxx", bindings / "ops.cpp")]
+        objects += [ninja.build("build_info.o", "cxx_info", bindings / "build_info.cpp")]
+        for level, flags in cpu_levels(emulate=for_tests).items():
+            ninja.compiler(f"cxx_{level}", *cxx, *host, "-I", ROOT / "csrc/cpu", *flags)
+            objects += [ninja.build(f"simd_{level}_{unit.stem}.o", f"cxx_{level}", unit) for unit in simd_units(level)]
+        objects += [
+            ninja.build(f"cpu_{unit.stem}.o", "cxx", unit) for unit in sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+        ]
+
+        libraries = ["-L", torch / "lib", "-Wl,--no-as-needed", "-ltorch", "-ltorch_cpu"]
+        if nvcc is None:
+            ninja.linker("link_ops", [*cxx, "-shared", *optimise], libraries)
+            return ninja.build("_ops.so", "link_ops", *objects)
+
+        own = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda"]
+        host_flags = ["-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+        ninja.compiler("nvcc", nvcc, "-DPDKERNELS_DEVICE_CUDA", *NVCC_FLAGS, "-lineinfo", *host_flags, *cuda_targets(archs), *own, *with_torch)
+        units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
+        on_cuda = [ninja.build(f"cuda_{unit.stem}.o", "nvcc", unit) for unit in units]
+        if not all(unit.exists() for unit in on_cuda):
+            names = ", ".join(f"sm_{arch}" for arch in archs)
+            print(
+                f"pdkernels: compiling CUDA kernels for {len(archs)} architectures ({names}), which takes minutes. "
+                "PDKERNELS_BUILD_CUDA=0 leaves them out, PDKERNELS_CUDA_ARCHS=90a compiles for one.",
+                flush=True,
+            )
+        command = [nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"]
+        ninja.linker("link_ops", command, [str(part).replace("-Wl,", "-Xlinker=") for part in libraries])
+        return ninja.build("_ops.so", "link_ops", *objects, *on_cuda)
 
     def run_ninja(self, out: Path) -> None:
         # A C++ unit with torch's headers takes about 1 GB to compile.

@@ -28,7 +28,8 @@ def _is_cut_off(path: Path) -> bool:
         header = file.read(64)
     if len(header) < 64:
         return True
-    start, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
+    start = struct.unpack_from("<Q", header, 40)[0]
+    size, count = struct.unpack_from("<HH", header, 58)
     return bool(start + size * count > path.stat().st_size)
 
 

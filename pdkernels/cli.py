@@ -132,6 +132,11 @@ def generate(
     console.print(_table(results, same if check else None))
     if console.color_system is not None:
         console.print(Text.assemble(("accepted drafts", _ACCEPTED), ", ", ("given by the model itself", _GIVEN)))
+    if greedy is not None and any(same.values()):
+        quickest = min((name for name in results if same[name]), key=lambda name: results[name].stats.forwards)
+        fewer, all_of_them = results[quickest].stats.forwards, greedy.stats.forwards
+        if fewer < all_of_them:
+            console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
     if not all(same[name] for name in same if decoding.is_lossless(name)):
         raise typer.Exit(1)
 

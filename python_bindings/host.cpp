@@ -2,7 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "host.h"
+#include "host_planner.h"
 #include "pdkernels/cpu_isa.h"
 #include "pdkernels/page_allocator.h"
 

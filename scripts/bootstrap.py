@@ -1,11 +1,13 @@
 """Makes a Python environment ready for this checkout and runs a Python command line in it.
 
-    python scripts/bootstrap.py [ARGUMENTS OF PYTHON ...]
+    python scripts/bootstrap.py [--for PURPOSE] [ARGUMENTS OF PYTHON ...]
 
-A Python that lies in a virtual environment is used as it is; for any other one `.venv` is made beside the Makefile.
-Installs what `requirements.txt` names and the environment lacks, builds the compiled parts, and makes the checkout
-importable from everywhere. With everything there it touches no network and takes about a second; where there is a folder
-`wheelhouse`, packages come from it alone.
+PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used as it is; for any
+other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, test and
+bench it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
+no network and takes about a second; where there is a folder `wheelhouse`, packages come from it alone.
+
+CUDA kernels are compiled where there is a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
 """
 
 import sys
@@ -26,6 +28,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
+DEVICES = Path("/dev")
+BUILD = ("demo", "test", "bench")  # purposes that run the library
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
@@ -57,10 +61,10 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 class Requirement:
-    """One line of requirements.txt: `name==pin; marker  # [oldest]`."""
+    """One line of requirements.txt: `name==pin; marker  # [oldest]`, and the purposes that need it."""
 
-    def __init__(self, pin: str, marker: str, oldest: str) -> None:
-        self.pin, self.marker, self.oldest = pin, marker, numbers(oldest)
+    def __init__(self, pin: str, marker: str, oldest: str, purposes: list[str]) -> None:
+        self.pin, self.marker, self.oldest, self.purposes = pin, marker, numbers(oldest), purposes
         self.name = pin.partition("==")[0]
 
     def applies(self, python: str) -> bool:
@@ -73,41 +77,49 @@ class Requirement:
         return not self.marker or bool(eval(self.marker, {"__builtins__": {}}, facts))
 
 
-def requirements() -> list[Requirement]:
+def requirements(purpose: str) -> list[Requirement]:
     line = re.compile(r"(?P<pin>[\w.-]+==[\w.]+)\s*(?:;(?P<marker>[^#]+))?\s*#\s*\[(?P<oldest>[\d.]+)\]")
-    lines = (ROOT / "requirements.txt").read_text().splitlines()
-    found = [line.match(text) for text in lines if text and not text.startswith("#")]
-    return [Requirement(m["pin"], (m["marker"] or "").strip(), m["oldest"]) for m in found]
+    found, purposes = [], []
+    for text in (ROOT / "requirements.txt").read_text().splitlines():
+        if text.startswith("# for:"):
+            purposes = text.split()[2:]
+        elif text and not text.startswith("#"):
+            m = line.match(text)
+            found.append(Requirement(m["pin"], (m["marker"] or "").strip(), m["oldest"], purposes))
+    known = sorted({name for requirement in found for name in requirement.purposes})
+    if purpose not in known:
+        fail(f"--for must be one of {', '.join(known)}, got {purpose!r}.")
+    return [requirement for requirement in found if purpose in requirement.purposes]
 
 
-def probe(python: Path) -> dict:
-    names = [requirement.name for requirement in requirements()]
+def probe(python: Path, purpose: str) -> dict:
+    names = {"torch", *(requirement.name for requirement in requirements(purpose))}
     answer = subprocess.run([str(python), "-c", PROBE, *names], cwd="/", capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         fail(f"{python} does not run: {answer.stderr.strip()}")
     return json.loads(answer.stdout)
 
 
-def lacking(facts: dict) -> list[Requirement]:
+def lacking(facts: dict, purpose: str) -> list[Requirement]:
     def there(requirement: Requirement) -> bool:
         version = facts["packages"][requirement.name]
         return version is not None and numbers(version) >= requirement.oldest
 
-    return [r for r in requirements() if r.applies(facts["python"]) and not there(r)]
+    return [r for r in requirements(purpose) if r.applies(facts["python"]) and not there(r)]
 
 
-def environment() -> Path:
+def environment(purpose: str) -> Path:
     """The Python to use. Not resolved: the way to it is what makes a virtual environment."""
     here = Path(sys.executable)
     if sys.prefix != sys.base_prefix:
         return here
     python = ROOT / ".venv/bin/python"
     if python.exists():
-        version = probe(python)["python"]
+        version = probe(python, purpose)["python"]
         if numbers(version)[:2] != sys.version_info[:2]:
             fail(f".venv holds Python {version}, but PYTHON is {here}. Remove .venv, or leave PYTHON out.")
         return python
-    torch = probe(here)["packages"]["torch"]
+    torch = probe(here, purpose)["packages"]["torch"]
     shared = torch is not None and numbers(torch) >= (2, 11)
     say(f"making .venv{f', with torch {torch} as installed for {here}' if shared else ''}")
     options = ["--clear", "--system-site-packages"] if shared else ["--clear"]
@@ -117,7 +129,8 @@ def environment() -> Path:
     if made.returncode != 0:
         shutil.rmtree(ROOT / ".venv", ignore_errors=True)
         fail(
-            f"no virtual environment could be made. Debian and Ubuntu need: apt-get install python3-venv\n{made.stdout}{made.stderr}"
+            "no virtual environment could be made. Debian and Ubuntu need: "
+            f"apt-get install python3-venv\n{made.stdout}{made.stderr}"
         )
     return python
 
@@ -141,21 +154,31 @@ def pip(python: Path, *arguments: str) -> None:
         fail(f"pip could not install {' '.join(arguments)}:\n{''.join(said)}")
 
 
-def install(python: Path) -> None:
+def install(python: Path, purpose: str) -> None:
     """torch first: its CUDA builds bring their own triton, which then is there already."""
-    facts = probe(python)
+    facts = probe(python, purpose)
     for group in ("torch", None):
-        missing = [r.pin for r in lacking(facts) if group in (None, r.name)]
+        missing = [r.pin for r in lacking(facts, purpose) if group in (None, r.name)]
         if not missing:
             continue
         say(f"installing {', '.join(missing)}")
         start = time.monotonic()
         pip(python, *missing)
         say(f"installed in {time.monotonic() - start:.0f} s")
-        facts = probe(python)
+        facts = probe(python, purpose)
+
+
+def choose_cuda() -> None:
+    """Without a GPU nothing runs the CUDA kernels. What runs after this builds the same way."""
+    if "PDKERNELS_BUILD_CUDA" in os.environ or any(DEVICES.glob("nvidia*")) or shutil.which("nvidia-smi"):
+        return
+    os.environ["PDKERNELS_BUILD_CUDA"] = "0"
+    if not (ROOT / "pdkernels/_ops.so").exists():
+        say("no GPU here, so only CPU kernels are compiled; PDKERNELS_BUILD_CUDA=1 compiles those for CUDA too")
 
 
 def build(python: Path) -> None:
+    choose_cuda()
     start = time.monotonic()
     command = [str(python), "setup.py", "-q", "build_ext", "--inplace"]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -170,9 +193,9 @@ def build(python: Path) -> None:
         say(f"built in {time.monotonic() - start:.0f} s")
 
 
-def register(python: Path) -> None:
+def register(python: Path, purpose: str) -> None:
     """An editable install, unless this checkout in this version is installed so already."""
-    facts = probe(python)
+    facts = probe(python, purpose)
     editable = facts["source"].get("dir_info", {}).get("editable", False)
     if editable and facts["source"].get("url") == ROOT.as_uri() and facts["pdkernels"] == VERSION:
         return
@@ -181,12 +204,16 @@ def register(python: Path) -> None:
 
 
 def main() -> None:
-    python = environment()
-    install(python)
-    build(python)
-    register(python)
-    if sys.argv[1:]:
-        os.execv(python, [str(python), *sys.argv[1:]])
+    purpose, arguments = "demo", sys.argv[1:]
+    if arguments[:1] == ["--for"]:
+        purpose, arguments = arguments[1] if arguments[1:] else "", arguments[2:]
+    python = environment(purpose)
+    install(python, purpose)
+    if purpose in BUILD:
+        build(python)
+        register(python, purpose)
+    if arguments:
+        os.execv(python, [str(python), *arguments])
 
 
 if __name__ == "__main__":

@@ -240,7 +240,9 @@ PARTS = {1: run_tests, 2: run_checkers, 3: run_captures, **dict.fromkeys(BENCHMA
 def prove(part: Part, gpu: str, driver: str) -> bool:
     cuda = {"MAX_JOBS": str(os.cpu_count() or 1)} | ({} if part.dry else {"PDKERNELS_BUILD_CUDA": "1"})
     step, said = part.run(
-        "build", [sys.executable, "scripts/bootstrap.py", "-c", "import sys; print(sys.executable)"], environment=cuda
+        "build",
+        [sys.executable, "scripts/bootstrap.py", "--for", "test", "-c", "import sys; print(sys.executable)"],
+        environment=cuda,
     )
     if step.returncode == 0:
         part.python = said.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""Fetches the packages of requirements.txt for a machine without network, as wheels into `wheelhouse/`.
+"""Fetches what the tests and benchmarks need on a machine without network, as wheels into `wheelhouse/`.
 
     python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...]
 
@@ -27,7 +27,8 @@ def main() -> None:
     parser.add_argument("python", help="version of Python on that machine, such as 3.12")
     parser.add_argument("--without", nargs="*", default=["torch", "triton"], metavar="NAME")
     options = parser.parse_args()
-    pins = [r.pin for r in requirements() if r.applies(options.python) and r.name not in options.without]
+    wanted = [*requirements("test"), *requirements("bench")]
+    pins = {r.pin: None for r in wanted if r.applies(options.python) and r.name not in options.without}
     target = ["--only-binary=:all:", "--implementation", "cp", "--python-version", options.python]
     target += [part for system in SYSTEMS for part in ("--platform", system)]
     folder = ROOT / "wheelhouse"

@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.budgets import find_nvcc, kernel_sources, load_budgets, measure, problems
+from setup import CUDA_ARCHS
+from tests.harness.budgets import (
+    INCLUDE_DIRS,
+    code_in,
+    compile_kernels,
+    find_cuobjdump,
+    find_nvcc,
+    kernel_sources,
+    load_budgets,
+    measure,
+    problems,
+)
 
 
 @pytest.mark.skipif(find_nvcc() is None, reason="needs nvcc (no GPU)")
@@ -14,6 +25,15 @@ from tests.harness.budgets import find_nvcc, kernel_sources, load_budgets, measu
 def test_kernels_stay_within_budget(source: Path) -> None:
     found = problems(source.name, measure(source), load_budgets().get(source.name, {}))
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
+@pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
+def test_code_for_every_architecture_and_ptx(source: Path, tmp_path: Path) -> None:
+    """Also where the library is built without CUDA kernels."""
+    compiled, ptx = code_in(compile_kernels(source, INCLUDE_DIRS, CUDA_ARCHS), tmp_path)
+    assert compiled == {source.stem: set(CUDA_ARCHS)} and {"80", "90a", "100"} <= set(CUDA_ARCHS)
+    assert ptx == {f"{source.stem}.sm_{CUDA_ARCHS[-1]}"}
 
 
 def test_no_budget_for_a_file_that_is_gone() -> None:

@@ -21,9 +21,12 @@ import torch
 
 import pdkernels as pd
 from pdkernels import _native
+from tests.harness import budgets
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ["csrc", "python_bindings", "pdkernels", "reference", "scripts", "examples"]
+# Tests that build in the checkout itself leave CUDA kernels in or out, as it has them.
+AS_BUILT = {"PDKERNELS_BUILD_CUDA": "1" if _native.cuda_archs() else "0"}
 FILES = ["setup.py", "pyproject.toml", "requirements.txt", "MANIFEST.in", "Makefile", "LICENSE", "README.md"]
 
 
@@ -91,6 +94,8 @@ def elsewhere(build: Path) -> dict[str, str]:
     return {"DIST_EXTRA_CONFIG": str(configuration)}
 
 
+PURPOSES = ("demo", "test", "bench", "lint", "types", "wheel")
+
 # What runs in an environment where the package was installed, from any folder.
 USE = """
 import pathlib, torch, pdkernels as pd, pdkernels.decoding, pdkernels.models, pdkernels.reference.jacobi
@@ -110,7 +115,7 @@ print(pathlib.Path(pd.__file__).parent, pathlib.Path(pd.reference.__file__).pare
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     options = ["--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=elsewhere(folder / "build"))
+    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=AS_BUILT | elsewhere(folder / "build"))
     return next(folder.glob("*.whl"))
 
 
@@ -121,7 +126,12 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     expected |= {
         f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
     }
-    expected |= {"pdkernels/_ops.so", f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}", "pdkernels/py.typed"}
+    expected |= {
+        "pdkernels/_ops.so",
+        f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}",
+        "pdkernels/py.typed",
+        "pdkernels/_host.pyi",
+    }
     assert {name for name in names if ".dist-info/" not in name} == expected
     assert any(name.endswith("LICENSE") for name in names)
     assert any(name.endswith(".safetensors") for name in names)
@@ -143,7 +153,7 @@ def test_sdist_holds_all_sources(tmp_path: Path) -> None:
     sources = [
         path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")
     ]
-    wanted = {".py", ".h", ".cpp", ".cu", ".safetensors", ".typed"}
+    wanted = {".py", ".pyi", ".h", ".cpp", ".cu", ".safetensors", ".typed"}
     missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
     assert not missing
 
@@ -287,20 +297,62 @@ def test_torch_is_a_build_requirement_only_where_there_is_none(tmp_path: Path) -
 # ---------------------------------------------------------------------------------------------------------- bootstrap
 
 
-def test_bootstrap_installs_only_what_is_missing() -> None:
-    bootstrap = load("scripts/bootstrap.py")
-    names = {requirement.name for requirement in bootstrap.requirements()}
-    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
-    assert len(lines) == len(bootstrap.requirements()) and {"torch", "numpy", "triton", "setuptools"} <= names
+@pytest.fixture(scope="module")
+def bootstrap() -> ModuleType:
+    return load("scripts/bootstrap.py")
 
-    def lacking(python: str, **versions: str | None) -> list[str]:
+
+def test_bootstrap_installs_only_what_is_missing(bootstrap: ModuleType) -> None:
+    names = {requirement.name for purpose in PURPOSES for requirement in bootstrap.requirements(purpose)}
+    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
+    assert names == {line.partition("==")[0] for line in lines}
+    assert names >= {"torch", "numpy", "triton", "setuptools"}
+
+    def lacking(python: str, purpose: str = "test", **versions: str | None) -> list[str]:
         packages = {name: "999" for name in names} | versions
-        return [requirement.pin for requirement in bootstrap.lacking({"python": python, "packages": packages})]
+        return [requirement.pin for requirement in bootstrap.lacking({"python": python, "packages": packages}, purpose)]
 
     assert lacking("3.12.3", torch="2.11.0+cu130", triton="3.6.0", setuptools="80.9.0") == []
     assert lacking("3.12.3", torch="2.10.0+cu130") == ["torch==2.13.0"]
+    assert lacking("3.12.3", purpose="demo", torch="2.10.0+cu130", pytest=None) == ["torch==2.13.0"]
     assert lacking("3.10.12", numpy=None) == ["numpy==2.2.6"]
     assert lacking("3.11.7", numpy=None) == ["numpy==2.4.6"]
+
+
+def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
+    needed = {purpose: {r.name for r in bootstrap.requirements(purpose)} for purpose in PURPOSES}
+    assert needed["demo"] | {"pytest", "hypothesis", "triton", "matplotlib"} < needed["test"]
+    assert not needed["demo"] & {"pytest", "hypothesis", "ruff", "mypy", "matplotlib", "triton", "clang-format"}
+    # A machine with a GPU and no network gets what tests and benchmarks need.
+    assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
+    assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
+    with pytest.raises(SystemExit, match="--for must be one of bench, demo, lint, test, types, wheel, got 'rest'"):
+        bootstrap.requirements("rest")
+
+
+def test_tools_have_one_version(bootstrap: ModuleType) -> None:
+    pins = [requirement.pin for requirement in bootstrap.requirements("lint")]
+    configuration = (ROOT / ".pre-commit-config.yaml").read_text()
+    hooks = dict(re.findall(r"/(?:mirrors-)?([\w-]+?)(?:-pre-commit)?\n +rev: v([\d.]+)", configuration))
+    assert pins == [f"{name}=={version}" for name, version in hooks.items()] and len(pins) == 2
+
+
+@pytest.mark.parametrize("given", [None, "1"])
+def test_cuda_is_left_out_without_a_gpu(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
+) -> None:
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+    monkeypatch.setattr(bootstrap, "DEVICES", tmp_path)
+    # Set first, so that what the call sets is undone.
+    monkeypatch.setenv("PDKERNELS_BUILD_CUDA", given or "")
+    if given is None:
+        monkeypatch.delenv("PDKERNELS_BUILD_CUDA")
+    (tmp_path / "nvidia0").touch()
+    bootstrap.choose_cuda()
+    assert os.environ.get("PDKERNELS_BUILD_CUDA") == given
+    (tmp_path / "nvidia0").unlink()
+    bootstrap.choose_cuda()
+    assert os.environ.get("PDKERNELS_BUILD_CUDA") == (given or "0")
 
 
 def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
@@ -315,26 +367,21 @@ def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
 # ------------------------------------------------------------------------------------------------------------ binaries
 
 
+def assert_code_for_every_architecture(library: Path, archs: list[str], folder: Path) -> None:
+    compiled, ptx = budgets.code_in(library, folder)
+    assert compiled == {unit.stem: set(archs) for unit in budgets.kernel_sources()}
+    assert {f"{unit}.sm_{archs[-1]}" for unit in compiled} <= ptx
+
+
 def test_cuda_code_for_every_architecture_and_ptx(tmp_path: Path) -> None:
+    """In the library itself; what tests/test_compile_budgets.py compiles has it always."""
     archs = _native.cuda_archs()
     if not archs:
-        pytest.skip("built without nvcc")
-    beside_nvcc = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin/cuobjdump"
-    triton = importlib.util.find_spec("triton")
-    in_triton = Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump" if triton else None
-    tool = next((str(path) for path in (beside_nvcc, in_triton) if path and path.is_file()), shutil.which("cuobjdump"))
-    if tool is None:
+        pytest.skip("built without CUDA kernels")
+    if budgets.find_cuobjdump() is None:
         pytest.skip("no cuobjdump")
     assert {"80", "90a", "100"} <= set(archs)
-    run(tool, "--extract-elf", "all", _native.library_path(), cwd=tmp_path)
-    # Names of the files say 90 for 90a, depending on the tool; what the assembler noted inside is exact.
-    compiled: dict[str, set[str]] = {}
-    for file in tmp_path.glob("*.cubin"):
-        arch = re.search(rb"-arch sm_(\w+)", file.read_bytes())[1].decode()
-        compiled.setdefault(file.name.partition(".")[0], set()).add(arch)
-    assert compiled == {unit.stem: set(archs) for unit in (ROOT / "csrc/cuda").glob("*.cu")}
-    ptx = run(tool, "--list-ptx", _native.library_path()).stdout
-    assert all(f"{unit}.sm_{archs[-1]}.ptx" in ptx for unit in compiled)
+    assert_code_for_every_architecture(_native.library_path(), archs, tmp_path)
 
 
 def test_a_second_build_does_nothing() -> None:
@@ -342,7 +389,7 @@ def test_a_second_build_does_nothing() -> None:
     library = _native.library_path()
     for _ in range(2):
         before = library.stat()
-        answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT)
+        answer = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace", cwd=ROOT, environment=AS_BUILT)
     assert "no work to do" in answer.stdout
     assert (library.stat().st_ino, library.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
@@ -389,6 +436,10 @@ def test_clean_build_takes_less_than_three_minutes(checkout: Path, capsys: pytes
         )
     assert seconds < 360
     assert (checkout / "pdkernels/_ops.so").is_file()
+    if budgets.find_nvcc() and budgets.find_cuobjdump():
+        folder = checkout.parent / "code"
+        folder.mkdir()
+        assert_code_for_every_architecture(checkout / "pdkernels/_ops.so", list(budgets.CUDA_ARCHS), folder)
 
 
 @pytest.mark.slow

@@ -11,25 +11,25 @@ and 0 where they are left out.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from setup import CUDA_ARCHS, NVCC_FLAGS, cuda_targets
 from tests.cudasim.build import ROOT, build_once, digest, digest_text, headers_under, run_compiler
 
-ARCHITECTURES = ("80", "90a", "100")
 KERNEL_FOLDER = ROOT / "csrc" / "cuda"
 INCLUDE_DIRS = (ROOT / "csrc" / "include", KERNEL_FOLDER)
 BUDGET_FILE = ROOT / "tests" / "compile_budgets.json"
 CACHE = ROOT / "build" / "budgets"
 
-# As setup.py compiles them, as far as device code is concerned.
-NVCC_FLAGS = ("-std=c++20", "-O3", "-Xptxas", "-v")
 # Hardware hands out registers to a thread in steps of this many, so nothing is lost below the next multiple.
 REGISTER_STEP = 8
 
@@ -64,26 +64,51 @@ def kernel_sources() -> list[Path]:
     return sorted(KERNEL_FOLDER.glob("*.cu"))
 
 
-def measure(
-    source: Path, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, archs: Sequence[str] = ARCHITECTURES
-) -> Measured:
-    """Compile one .cu file for all architectures and read what ptxas says. Cached by everything that goes into it."""
+def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[str]) -> Path:
+    """The device code of one .cu file as setup.py compiles it, and beside it, as .txt, what ptxas says. Cached."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("tests.harness.budgets: no nvcc found. Install the CUDA toolkit or set CUDA_HOME.")
-    command = [nvcc, *NVCC_FLAGS]
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    command = [nvcc, *NVCC_FLAGS, "-Xptxas", "-v", *cuda_targets(archs)]
     command += [f"-I{directory}" for directory in include_dirs]
     headers = [path for directory in (source.parent, *include_dirs) for path in headers_under(directory)]
     key = digest_text(run_compiler([nvcc, "--version"]), *command, digest([source, *headers]))
+    result = CACHE / f"{source.stem}-{key}.fatbin"
 
-    def compile_to_report(target: Path) -> None:
-        compiled = target.with_suffix(".fatbin")
-        report = run_compiler([*command, "-fatbin", str(source), "-o", str(compiled)])
-        compiled.unlink()
-        target.write_text(report)
+    def build(target: Path) -> None:
+        report = run_compiler([*command, "-fatbin", str(source), "-o", str(target)])
+        result.with_suffix(".txt").write_text(report)
 
-    return parse_ptxas(build_once(CACHE / f"{source.stem}-{key}.txt", compile_to_report).read_text())
+    return build_once(result, build)
+
+
+def measure(
+    source: Path, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, archs: Sequence[str] = CUDA_ARCHS
+) -> Measured:
+    """What ptxas says of one .cu file on all architectures."""
+    return parse_ptxas(compile_kernels(source, include_dirs, archs).with_suffix(".txt").read_text())
+
+
+def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:
+    """Unit -> architectures it has code for, and the units with PTX, as "unit.sm_100". `folder` is an empty one."""
+    tool = find_cuobjdump()
+    assert tool is not None
+    subprocess.run([tool, "--extract-elf", "all", str(file)], cwd=folder, capture_output=True, check=True)
+    # Names of the files say 90 for 90a, depending on the tool; what the assembler noted inside is exact.
+    compiled: dict[str, set[str]] = {}
+    for cubin in folder.glob("*.cubin"):
+        arch = re.search(rb"-arch sm_(\w+)", cubin.read_bytes())[1].decode()
+        compiled.setdefault(cubin.name.partition(".")[0], set()).add(arch)
+    listing = run_compiler([tool, "--list-ptx", str(file)])
+    return compiled, {re.sub(r"\.\d+\.sm_", ".sm_", name) for name in re.findall(r"(\S+)\.ptx", listing)}
+
+
+def find_cuobjdump() -> str | None:
+    """Beside nvcc, on PATH, or the one that triton brings along."""
+    nvcc, triton = find_nvcc(), importlib.util.find_spec("triton")
+    found = [Path(nvcc).with_name("cuobjdump")] if nvcc else []
+    found += [Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"] if triton and triton.origin else []
+    return next((str(path) for path in found if path.is_file()), shutil.which("cuobjdump"))
 
 
 def parse_ptxas(report: str) -> Measured:
@@ -204,7 +229,7 @@ def print_table(measured: Mapping[str, Measured]) -> None:
 
     budgets = load_budgets()
     table = Table(title="CUDA kernels as compiled")
-    for column in ("file", "kernel", *(f"sm_{arch}" for arch in ARCHITECTURES), "budget"):
+    for column in ("file", "kernel", *(f"sm_{arch}" for arch in CUDA_ARCHS), "budget"):
         table.add_column(column, overflow="fold")
     for file, kernels in measured.items():
         for kernel, per_arch in kernels.items():

@@ -67,8 +67,8 @@ struct AttentionGradArgs : AttentionArgs {
 };
 
 PDK_KERNEL(block_sparse_attention, AttentionArgs)
-PDK_VECTOR_KERNEL(block_sparse_attention, AttentionArgs)
+PDK_TILE_KERNEL(block_sparse_attention, AttentionArgs)
 PDK_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
-PDK_VECTOR_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
+PDK_TILE_KERNEL(block_sparse_attention_backward, AttentionGradArgs)
 
 }  // namespace pdkernels

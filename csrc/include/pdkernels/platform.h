@@ -19,24 +19,27 @@
   cudaError_t name(const Args& args, cudaStream_t stream); \
   }
 #define PDK_VECTOR_KERNEL(name, Args) PDK_KERNEL(name, Args)
+#define PDK_TILE_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #else
 #define PDK_KERNEL(name, Args) \
   namespace cpu {              \
   void name(const Args& args); \
   }
-#define PDK_VECTOR_KERNEL(name, Args) \
-  namespace cpu {                     \
-  namespace portable {                \
-  void name(const Args& args);        \
-  }                                   \
-  namespace avx2 {                    \
-  void name(const Args& args);        \
-  }                                   \
-  namespace avx512 {                  \
-  void name(const Args& args);        \
-  }                                   \
-  namespace amx {                     \
-  void name(const Args& args);        \
-  }                                   \
+#define PDK_LEVEL_KERNEL(level, name, Args) \
+  namespace cpu::level {                    \
+  void name(const Args& args);              \
+  }
+// The level of AMX has tile kernels of its own; all others are those of AVX-512 (`simd_units` in setup.py).
+#define PDK_TILE_KERNEL(name, Args)      \
+  PDK_LEVEL_KERNEL(portable, name, Args) \
+  PDK_LEVEL_KERNEL(avx2, name, Args)     \
+  PDK_LEVEL_KERNEL(avx512, name, Args)   \
+  PDK_LEVEL_KERNEL(amx, name, Args)
+#define PDK_VECTOR_KERNEL(name, Args)    \
+  PDK_LEVEL_KERNEL(portable, name, Args) \
+  PDK_LEVEL_KERNEL(avx2, name, Args)     \
+  PDK_LEVEL_KERNEL(avx512, name, Args)   \
+  namespace cpu::amx {                   \
+  using avx512::name;                    \
   }
 #endif

@@ -46,6 +46,6 @@ struct SpeculativeArgs
 };
 
 PDK_KERNEL(speculative_attention, SpeculativeArgs)
-PDK_VECTOR_KERNEL(speculative_attention, SpeculativeArgs)
+PDK_TILE_KERNEL(speculative_attention, SpeculativeArgs)
 
 }  // namespace pdkernels

@@ -1,8 +1,10 @@
-// Segment masks and tile plans for Python.
+// Segment masks and tile plans for Python. A header of host.cpp, because every unit with pybind11 costs much to
+// compile.
+#pragma once
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "host.h"
 #include "pdkernels/segment_mask.h"
 #include "pdkernels/tile_plan.h"
 
@@ -63,8 +65,6 @@ py::bytearray relation(const SegmentMask& mask) {
   return bytes;
 }
 
-}  // namespace
-
 void bind_planner(py::module_& m) {
   py::class_<TilePlan>(m, "TilePlan", py::buffer_protocol(),
                        "One block of int32 words that holds all arrays of a tile plan.")
@@ -90,3 +90,5 @@ void bind_planner(py::module_& m) {
            py::call_guard<py::gil_scoped_release>(),
            "The tile plan. ValueError unless the tile sizes are multiples of 16 in [16, 1024].");
 }
+
+}  // namespace
