@@ -8,7 +8,7 @@ freeze, the cursor moves, and nothing else: the next step reads this step's stat
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,6 +20,12 @@ from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
 
+Schedule = Literal["linear", "root", "harmonic", "constant"]  # the released code has the last two
+Mixer = Literal["linear", "sqrt"]
+Rule = Literal["prefix", "last"]
+NewState = Literal["fresh", "copied"]
+
+
 class WaveOptions(NamedTuple):
     """Options of `recurrent_diffusion`, checked and with their defaults filled in."""
 
@@ -27,14 +33,14 @@ class WaveOptions(NamedTuple):
     threshold: float
     compared: int  # states before a step's that the exit test needs: 0 (it needs none), 1 or 2
     noise: float
-    schedule: str
+    schedule: Schedule
     horizon: int
-    mixer: str
+    mixer: Mixer
     momentum: float
     headway: int
     max_wavefront: int
-    rule: str
-    new_state: str
+    rule: Rule
+    new_state: NewState
     guard: bool
     max_recurrences: int
     stability: int

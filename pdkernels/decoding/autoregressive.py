@@ -12,13 +12,7 @@ _OP = "decoding.autoregressive"
 
 
 class AutoregressiveSteps(Steps):
-    """An entry: 1 while a sequence goes on, its newest token.
-
-    Options:
-        temperature: of the draws; 0 is greedy.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
-    """
+    """An entry: 1 while a sequence goes on, its newest token."""
 
     def __init__(
         self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None

@@ -9,6 +9,8 @@ the others before all of them are refreshed in one forward.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from pdkernels._validation import check
@@ -29,6 +31,8 @@ from pdkernels.masks import full
 
 _OP = "decoding.block_diffusion"
 
+Refresh = Literal["causal", "bidirectional"]
+
 
 def decode(
     session: Session,
@@ -36,7 +40,7 @@ def decode(
     block_size: int = 32,
     threshold: float | None = 0.9,
     steps_per_block: int | None = None,
-    refresh: str = "causal",
+    refresh: Refresh = "causal",
     temperature: float = 0.0,
     mask_token: int | None = None,
     seed: int = 0,
@@ -44,7 +48,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block. Not the tokens of autoregressive decoding: what a slot holds is never judged again.
 
-    Options:
+    Args:
         block_size: tokens of a block.
         threshold: fill every slot whose confidence reaches it, and the best one anyway. None: fill the most confident ones,
             evenly over `steps_per_block`.
@@ -52,9 +56,6 @@ def decode(
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
             "bidirectional" is for models whose past is causal by blocks.
         temperature: of the candidates; slots are chosen by the confidence without it.
-        mask_token: id of open slots; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -72,7 +73,7 @@ def decode(
         )
     if steps_per_block is not None:
         checked_size(_OP, "steps_per_block", steps_per_block)
-    check(refresh in ("causal", "bidirectional"), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
+    check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
     check_sampling(_OP, temperature, seed)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)

@@ -6,6 +6,8 @@ where that code differs; both take the same forwards, draw the same tokens and f
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from pdkernels._validation import check, check_type
@@ -16,14 +18,14 @@ from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"
 
-ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
 def decode(
     session: Session,
     *,
     steps: int | None = None,
-    algorithm: str = "entropy",
+    algorithm: Algorithm = "entropy",
     eps: float = 1e-3,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -34,7 +36,7 @@ def decode(
 ) -> int:
     """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
 
-    Options:
+    Args:
         steps: forwards; None: one for each token.
         algorithm: what is filled first: "entropy" where the distribution has the least, "maskgit_plus" the most probable guesses,
             "topk_margin" those furthest ahead of the second best; "origin": every place with probability ``1 - s / t``.
@@ -43,8 +45,6 @@ def decode(
         top_p: guess among the likeliest tokens that have this mass, and score the distribution of those.
         top_k: guess among so many of the likeliest tokens, and score the distribution of those; with `top_p`, of what both leave.
         order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -52,7 +52,7 @@ def decode(
     mask_token = checked_masked_model(_OP, session, mask_token)
     if steps is not None:
         checked_size(_OP, "steps", steps)
-    checked_name(_OP, "algorithm", algorithm, ALGORITHMS)
+    checked_name(_OP, "algorithm", algorithm, get_args(Algorithm))
     check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
     check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
     checked_number(_OP, "top_p", top_p, 1.0)
@@ -102,7 +102,7 @@ def _time(step: int, steps: int, eps: float) -> float:
     return 1 + (eps - 1) * step / steps
 
 
-def _scores(guesses: TokenStatistics, algorithm: str) -> torch.Tensor:
+def _scores(guesses: TokenStatistics, algorithm: Algorithm) -> torch.Tensor:
     if algorithm == "maskgit_plus":
         return guesses.probs
     return guesses.margin if algorithm == "topk_margin" else -guesses.entropy

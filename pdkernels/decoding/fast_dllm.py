@@ -13,7 +13,7 @@ forward of its own.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,14 +24,14 @@ from pdkernels.decoding._session import Session
 
 _OP = "decoding.fast_dllm"
 
-CACHES = ("none", "prefix", "dual")
+Kept = Literal["none", "prefix", "dual"]
 
 
 def decode(
     session: Session,
     *,
     block_size: int = 32,
-    cache: str = "dual",
+    cache: Kept = "dual",
     threshold: float | None = 0.9,
     factor: float | None = None,
     steps: int | None = None,
@@ -42,7 +42,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled together.
         cache: "dual" recomputes the block alone, "prefix" the block and everything behind it, "none" the whole canvas.
         threshold: fill every place whose confidence reaches it, and the surest one anyway.
@@ -50,9 +50,6 @@ def decode(
         steps: forwards, shared evenly by the blocks, if `threshold` and `factor` are None: the places of a block are shared
             evenly by its forwards. None: one for each token.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Where rows predict the next token and there is a cache, a block's first forward fills the block's first place alone, however
     sure it is: that is predicted by the row before the block, which its other forwards do not take.
@@ -62,7 +59,7 @@ def decode(
     """
     mask_token = checked_masked_model(_OP, session, mask_token)
     checked_size(_OP, "block_size", block_size)
-    checked_name(_OP, "cache", cache, CACHES)
+    checked_name(_OP, "cache", cache, get_args(Kept))
     for name, value in (("threshold", threshold), ("factor", factor)):
         if value is not None:
             checked_number(_OP, name, value)

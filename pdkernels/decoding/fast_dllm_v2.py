@@ -38,7 +38,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: places of a block; blocks are counted from the text's first token.
         small_block_size: places of a block that are filled together, from left to right.
         threshold: fill every place whose confidence is above it, and the surest one anyway.
@@ -46,9 +46,6 @@ def decode(
             first place is open: that is predicted by the row before it. False: all take the whole block.
         temperature: of the guesses; their confidence is that of the distribution they are drawn from.
         top_p: draw only from the most likely tokens of so much mass, at a temperature above 0.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.

@@ -22,12 +22,11 @@ DEFAULT_BLOCK_SIZE = 16
 class JacobiSteps(Steps):
     """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last.
 
-    Options:
+    Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
 
     def __init__(

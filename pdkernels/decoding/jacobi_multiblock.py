@@ -39,7 +39,7 @@ def decode(
 ) -> None:
     """Fill `session` with greedy tokens, several per forward where drafts or candidates are accepted.
 
-    Options:
+    Args:
         block_size: tokens per block.
         blocks: the most blocks under way, the one that is committed from included.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
@@ -47,7 +47,6 @@ def decode(
         verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)

@@ -6,6 +6,8 @@ forwards, draw the same tokens and accept the same part of every draft.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from pdkernels._validation import check
@@ -29,12 +31,14 @@ from pdkernels.ops import verify_draft
 
 _OP = "decoding.linear_self_speculation"
 
+Verification = Literal["compare", "rejection"]
+
 
 class LinearSteps(Steps):
     """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
     block, what the verifier said to it.
 
-    Options:
+    Args:
         block_size: the known token and the masks that are drafted behind it; 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and the best
             one anyway, until none is open. Whether another pass is needed only the confidences say, so the host asks behind each
@@ -43,9 +47,6 @@ class LinearSteps(Steps):
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
-        mask_token: id of open slots; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class LinearSteps(Steps):
         block_size: int = 32,
         threshold: float = 0.0,
         temperature: float = 0.0,
-        verification: str = "compare",
+        verification: Verification = "compare",
         mask_token: int | None = None,
         seed: int = 0,
         page_size: int | None = None,
@@ -63,7 +64,7 @@ class LinearSteps(Steps):
         checked_size(_OP, "block_size", block_size)
         check_sampling(_OP, temperature, seed)
         checked_number(_OP, "threshold", threshold)
-        checked_name(_OP, "verification", verification, ("compare", "rejection"))
+        checked_name(_OP, "verification", verification, get_args(Verification))
         check(
             verification == "compare" or threshold == 0,
             _OP,

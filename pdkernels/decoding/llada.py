@@ -7,6 +7,7 @@ says where that code differs; both take the same forwards, draw the same tokens 
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
@@ -15,13 +16,15 @@ from pdkernels.decoding._session import Session
 
 _OP = "decoding.llada"
 
+Remasking = Literal["low_confidence", "random"]
+
 
 def decode(
     session: Session,
     *,
     block_size: int | None = None,
     steps: int | None = None,
-    remasking: str = "low_confidence",
+    remasking: Remasking = "low_confidence",
     guidance: float = 0.0,
     no_end: bool = False,
     late_end: bool = False,
@@ -31,7 +34,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled together; None: all of them.
         steps: forwards, shared evenly by the blocks; None: one for each token. More than a block has places are not run.
         remasking: "low_confidence" fills the surest places, "random" any.
@@ -40,8 +43,6 @@ def decode(
         no_end: end tokens are never guessed.
         late_end: end tokens have confidence 0, so that they come last.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -68,7 +69,7 @@ def begin(
     *,
     block_size: int | None,
     steps: int | None,
-    remasking: str,
+    remasking: Remasking,
     guidance: float,
     no_end: bool,
     late_end: bool,
@@ -80,7 +81,7 @@ def begin(
     mask_token = checked_masked_model(op, session, mask_token)
     if block_size is not None:
         checked_size(op, "block_size", block_size)
-    checked_name(op, "remasking", remasking, ("low_confidence", "random"))
+    checked_name(op, "remasking", remasking, get_args(Remasking))
     checked_number(op, "guidance", guidance)
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)

@@ -11,6 +11,7 @@ never sees the masks of other groups.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
@@ -26,9 +27,12 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
+from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
+
+Ensemble = Literal["probability", "logit"]
 
 
 def decode(
@@ -37,9 +41,9 @@ def decode(
     block_size: int = 16,
     masks_per_group: int | None = None,
     label_shift: int = 0,
-    in_group: str = "bidirectional",
+    in_group: InGroup = "bidirectional",
     ensemble_weight: float = 1.0,
-    ensemble: str = "probability",
+    ensemble: Ensemble = "probability",
     temperature: float = 0.0,
     mask_token: int | None = None,
     seed: int = 0,
@@ -47,7 +51,7 @@ def decode(
 ) -> None:
     """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
 
-    Options:
+    Args:
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
         masks_per_group: at least ``block_size - label_shift``, by default that.
         label_shift: 0 where a mask's row is about its own position, 1 where it is about the next one.
@@ -55,9 +59,6 @@ def decode(
         ensemble_weight: of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
-        mask_token: id of the masks; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
     check_type(
@@ -72,7 +73,7 @@ def decode(
         ensemble_weight,
         "No mask is about the verifier's position.",
     )
-    check(ensemble in ("probability", "logit"), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
+    check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
     check_sampling(_OP, temperature, seed)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)
@@ -165,13 +166,13 @@ def decode(
 
 
 @lru_cache(maxsize=64)
-def _layout(width: int, masks: int, in_group: str, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
+def _layout(width: int, masks: int, in_group: InGroup, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
     """Plan and positions of a step; they know nothing of the prefix, so they serve all steps of their width."""
     mask = quadratic(width, masks, in_group)
     return mask.plan(64, 64, device), mask.positions.to(device)
 
 
-def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.device) -> TilePlan | None:
+def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torch.device) -> TilePlan | None:
     """Each prompt causal, a group of masks behind it that sees it all, then padding that is seen by none of them."""
     if masks == 0:
         return None
@@ -186,7 +187,7 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.de
     return TilePlan.stack([plans[n] for n in lengths]).to(device)
 
 
-def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str) -> torch.Tensor:
+def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
     """Logits of the verifier out of those of the draft tokens and of the first masks behind them, fp64."""
     if weight == 0:
         return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
@@ -195,11 +196,11 @@ def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str)
     return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
 
 
-def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: str) -> int:
+def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: InGroup) -> int:
     """Masks of a group."""
     checked_size(_OP, "block_size", block_size)
     check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
-    check(in_group in ("bidirectional", "causal"), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
+    check(in_group in get_args(InGroup), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
     least = block_size - label_shift
     if masks_per_group is None:
         return least

@@ -9,6 +9,7 @@ In a batch a sequence that has settled keeps its state, and its rows stop counti
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 
@@ -22,7 +23,8 @@ from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"
 
-THRESHOLDS = {
+Criterion = Literal["latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability"]
+THRESHOLDS: dict[Criterion, float] = {
     "latent-diff": 0.03,
     "cosine": 1e-3,
     "entropy-diff": 1e-3,
@@ -36,7 +38,7 @@ _LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
 def decode(
     session: Session,
     *,
-    criterion: str = "latent-diff",
+    criterion: Criterion = "latent-diff",
     threshold: float | None = None,
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
@@ -55,7 +57,7 @@ def decode(
     token has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed when
     one more token has been begun, which is in the stats' seconds alone.
 
-    Options:
+    Args:
         criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of distributions without
             unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that have not
@@ -66,15 +68,11 @@ def decode(
             compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
-        temperature: 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
-    checked_name(_OP, "criterion", criterion, tuple(THRESHOLDS))
+    checked_name(_OP, "criterion", criterion, get_args(Criterion))
     limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
     check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
@@ -170,7 +168,7 @@ def _record(
 class Divergence:
     """What a criterion compares between the checks of one token."""
 
-    def __init__(self, criterion: str, state: torch.Tensor) -> None:
+    def __init__(self, criterion: Criterion, state: torch.Tensor) -> None:
         self.criterion = criterion
         self.state = state.clone()
         self.logits: torch.Tensor | None = None

@@ -36,14 +36,11 @@ def decode(
     after as many recurrences as it has run itself; `recurrent_static` reads them after all of them. So the tokens are the same
     where states have converged, and not by construction.
 
-    Options:
+    Args:
         block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
         draft_recurrences: of these forwards.
         recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
         temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.

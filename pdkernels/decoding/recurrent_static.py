@@ -29,13 +29,6 @@ def decode(
     """Fill `session` with one token per forward.
 
     The cache keeps one row per position, whatever the recurrences: later tokens read the last one's in all of theirs.
-
-    Options:
-        recurrences: of the prompt and of every token; None: those the model was trained for.
-        temperature: 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens, see `_recurrent.filtered`; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)

@@ -11,7 +11,7 @@ cycle starts behind it. Every sequence of a batch is in its own cycle: where it 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
@@ -23,7 +23,7 @@ from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
 
-CYCLES = ("last", "mean", "published")
+Cycle = Literal["last", "mean", "published"]
 
 
 class Options(NamedTuple):
@@ -37,7 +37,7 @@ class Options(NamedTuple):
     tau_high: float
     k_slow: int
     k_fast: int
-    cycle: str
+    cycle: Cycle
     drop_suffix: bool
 
 
@@ -52,7 +52,7 @@ def decode(
     tau_high: float = 0.85,
     k_slow: int = 1,
     k_fast: int = 1,
-    cycle: str = "last",
+    cycle: Cycle = "last",
     drop_suffix: bool = True,
     prompt_interval: int | None = None,
     gen_interval: int = 1,
@@ -63,7 +63,7 @@ def decode(
 ) -> int:
     """Fill `session` span by span, each explored slowly and filled fast. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled before those behind them; None: all of them.
         max_exploration: K_max, most slow steps of a cycle. 0: every span is a whole block.
         window: W_hist, how many of the last candidates for the span's end are compared.
@@ -79,8 +79,6 @@ def decode(
         prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then does the forwards;
             without a `prompt_interval` nothing is kept from one to the next.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -100,7 +98,7 @@ def decode(
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
-    checked_name(_OP, "cycle", cycle, CYCLES)
+    checked_name(_OP, "cycle", cycle, get_args(Cycle))
     checked_flag(_OP, "drop_suffix", drop_suffix)
     if prompt_interval is not None:
         checked_size(_OP, "prompt_interval", prompt_interval)

@@ -93,7 +93,7 @@ class FeatureCache:
         prompt_interval: int,
         gen_interval: int,
         transfer_ratio: float,
-        baseline: Literal["last", "recomputed"] = "last",
+        baseline: Baseline = "last",
         page_size: int | None = None,
     ) -> None:
         sizes = {
