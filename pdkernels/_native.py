@@ -29,7 +29,7 @@ def _is_cut_off(path: Path) -> bool:
     if len(header) < 64:
         return True
     start, (size, count) = struct.unpack_from("<Q", header, 40)[0], struct.unpack_from("<HH", header, 58)
-    return start + size * count > path.stat().st_size
+    return bool(start + size * count > path.stat().st_size)
 
 
 @cache
@@ -62,7 +62,8 @@ def build_info() -> dict[str, str]:
         return {}
     entry = ctypes.CDLL(str(library_path())).pdkernels_build_info
     entry.restype = ctypes.c_char_p
-    return json.loads(entry())
+    info: dict[str, str] = json.loads(entry())
+    return info
 
 
 def cuda_archs() -> list[str]:

@@ -2,5 +2,6 @@
 
 from pdkernels.cache.contiguous import ContiguousKVCache
 from pdkernels.cache.paged import PagedKVCache
+from pdkernels.cache.protocol import Cache
 
-__all__ = ["ContiguousKVCache", "PagedKVCache"]
+__all__ = ["Cache", "ContiguousKVCache", "PagedKVCache"]

@@ -61,7 +61,7 @@ class PagedKVCache(KVCacheBase):
         )
         self._allocate(layers, batch, num_pages, page_size, kv_heads, head_dim, dtype, device)
         self.num_pages, self.page_size, self.capacity = num_pages, page_size, width * page_size
-        self.block_table = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)
+        self.block_table: Tensor = torch.full((self.batch, width), -1, dtype=torch.int32, device=device)
         self._pool = PageAllocator(num_pages)
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 

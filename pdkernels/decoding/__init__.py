@@ -211,7 +211,7 @@ def generate(
             - ``recurrent_self_speculation``: `block_size` (8) tokens of `draft_recurrences` (4).
             - ``recurrent_diffusion``: `inner_recurrence` (4), `threshold` (0.03), `exit` ("latent-diff"), `noise` (0),
               `schedule`, `mixer`, `momentum` (0.1), `headway` (1), `max_wavefront` (128), `rule` ("prefix"), `new_state`
-              ("fresh"), `guard` (True), `max_recurrences`, `stability`, `published` (False).
+              ("fresh"), `guard` (True), `max_recurrences`, `stability`.
 
             These four, for recurrent-depth models, take `recurrences` (the model's mean), `temperature` (0), `top_p`, `min_p`,
             `top_k`, `seed` (0) of states and draws, `page_size`.
@@ -287,6 +287,12 @@ def _method(method: str) -> Callable[..., int | None]:
     return _METHODS[method]
 
 
+# Former options, and where what they did is now.
+MOVED = {
+    ("recurrent_diffusion", "published"): "The steps of the released code are pdkernels.reference.recurrent_published.",
+}
+
+
 def check_options(method: str, options: dict[str, Any]) -> None:
     """TypeError or ValueError for options that `method` does not have."""
     accepted = method_options(method)
@@ -297,7 +303,7 @@ def check_options(method: str, options: dict[str, Any]) -> None:
             "options",
             f"be options of method {method!r}",
             repr(name),
-            f"It accepts: {', '.join(accepted)}.",
+            MOVED.get((method, name)) or f"It accepts: {', '.join(accepted)}.",
         )
     page_size = options.get("page_size")
     if page_size is not None:

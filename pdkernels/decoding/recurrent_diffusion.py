@@ -13,7 +13,6 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._recurrent_published import FREEZES, decode_published
 from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
 from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
@@ -44,7 +43,6 @@ def decode(
     recurrences: int | None = None,
     max_recurrences: int | None = None,
     stability: int | None = None,
-    published: bool = False,
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -72,10 +70,6 @@ def decode(
         recurrences: of the prompt; None: those the model was trained for.
         max_recurrences: a row is ready at the latest after so many; None: 4 * `recurrences`; 0: never, if the model does not settle.
         stability: None: ``recurrences // inner_recurrence + 1``.
-        published: step by step as the released code, slips included, for one sequence: see `reference.recurrent_published`. Then
-            `schedule` is "harmonic" by default (and that code's `noise` is 0.5), `exit` may be "latent-acceleration-1" or "-2", and
-            `rule`, `guard`, `max_recurrences` and `stability` do not exist. The text is cut at `max_new_tokens` alone and comes
-            in one piece. Rows that never settle have no limit: it stops behind step 4096 with what froze until then.
         temperature: 0 is greedy.
         top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of states, noise, draws and guesses.
@@ -89,8 +83,7 @@ def decode(
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
-    checked_flag(_OP, "published", published)
-    checked_name(_OP, "exit", exit, FREEZES if published else EXITS)
+    checked_name(_OP, "exit", exit, EXITS)
     if max_recurrences is not None:
         check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
         check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
@@ -98,59 +91,26 @@ def decode(
     if exit == "fixed":
         most = min(recurrences, most) if most > 0 else recurrences
     steady = recurrences // inner_recurrence + 1 if stability is None else checked_size(_OP, "stability", stability)
-    schedule = ("harmonic" if published else "linear") if schedule is None else schedule
-    # What both samplers have.
-    common = {
-        "inner_recurrence": inner_recurrence,
-        "threshold": checked_number(_OP, "threshold", threshold),
-        "noise": checked_number(_OP, "noise", noise),
-        "schedule": checked_name(_OP, "schedule", schedule, SCHEDULES[-2:] if published else SCHEDULES),
-        "mixer": checked_name(_OP, "mixer", mixer, ("linear", "sqrt")),
-        "momentum": checked_number(_OP, "momentum", momentum, 1.0),
-        "headway": headway,
-        "max_wavefront": max_wavefront,
-        "new_state": checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
-    }
-    check(noise != math.inf, _OP, "noise", "be finite", noise)
-    checked_name(_OP, "rule", rule, ("prefix", "last"))
-    checked_flag(_OP, "guard", guard)
-    if published:
-        check(session.batch == 1, _OP, "prompt", "be a single one with published=True", f"a batch of {session.batch}")
-        check(
-            max_wavefront > 1,
-            _OP,
-            "max_wavefront",
-            "be at least 2 with published=True (a wave of 1 never moves)",
-            max_wavefront,
-        )
-        if exit.startswith("latent"):
-            remedy = "No distance is less, so nothing would freeze, and the released code has no limit of recurrences."
-            check(
-                threshold > 0, _OP, "threshold", f"be above 0 with published=True and exit={exit!r}", threshold, remedy
-            )
-        ours = {"rule": rule != "prefix", "guard": not guard, "max_recurrences": max_recurrences is not None}
-        for name, given in (ours | {"stability": stability is not None}).items():
-            check(
-                not given,
-                _OP,
-                name,
-                "not be given with published=True",
-                "a value",
-                "The released code has no such thing.",
-            )
-    if session.max_new_tokens == 0:
-        return 0
-    if published:
-        return decode_published(session, sampling, page_size, recurrences=recurrences, freeze=exit, **common)
     options = WaveOptions(
-        **common,
+        inner_recurrence=inner_recurrence,
+        threshold=checked_number(_OP, "threshold", threshold),
+        noise=checked_number(_OP, "noise", noise),
+        schedule=checked_name(_OP, "schedule", "linear" if schedule is None else schedule, SCHEDULES),
+        mixer=checked_name(_OP, "mixer", mixer, ("linear", "sqrt")),
+        momentum=checked_number(_OP, "momentum", momentum, 1.0),
+        headway=headway,
+        max_wavefront=max_wavefront,
+        new_state=checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
         compared=_COMPARED.get(exit, 0),
         horizon=recurrences,
-        rule=rule,
-        guard=guard,
+        rule=checked_name(_OP, "rule", rule, ("prefix", "last")),
+        guard=checked_flag(_OP, "guard", guard),
         max_recurrences=most,
         stability=steady if exit == "token-stability" else 0,
     )
+    check(noise != math.inf, _OP, "noise", "be finite", noise)
+    if session.max_new_tokens == 0:
+        return 0
     start = prefill(session, recurrences, sampling, page_size)
     return run(session, Wave(session, start, options, sampling), [int(going) for going in start.going])
 

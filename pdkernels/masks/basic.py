@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.masks._arguments import arange, blocks, integer
-from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, integer
 
 
 def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from os import PathLike
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from pdkernels._validation import message
-from pdkernels.masks._arguments import arange
+from pdkernels.masks.tile_plan import TilePlan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from pdkernels.masks.segment_mask import SegmentMask
-    from pdkernels.masks.tile_plan import TilePlan
 
 COLOURS = {
     "tokens": "#4c78a8",
@@ -43,7 +40,30 @@ MOST = 1400
 LEAST_SHARE = 0.035
 
 
-def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, int] | None, title: str | None) -> None:
+class Run(Protocol):
+    """What a picture shows of a segment."""
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def sample(self) -> int: ...
+
+
+class Picture(NamedTuple):
+    """What a picture shows of a mask. Windows and indices count over all tokens."""
+
+    segments: Sequence[Run]
+    segment_ids: Tensor
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    density: float
+    visible: Callable[[Tensor, Tensor], Tensor]
+    """Of some rows and some columns."""
+
+
+def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title: str | None) -> None:
     """See `SegmentMask.draw`."""
     try:
         from matplotlib.figure import Figure
@@ -55,7 +75,8 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     kinds = list(dict.fromkeys(segment.kind for segment in mask.segments))
     spare = iter(OTHERS * len(kinds))
     colours = {kind: COLOURS.get(kind) or next(spare) for kind in kinds}
-    q_len, kv_len = max(mask.q_len, 1), max(mask.kv_len, 1)
+    shown_q, shown_k = mask.rows[1] - mask.rows[0], mask.columns[1] - mask.columns[0]
+    q_len, kv_len = max(shown_q, 1), max(shown_k, 1)
     size = 6.2
     height = size * min(max(q_len / kv_len, 0.12), 1.6)
     width = min(size, height * kv_len / q_len) if q_len > kv_len else size
@@ -64,11 +85,9 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
     axes.imshow(_colours(mask, colours), extent=(0, kv_len, q_len, 0), interpolation="nearest", aspect="auto", zorder=0)
     _lines(axes, mask)
     _strips(axes, mask, colours)
-    shape = f"{mask.q_len} x {mask.kv_len}, {mask.density:.1%} visible"
+    shape = f"{shown_q} x {shown_k}, {mask.density:.1%} visible"
     entries = _kind_legend(colours)
-    if tile is not None:
-        block_q, block_k = tile if isinstance(tile, tuple) else (tile, tile)
-        plan = mask.plan(block_q, block_k)
+    if plan is not None:
         _tiles(axes, plan)
         entries += _tile_legend()
         visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
@@ -93,24 +112,26 @@ def draw(mask: SegmentMask, path: str | PathLike[str], tile: int | tuple[int, in
 def _sampled(window: tuple[int, int]) -> Tensor:
     start, stop = window
     count = min(stop - start, MOST)
-    return start + (arange(count, dtype=torch.float64) * ((stop - start) / max(count, 1))).to(torch.int64)
+    return start + (torch.arange(count, dtype=torch.float64, device="cpu") * ((stop - start) / max(count, 1))).to(
+        torch.int64
+    )
 
 
-def _colours(mask: SegmentMask, colours: dict[str, str]) -> Tensor:
+def _colours(mask: Picture, colours: dict[str, str]) -> Any:
     """``(rows, columns, 3)``: the colour of the key's kind, paler where the key is in another segment than the query."""
     from matplotlib.colors import to_rgb
 
-    rows, columns = _sampled(mask._rows), _sampled(mask._columns)
+    rows, columns = _sampled(mask.rows), _sampled(mask.columns)
     if rows.numel() == 0 or columns.numel() == 0:
         return torch.tensor(HIDDEN, device="cpu").expand(1, 1, 3).numpy()
     ids = mask.segment_ids.to(torch.int64)
     palette = torch.tensor([to_rgb(colours[segment.kind]) for segment in mask.segments], device="cpu")[ids[columns]]
     strength = torch.where(ids[rows, None] == ids[columns], 1.0, 0.5)[..., None]
     shade = palette * strength + (1 - strength)
-    return torch.where(mask._visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, device="cpu")).numpy()
+    return torch.where(mask.visible(rows, columns)[..., None], shade, torch.tensor(HIDDEN, device="cpu")).numpy()
 
 
-def _spans(mask: SegmentMask, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
+def _spans(mask: Picture, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
     """Segment, begin and end of what the window shows of each segment that is not empty."""
     token = 0
     for number, segment in enumerate(mask.segments):
@@ -120,9 +141,9 @@ def _spans(mask: SegmentMask, window: tuple[int, int]) -> Iterator[tuple[int, in
         token += segment.length
 
 
-def _lines(axes: Axes, mask: SegmentMask) -> None:
+def _lines(axes: Axes, mask: Picture) -> None:
     """Edges of segments, unless there are too many, and of tokens, if there are few."""
-    for window, along in ((mask._rows, axes.axhline), (mask._columns, axes.axvline)):
+    for window, along in ((mask.rows, axes.axhline), (mask.columns, axes.axvline)):
         spans, total = list(_spans(mask, window)), window[1] - window[0]
         if total <= 64:
             for token in range(1, total):
@@ -132,11 +153,12 @@ def _lines(axes: Axes, mask: SegmentMask) -> None:
                 along(begin, color="#888888", linewidth=0.6, zorder=2)
 
 
-def _strips(axes: Axes, mask: SegmentMask, colours: dict[str, str]) -> None:
+def _strips(axes: Axes, mask: Picture, colours: dict[str, str]) -> None:
     """Bars above and beside the matrix: which segment is where."""
-    figure = axes.get_figure()
+    figure = axes.get_figure(root=True)
+    assert figure is not None
     width, height = figure.get_size_inches()
-    for window, horizontal in ((mask._columns, True), (mask._rows, False)):
+    for window, horizontal in ((mask.columns, True), (mask.rows, False)):
         total = max(window[1] - window[0], 1)
         thick = 0.13 / (height if horizontal else width)
         for begin, end, kind, label in _labelled(mask, window):
@@ -172,7 +194,7 @@ def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colo
     axes.add_patch(patch)
 
 
-def _labelled(mask: SegmentMask, window: tuple[int, int]) -> list[tuple[int, int, str, str]]:
+def _labelled(mask: Picture, window: tuple[int, int]) -> list[tuple[int, int, str, str]]:
     """Begin, end, kind and label of bars. Where the segments are too narrow for words, runs of one kind share a bar."""
     totals: dict[tuple[int, str], int] = {}
     numbers = []
@@ -208,7 +230,8 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
     from matplotlib.collections import PatchCollection
     from matplotlib.patches import Rectangle
 
-    full, partial = [], []
+    full: list[Rectangle] = []
+    partial: list[Rectangle] = []
     for i in range(len(plan.kv_offsets) - 1):
         for visit in range(int(plan.kv_offsets[i]), int(plan.kv_offsets[i + 1])):
             corner = (int(plan.kv_tiles[visit]) * plan.block_k, i * plan.block_q)
@@ -216,13 +239,13 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
             (full if plan.kv_bitmaps[visit] < 0 else partial).append(Rectangle(corner, *box))
     thin = 1.1 if len(full) + len(partial) < 300 else 0.35
     axes.add_collection(PatchCollection(full, facecolor="none", edgecolor=INK, linewidth=thin, zorder=3))
-    hatched = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
+    hatched: dict[str, Any] = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}
     axes.add_collection(
         PatchCollection(partial, facecolor="none", edgecolor=PARTIAL, alpha=0.6, linewidth=thin, zorder=4, **hatched)
     )
 
 
-def _kind_legend(colours: dict[str, str]) -> list:
+def _kind_legend(colours: dict[str, str]) -> list[Any]:
     from matplotlib.patches import Patch
 
     return [
@@ -231,7 +254,7 @@ def _kind_legend(colours: dict[str, str]) -> list:
     ]
 
 
-def _tile_legend() -> list:
+def _tile_legend() -> list[Any]:
     from matplotlib.patches import Patch
 
     return [

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, check, check_type
-from pdkernels.masks._arguments import arange, blocks, choice, integer
-from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, choice, integer
 
 
 def dual_stream(

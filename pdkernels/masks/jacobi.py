@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.masks._arguments import arange, choice, integer, inverse
-from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, integer, inverse
 
 Conditioning = Literal["noisy", "clean", "window"]
 Layout = Literal["streams", "interleaved"]
@@ -160,7 +159,7 @@ def noise_aware_causal(
         window = integer(op, "window", window, 1)
     else:
         check(window is None, f"masks.{op}", "window", f"be None with conditioning={conditioning!r}", window)
-    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window)
+    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window or 1)
 
     prompt = Segment(prompt_len, "causal", (), "prompt")
     interleaved = layout == "interleaved"

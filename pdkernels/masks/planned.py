@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pdkernels._validation import check_type
-from pdkernels.masks._arguments import flag, integer
-from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.segment_mask import Segment, SegmentMask, flag, integer
 
 
 class Stage(NamedTuple):
@@ -21,7 +20,7 @@ class Stage(NamedTuple):
     """Whether a sync token follows the chunks. The round that ends a text may have none."""
 
 
-def planned(stages: Sequence[Stage | tuple], sparse: bool = False) -> SegmentMask:
+def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> SegmentMask:
     """Plans see causally, chunks see their whole past and themselves, and a sync shows chunks to what follows::
 
         planned([Stage(2, (2, 2))])           sparse=True

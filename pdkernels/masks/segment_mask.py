@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from os import PathLike
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pdkernels import _host
-from pdkernels._validation import check, check_type, integer, message
-from pdkernels.masks._arguments import arange
+from pdkernels import _host, _validation
+from pdkernels._validation import check, check_type, fail, message
+from pdkernels.masks.draw import Picture, draw
 from pdkernels.masks.tile_plan import TilePlan, numbered
+
+# Masks lie in the computer's memory, whatever torch's default device is.
+arange = partial(torch.arange, device="cpu")
+
+# Longer masks do not fit the 32-bit numbers of a plan.
+MOST_TOKENS = 2**31 - 1
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -137,9 +143,9 @@ class SegmentMask:
         for name, part in (("rows", rows), ("columns", columns)):
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
-        part = SegmentMask.__new__(SegmentMask)
-        part._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
-        return part
+        view = SegmentMask.__new__(SegmentMask)
+        view._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
+        return view
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and other processes need: the planner's table and all that is kept follow from it."""
@@ -240,7 +246,10 @@ class SegmentMask:
             >>> plan.kv_bitmaps.tolist()
             [0, -1, 0, -1, -1, 0]
         """
-        sizes = (integer("masks.plan", name, size, 0) for name, size in (("block_q", block_q), ("block_k", block_k)))
+        sizes = (
+            _validation.integer("masks.plan", name, size, 0)
+            for name, size in (("block_q", block_q), ("block_k", block_k))
+        )
         return _plan(self, *sizes, numbered(device))
 
     def draw(
@@ -253,9 +262,9 @@ class SegmentMask:
             tile: overlays the tiles of this size: outlined where all is visible, hatched where a bitmap is needed.
             title: above the picture; None: the kinds of segments. The size and the density are always added.
         """
-        from pdkernels.masks.draw import draw
-
-        draw(self, path, tile, title)
+        plan = None if tile is None else self.plan(*(tile if isinstance(tile, tuple) else (tile, tile)))
+        picture = Picture(self.segments, self.segment_ids, self._rows, self._columns, self.density, self._visible)
+        draw(picture, path, plan, title)
 
 
 def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
@@ -270,3 +279,35 @@ def _plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -
         if device.type != "cpu":
             return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
         return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
+
+
+# What builders share
+
+
+def integer(builder: str, argument: str, value: object, least: int) -> int:
+    """The value as a Python int, at least `least`."""
+    number = _validation.integer(f"masks.{builder}", argument, value, least)
+    if number > MOST_TOKENS:
+        fail(f"masks.{builder}", argument, "be less than 2**31", number)
+    return number
+
+
+def flag(builder: str, argument: str, value: object) -> bool:
+    check_type(isinstance(value, bool), f"masks.{builder}", argument, "be a bool", type(value).__name__)
+    return bool(value)
+
+
+def choice(builder: str, argument: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        fail(f"masks.{builder}", argument, f"be one of {', '.join(map(repr, known))}", repr(value))
+
+
+def blocks(length: int, block_size: int) -> list[int]:
+    """Lengths of the blocks of a run; the last may be shorter."""
+    return [min(block_size, length - start) for start in range(0, length, block_size)]
+
+
+def inverse(permutation: Tensor) -> Tensor:
+    result = torch.empty_like(permutation)
+    result[permutation] = arange(len(permutation))
+    return result

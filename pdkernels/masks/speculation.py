@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import fail
-from pdkernels.masks._arguments import arange, choice, flag, integer, inverse
-from pdkernels.masks.segment_mask import Segment, SegmentMask
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, flag, integer, inverse
 
 InGroup = Literal["bidirectional", "causal"]
 
@@ -120,8 +119,11 @@ def quadratic(
     first = 0 if anchor_group else 1
     # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..
     step = 2 if layout == "interleaved" else 1
-    number = lambda g: g if g < first else first + step * (g - first)  # noqa: E731
-    seen = lambda end: (range(min(first, end)), range(first, number(end), step))  # noqa: E731
+
+    def seen(end: int) -> tuple[range, range]:
+        last = end if end < first else first + step * (end - first)
+        return range(min(first, end)), range(first, last, step)
+
     draft = [Segment(1, "causal", seen(g), "draft") for g in range(block_size)]
     groups = [Segment(masks_per_group, inside, seen(g + 1), "masks") for g in range(first, block_size)]
     if layout == "interleaved":

@@ -12,12 +12,13 @@ behind it, and the plan of the new tokens knows nothing of its length. Two kinds
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from pdkernels._validation import INDEX_DTYPES, check, check_type, fail
+from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.masks import causal as causal_mask
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
@@ -26,9 +27,6 @@ from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 from pdkernels.ops.transformer_ops import apply_rope_
-
-if TYPE_CHECKING:
-    from pdkernels.models.transformer import Cache
 
 
 class Visibility(NamedTuple):

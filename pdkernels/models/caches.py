@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pdkernels._validation import check
-
-if TYPE_CHECKING:
-    from pdkernels.models.transformer import Cache
+from pdkernels.cache import Cache, ContiguousKVCache, PagedKVCache
 
 
 def new_cache(model: Any, batch: int, capacity: int, kind: Literal["contiguous", "paged"], page_size: int) -> Cache:
     """For `batch` sequences of up to `capacity` tokens, one slot per layer, in the model's dtype and on its device."""
-    from pdkernels.cache import ContiguousKVCache, PagedKVCache
-
     op, config = f"{type(model).__name__}.new_cache", model.config
     check(kind in ("contiguous", "paged"), op, "kind", "be 'contiguous' or 'paged'", repr(kind))
     if kind == "contiguous":

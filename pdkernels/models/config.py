@@ -1,7 +1,8 @@
-"""Sizes and variants of a `Transformer`."""
+"""Sizes and variants of a `Transformer`, and of a `RecurrentDepth` model."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,3 +89,64 @@ class TransformerConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True)
+class RecurrentDepthConfig:
+    """Sizes of a `RecurrentDepth` model. The defaults that are no sizes are those of Huginn-0125.
+
+    >>> RecurrentDepthConfig(vocab_size=257, hidden_size=64, heads=4, head_dim=16, intermediate_size=96,
+    ...                      prelude_layers=1, core_layers=2, coda_layers=1).layers
+    4
+    """
+
+    vocab_size: int
+    hidden_size: int
+    heads: int
+    head_dim: int
+    intermediate_size: int
+    prelude_layers: int = 2
+    core_layers: int = 4
+    coda_layers: int = 2
+    mean_recurrence: int = 32
+    """Recurrences that the model was trained for, and that a forward runs if it is not told otherwise."""
+    rope_theta: float = 50000.0
+    norm_eps: float = 1e-6
+    max_positions: int = 4096
+    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+
+    def __post_init__(self) -> None:
+        op = "RecurrentDepthConfig"
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "heads",
+            "head_dim",
+            "intermediate_size",
+            "prelude_layers",
+            "core_layers",
+            "coda_layers",
+            "mean_recurrence",
+            "max_positions",
+        ):
+            value = getattr(self, name)
+            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+            check(value >= 1, op, name, "be at least 1", value)
+        check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
+        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
+        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
+
+    @property
+    def layers(self) -> int:
+        """Layers with a slot in the cache: those of the prelude, of the core and of the coda, in this order."""
+        return self.prelude_layers + self.core_layers + self.coda_layers
+
+    @property
+    def kv_heads(self) -> int:
+        """As many as query heads."""
+        return self.heads
+
+    @property
+    def embedding_scale(self) -> float:
+        """Factor of the token embedding."""
+        return math.sqrt(self.hidden_size)

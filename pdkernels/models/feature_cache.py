@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
+from pdkernels.cache import PagedKVCache
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.transformer import Transformer
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
@@ -125,6 +126,7 @@ class FeatureCache:
             self._kv = model.new_cache(batch, capacity)
         else:
             self._kv = model.new_cache(batch, capacity, kind="paged", page_size=page_size)
+            assert isinstance(self._kv, PagedKVCache)
             self._kv.reserve_([capacity] * batch)
         features = (model.config.layers, batch, generated, model.config.hidden_size)
         self._attention = torch.zeros(features, dtype=model.dtype, device=model.device)
@@ -236,16 +238,17 @@ class FeatureCache:
         last = lengths - 1 if prompt_due else torch.zeros_like(lengths)
         for index in range(len(model.layers)):
             new, old = self._layer(index, step, new, new_due or index == 0, old, slots)
-            if index == 0 and self._shift:
+            if index == 0 and old is not None:
                 first = self._gather(old, last)
             if not prompt_due:
                 old = None
         if not self._shift:
             return new
-        if prompt_due:
+        if old is not None:  # the prompt was due
             end = self._gather(old, last)
             self._remember(first, end)
         else:
+            assert self._behind_first is not None
             end = (first + self._behind_first).to(first.dtype)
         return torch.cat([end, new[:, :-1]], 1)
 

@@ -5,6 +5,8 @@ Inference runs it as one op each. Those have no gradient and know no fp64, so tr
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.nn.functional as F
 
@@ -25,6 +27,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x, weight.shape, None, eps) * weight
 
 
+@overload
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def add_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: None, eps: float
+) -> tuple[torch.Tensor, None]: ...
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:

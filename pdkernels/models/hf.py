@@ -195,7 +195,7 @@ def scatter(
     """The inverse of `gather`, for the parameters of a `Transformer`: views with the published names."""
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
     sizes = {3: [query, key_value, key_value], 2: [config.intermediate_size] * 2}
-    theirs = {}
+    theirs: dict[str, torch.Tensor] = {}
     for name, parts in names:
         tensors = [state[name]] if len(parts) == 1 else state[name].split(sizes[len(parts)])
         theirs.update(zip(parts, tensors, strict=True))

@@ -24,6 +24,12 @@ class Layer(nn.Module):
     None where no row takes the adapter.
     """
 
+    qkv_bias: nn.Parameter | None
+    q_norm: nn.Parameter | None
+    k_norm: nn.Parameter | None
+    adapter_in: nn.Parameter | None
+    adapter_out: nn.Parameter | None
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
@@ -70,10 +76,9 @@ class Layer(nn.Module):
         config = self.config
         middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
         rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
-        heads = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows]).unflatten(
-            -1, (-1, config.head_dim)
-        )
-        if self.q_norm is None or part == "v":
+        flat = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows])
+        heads: torch.Tensor = flat.unflatten(-1, (-1, config.head_dim))
+        if self.q_norm is None or self.k_norm is None or part == "v":
             return heads
         q, k, *v = heads.split([config.heads, *[config.kv_heads] * (len(part) - 1)], -2)
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
@@ -84,6 +89,7 @@ class Layer(nn.Module):
         out = F.linear(mixed, self.output)
         if adapted is None:
             return out
+        assert self.adapter_in is not None and self.adapter_out is not None
         return out + F.linear(F.linear(mixed, self.adapter_in), self.adapter_out) * adapted
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:

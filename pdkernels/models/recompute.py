@@ -8,11 +8,12 @@ takes (fp64, heads that are no multiple of 8 in 16 .. 256) goes by PyTorch's att
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from pdkernels._validation import check, check_index
+from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan, pack
 from pdkernels.models.attention import Visibility, attend
 from pdkernels.models.rope import RopeStyle, Rotation, apply_rope
@@ -20,9 +21,6 @@ from pdkernels.ops._attention import takes_head_dim
 from pdkernels.ops._floats import KERNEL_DTYPES
 from pdkernels.ops.speculative_attention import speculative_attention
 from pdkernels.ops.transformer_ops import apply_rope_append_
-
-if TYPE_CHECKING:
-    from pdkernels.models.transformer import Cache
 
 _OP = "Transformer.recompute"
 

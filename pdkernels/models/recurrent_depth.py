@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,93 +22,23 @@ from torch import nn
 
 from pdkernels._validation import check, check_index, check_type, message
 from pdkernels.backends import backend_of
-from pdkernels.models.attention import Visibility, cached_visibility, check_tokens, uncached_visibility
+from pdkernels.cache import Cache
+from pdkernels.models.attention import cached_visibility, check_tokens, uncached_visibility
 from pdkernels.models.caches import new_cache
+from pdkernels.models.config import RecurrentDepthConfig
 from pdkernels.models.fused import add_norm, rms_norm
-from pdkernels.models.recurrent_layer import RecurrentLayer
+from pdkernels.models.recurrent_layer import ForwardContext, RecurrentLayer
 from pdkernels.models.rope import RopeTables, Rotation
 from pdkernels.models.transformer import select_rows
 from pdkernels.ops.recurrence import recurrence_inject
 
 if TYPE_CHECKING:
     from pdkernels.models.tokenizers import Tokenizer
-    from pdkernels.models.transformer import Cache
+
+__all__ = ["STATE_STD", "RecurrentDepth", "RecurrentDepthConfig"]
 
 STATE_STD = math.sqrt(0.4)
 """Standard deviation of an initial state before it is cut at three of them: sqrt(2 / (5 E)), as of weights, times sqrt(E)."""
-
-
-@dataclass(frozen=True)
-class RecurrentDepthConfig:
-    """Sizes of a `RecurrentDepth` model. The defaults that are no sizes are those of Huginn-0125.
-
-    >>> RecurrentDepthConfig(vocab_size=257, hidden_size=64, heads=4, head_dim=16, intermediate_size=96,
-    ...                      prelude_layers=1, core_layers=2, coda_layers=1).layers
-    4
-    """
-
-    vocab_size: int
-    hidden_size: int
-    heads: int
-    head_dim: int
-    intermediate_size: int
-    prelude_layers: int = 2
-    core_layers: int = 4
-    coda_layers: int = 2
-    mean_recurrence: int = 32
-    """Recurrences that the model was trained for, and that a forward runs if it is not told otherwise."""
-    rope_theta: float = 50000.0
-    norm_eps: float = 1e-6
-    max_positions: int = 4096
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
-
-    def __post_init__(self) -> None:
-        op = "RecurrentDepthConfig"
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "heads",
-            "head_dim",
-            "intermediate_size",
-            "prelude_layers",
-            "core_layers",
-            "coda_layers",
-            "mean_recurrence",
-            "max_positions",
-        ):
-            value = getattr(self, name)
-            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
-            check(value >= 1, op, name, "be at least 1", value)
-        check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
-        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
-        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
-
-    @property
-    def layers(self) -> int:
-        """Layers with a slot in the cache: those of the prelude, of the core and of the coda, in this order."""
-        return self.prelude_layers + self.core_layers + self.coda_layers
-
-    @property
-    def kv_heads(self) -> int:
-        """As many as query heads."""
-        return self.heads
-
-    @property
-    def embedding_scale(self) -> float:
-        """Factor of the token embedding."""
-        return math.sqrt(self.hidden_size)
-
-
-class ForwardContext(NamedTuple):
-    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
-
-    table: Rotation
-    """Of all positions."""
-    rotation: Rotation
-    """Of the rows' own."""
-    visibility: Visibility
-    cache: Cache | None
-    counts: torch.Tensor | None
 
 
 class RecurrentDepth(nn.Module):
@@ -159,9 +88,9 @@ class RecurrentDepth(nn.Module):
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
         # The first half of its columns takes the state, the other one the embedding.
         self.adapter = nn.Parameter(torch.empty(hidden, 2 * hidden))
-        self.prelude_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.prelude_layers))
-        self.core_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.core_layers))
-        self.coda_layers = nn.ModuleList(RecurrentLayer(config) for _ in range(config.coda_layers))
+        self.prelude_layers = _layers(config, config.prelude_layers)
+        self.core_layers = _layers(config, config.core_layers)
+        self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
         self.initialize_()
@@ -342,12 +271,14 @@ class RecurrentDepth(nn.Module):
             x = select_rows("RecurrentDepth", x, rows)
         return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
 
-    def _run(self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
+    def _run(
+        self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
+    ) -> torch.Tensor:
         x, residual = self._run_parts(layers, x, context, slot)
         return add_norm(x, residual, layers[-1].norm_4, None, self.config.norm_eps)[0]
 
     def _run_parts(
-        self, layers: nn.ModuleList, x: torch.Tensor, context: ForwardContext, slot: int
+        self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
         eps = self.config.norm_eps
@@ -359,3 +290,7 @@ class RecurrentDepth(nn.Module):
 
     def _rope(self, limit: int) -> Rotation:
         return self._tables.covering(limit, self.device, self.dtype)
+
+
+def _layers(config: RecurrentDepthConfig, count: int) -> Sequence[RecurrentLayer]:
+    return cast(Sequence[RecurrentLayer], nn.ModuleList(RecurrentLayer(config) for _ in range(count)))

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pdkernels.cache import Cache
 from pdkernels.models import fused
-from pdkernels.models.attention import attend, attend_cached, attend_stored
+from pdkernels.models.attention import Visibility, attend, attend_cached, attend_stored
+from pdkernels.models.config import RecurrentDepthConfig
 from pdkernels.models.fused import add_norm, gated
-from pdkernels.models.rope import apply_rope
+from pdkernels.models.rope import Rotation, apply_rope
 from pdkernels.ops.transformer_ops import apply_rope_append_
 
-if TYPE_CHECKING:
-    from pdkernels.models.recurrent_depth import ForwardContext, RecurrentDepthConfig
+
+class ForwardContext(NamedTuple):
+    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
+
+    table: Rotation
+    """Of all positions."""
+    rotation: Rotation
+    """Of the rows' own."""
+    visibility: Visibility
+    cache: Cache | None
+    counts: torch.Tensor | None
 
 
 class RecurrentLayer(nn.Module):
@@ -67,4 +78,5 @@ class RecurrentLayer(nn.Module):
             counts=context.counts,
             block_table=cache.block_table,
         )
-        return attend_stored(*qkv.split(heads, -2), context.visibility, cache, slot)
+        q, k, v = qkv.split(heads, -2)
+        return attend_stored(q, k, v, context.visibility, cache, slot)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -144,11 +146,14 @@ class Rotation(NamedTuple):
 
     def span(self, start: int, rows: int) -> Rotation:
         """The positions start .. start + rows - 1 as ``(rows, 1, head_dim)``."""
-        return Rotation(*(None if table is None else table[start : start + rows, None] for table in self[:3]))
+        return self._mapped(lambda table: table[start : start + rows, None])
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """These positions, of any shape, as ``(..., 1, head_dim)``."""
-        return Rotation(*(None if table is None else F.embedding(positions, table).unsqueeze(-2) for table in self[:3]))
+        return self._mapped(lambda table: F.embedding(positions, table).unsqueeze(-2))
+
+    def _mapped(self, rows: Callable[[torch.Tensor], torch.Tensor]) -> Rotation:
+        return Rotation(rows(self.cos), rows(self.sin), None if self.query_scale is None else rows(self.query_scale))
 
     def kept_for(self, positions: torch.Tensor) -> Rotation:
         """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.apply_rope_`: nothing is copied but the factor."""
@@ -203,7 +208,7 @@ class RopeTables:
     def __init__(
         self, head_dim: int, max_positions: int, *, theta: float, style: RopeStyle, scaling: RopeScaling | None = None
     ) -> None:
-        self._arguments = {"head_dim": head_dim, "theta": theta, "style": style, "scaling": scaling}
+        self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
         self._outgrown: list[
@@ -218,7 +223,7 @@ class RopeTables:
             size = max(1 << max(limit - 1, 0).bit_length() if limit > self._start else 0, self._start)
             # Not an inference tensor, even if made during inference: training may use it later.
             with torch.inference_mode(False), torch.no_grad():
-                table = rope_tables(size, **self._arguments, dtype=key[1], device=device)
+                table = self._build(size, dtype=key[1], device=device)
             self._outgrown += filter(None, [self._tables.get(key)])
             self._tables[key] = table
         return table

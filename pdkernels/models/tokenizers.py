@@ -34,7 +34,7 @@ class Tokenizer(Protocol):
     def incremental(self) -> IncrementalDecoder: ...
 
 
-def _check_text(op: str, text: object) -> None:
+def _check_text(op: str, text: str) -> None:
     check_type(isinstance(text, str), op, "text", "be a str", type(text).__name__)
     stray = next((character for character in text if "\ud800" <= character <= "\udfff"), None)
     remedy = "Bytes of another encoding become text with .decode(encoding)."

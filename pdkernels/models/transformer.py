@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models import fused
 from pdkernels.models.attention import (
@@ -34,10 +35,9 @@ from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
 
 if TYPE_CHECKING:
-    from pdkernels.cache import ContiguousKVCache, PagedKVCache
     from pdkernels.models.tokenizers import Tokenizer
 
-    Cache: TypeAlias = ContiguousKVCache | PagedKVCache
+__all__ = ["Transformer", "TransformerConfig", "select_rows"]
 
 
 class Transformer(nn.Module):
@@ -61,6 +61,8 @@ class Transformer(nn.Module):
     >>> torch.allclose(torch.cat((first, last), 1), logits, atol=1e-5)
     True
     """
+
+    head: nn.Parameter | None
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class Transformer(nn.Module):
         self.end_tokens = tuple(end_tokens)
         self.mask_token = mask_token
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+        self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))
         head = None if config.tied_head else nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.register_parameter("head", head)
@@ -332,14 +334,15 @@ class Transformer(nn.Module):
         return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
 
     def _run(self, tokens: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None) -> torch.Tensor:
-        x, added = self._embed(tokens), None
+        x = self._embed(tokens)
+        added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             if added is None:
                 normed = layer.normed(x)
             else:
                 x, normed = add_norm(added, x, None, layer.attention_norm, self.config.norm_eps)
             x, added = layer(x, normed, partial(rows.attend_, layer=index), gate)
-        return x + added
+        return x if added is None else x + added
 
     def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
         try:

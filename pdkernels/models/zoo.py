@@ -91,8 +91,8 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
     fields = asdict(model.config)
-    if fields.get("rope_scaling") is not None:
-        fields["rope_scaling"]["rule"] = type(model.config.rope_scaling).__name__
+    if (scaling := getattr(model.config, "rope_scaling", None)) is not None:
+        fields["rope_scaling"]["rule"] = type(scaling).__name__
     metadata["config"] = json.dumps(fields)
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
@@ -148,7 +148,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
         state = llada.from_llada_state_dict(tensors, config)
     else:
         state = from_hf_state_dict(tensors, config)
-    mask_token = fields.get("mask_token_id", MASK_TOKENS.get(fields.get("model_type")))
+    mask_token = fields.get("mask_token_id", MASK_TOKENS.get(str(fields.get("model_type"))))
     return _assemble(config, state, dtype, device, tokenizer, end_tokens, mask_token)
 
 
@@ -171,12 +171,13 @@ def _assemble(
     mask_token: int | None = None,
 ) -> Model:
     # On the meta device the model costs no memory until it takes over the loaded tensors.
+    model: Model
     with torch.device("meta"):
         if isinstance(config, RecurrentDepthConfig):
             model = RecurrentDepth(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
         else:
             model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
-    if "layers.0.adapter_in" in state:
+    if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         # Stored pairs hold their scale already.
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)
@@ -207,6 +208,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     check(path.exists(), _OP, "name_or_path", f"hold {path.name}", f"none in {path.parent}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(message(_OP, path.name, "be JSON", f"{path} ({error})")) from None
+    return fields

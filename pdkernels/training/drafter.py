@@ -159,11 +159,18 @@ def attach_drafter_(
         first = [std * torch.randn(rank, width, generator=generator, device="cpu") for _ in model.layers]
         pairs = [(a, torch.zeros(hidden, rank, device="cpu")) for a in first]
         model.attach_adapter_(pairs)
-    parameters = [parameter for layer in model.layers for parameter in (layer.adapter_in, layer.adapter_out)]
+    parameters = [
+        parameter
+        for layer in model.layers
+        for parameter in (layer.adapter_in, layer.adapter_out)
+        if parameter is not None
+    ]
     have = len(parameters[0])
     check(have == rank, op, "rank", f"be {have}, that of the adapter the model has", rank)
     model.requires_grad_(False)
-    return [parameter.requires_grad_() for parameter in parameters]
+    for parameter in parameters:
+        parameter.requires_grad_()
+    return parameters
 
 
 def _check_arguments(op: str, draft_logits: Tensor, verifier_logits: Tensor, accepted: Tensor) -> None:

@@ -146,9 +146,9 @@ def pack_noise_aware(
         rows.append(
             (mask.ar_rows[kept], mask.ar_targets[kept], mask.student_rows[students], mask.teacher_rows[students])
         )
-    packed, mask = _side_by_side(op, masks, tokens, length, pad_token)
+    packed, whole = _side_by_side(op, masks, tokens, length, pad_token)
     ar_rows, targets, student_rows, teacher_rows = _shifted(rows, masks)
-    return NoiseAwareBatch(packed, mask.positions, mask, ar_rows, packed[targets], student_rows, teacher_rows)
+    return NoiseAwareBatch(packed, whole.positions, whole, ar_rows, packed[targets], student_rows, teacher_rows)
 
 
 def pack_dual_stream(

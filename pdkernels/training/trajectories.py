@@ -7,7 +7,7 @@ A model learns from its own trajectories: `collect_trajectories` decodes and kee
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -79,12 +79,13 @@ def collect_trajectories(
     for name, value in (("block_size", block_size), ("max_new_tokens", max_new_tokens), ("batch_size", batch_size)):
         check_type(type(value) is int, op, name, "be an int", type(value).__name__)
         check(value >= 1, op, name, "be at least 1", value)
-    single = isinstance(prompts, (str, Tensor)) or any(type(prompt) is int for prompt in prompts)
+    items: Sequence[object] = prompts
+    single = isinstance(prompts, (str, Tensor)) or any(type(item) is int for item in items)
     check(not single, op, "prompts", "be a list of prompts", "one", "Put it into a list.")
     length = -(-max_new_tokens // block_size) * block_size
     trajectories = []
     for start in range(0, len(prompts), batch_size):
-        chosen = list(prompts[start : start + batch_size])
+        chosen: list[Any] = list(prompts[start : start + batch_size])
         # The last token asked for is predicted and never drafted: it is one more than is kept.
         result = generate(
             model,
@@ -96,7 +97,8 @@ def collect_trajectories(
             block_size=block_size,
             seed=seed,
         )
-        for prompt, tokens, steps in zip(chosen, result.tokens, result.stats.trace, strict=True):
+        trace = cast(list[list[TraceStep]], result.stats.trace)
+        for prompt, tokens, steps in zip(chosen, result.tokens, trace, strict=True):
             ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
             blocks = _blocks(tokens[:length].tolist(), steps, block_size, pad_token)
             trajectories.append(Trajectory(torch.as_tensor(ids, dtype=torch.int64).cpu().clone(), blocks))
@@ -191,7 +193,7 @@ def noise_aware_sample(
     )
     if order == "reverse":
         ratios.reverse()
-    turns = range(len(trajectory.blocks))
+    turns: Sequence[int] = range(len(trajectory.blocks))
     if order == "random":
         turns = torch.randint(window, (len(trajectory.blocks),), generator=generator, device="cpu").tolist()
     clean = trajectory.fixed_points

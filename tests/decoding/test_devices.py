@@ -36,7 +36,6 @@ CASES += [
     ("quadratic_self_speculation", {"page_size": 16}),
     ("block_diffusion", {"temperature": 0.8, "page_size": 16}),
     ("recurrent_diffusion", {"rule": "last", "noise": 0.1}),
-    ("recurrent_diffusion", {"published": True}),
     ("llada", {"block_size": 16, "steps": 16}),
     ("llada", {"temperature": 0.8}),
     ("dream", {"temperature": 0.8}),
@@ -58,10 +57,9 @@ def gpu() -> Iterator[None]:
 
 def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.DecodeResult:
     name = model_of(method)
-    prompts = PROMPTS[:1] if "published" in options else PROMPTS
     limit = 16 if name == MASKED else 8
     return pd.decoding.generate(
-        pd.models.load(name).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options
+        pd.models.load(name).to(device), PROMPTS, method, max_new_tokens=limit, end_tokens=(), **options
     )
 
 

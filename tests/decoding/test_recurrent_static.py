@@ -214,12 +214,6 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_diffusion", {"headway": 0}, ValueError, DIFFUSION + "headway must be at least 1, got 0."),
     ("recurrent_diffusion", {"momentum": 2}, ValueError, DIFFUSION + "momentum must be in 0 .. 1, got 2."),
     ("recurrent_diffusion", {"noise": float("inf")}, ValueError, DIFFUSION + "noise must be finite, got inf."),
-    (
-        "recurrent_diffusion",
-        {"noise": float("inf"), "published": True},
-        ValueError,
-        DIFFUSION + "noise must be finite, got inf.",
-    ),
     ("recurrent_diffusion", {"exit": "now"}, ValueError, DIFFUSION + "exit must be one of 'latent-diff', 'fixed', "),
     (
         "recurrent_diffusion",
@@ -237,34 +231,10 @@ ERRORS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("recurrent_diffusion", {"stability": 0}, ValueError, DIFFUSION + "stability must be at least 1, got 0."),
     (
         "recurrent_diffusion",
-        {"published": True, "guard": False},
-        ValueError,
-        DIFFUSION + "guard must not be given with published",
-    ),
-    (
-        "recurrent_diffusion",
-        {"published": True, "schedule": "root"},
-        ValueError,
-        DIFFUSION + "schedule must be one of 'harmonic', ",
-    ),
-    (
-        "recurrent_diffusion",
-        {"published": True, "max_wavefront": 1},
-        ValueError,
-        DIFFUSION + "max_wavefront must be at least 2",
-    ),
-    (
-        "recurrent_diffusion",
-        {"published": True, "threshold": 0},
-        ValueError,
-        DIFFUSION
-        + "threshold must be above 0 with published=True and exit='latent-diff', got 0. No distance is less, ",
-    ),
-    (
-        "recurrent_diffusion",
-        {"published": True, "prompt": [[1], [2]]},
-        ValueError,
-        DIFFUSION + "prompt must be a single one with",
+        {"published": True},
+        TypeError,
+        "pdkernels.decoding.generate: options must be options of method 'recurrent_diffusion', got 'published'. "
+        "The steps of the released code are pdkernels.reference.recurrent_published.",
     ),
 ]
 
