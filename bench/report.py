@@ -15,8 +15,8 @@ from typing import Any
 
 from bench import gpu_report
 from bench.gpu_report import table
+from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import plot, plot_masked, plot_recurrent
-from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
@@ -140,15 +140,7 @@ def evaluation(rows: list[Row], task: str) -> str:
 
 def family(row: Row) -> str | None:
     """Which of the evaluation's families a row is of."""
-    if row["op"] != "evaluation":
-        return None
-    return (
-        "recurrent"
-        if row["method"].startswith("recurrent_")
-        else "masked"
-        if row["method"] in MASKED_METHODS
-        else "transformer"
-    )
+    return METHODS[row["method"]].family if row["op"] == "evaluation" else None
 
 
 def evaluation_of(rows: list[Row], name: str, step: str) -> str:

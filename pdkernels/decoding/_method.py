@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,10 +16,18 @@ from pdkernels.models.recurrent_depth import RecurrentDepth
 
 Family = Literal["transformer", "recurrent", "masked"]
 
-FAMILIES: dict[Family, str] = {
-    "transformer": "causal models",
-    "recurrent": "recurrent-depth models",
-    "masked": "models that see both sides",
+
+class FamilyFacts(NamedTuple):
+    """What the models of a family are called, and a trained one of the package."""
+
+    description: str
+    example: str
+
+
+FAMILIES: dict[Family, FamilyFacts] = {
+    "transformer": FamilyFacts("causal models", "tiny-code"),
+    "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent"),
+    "masked": FamilyFacts("models that see both sides", "tiny-masked"),
 }
 
 
@@ -54,11 +64,13 @@ class Option(NamedTuple):
     type: str
     default: Any
     help: str
+    shared: bool
+    """Whether `SharedOptions` describes it, not the decoder."""
 
     @property
     def choices(self) -> tuple[str, ...]:
         """The strings that it may be, if these are a closed set."""
-        return tuple(re.findall(r"'([^']*)'", self.type)) if "Literal" in self.type else ()
+        return tuple(re.findall(r'"([^"]*)"', self.type)) if "Literal" in self.type else ()
 
     def __str__(self) -> str:
         return self.name if self.default is None else f"{self.name}={self.default!r}".replace("'", '"')
@@ -88,12 +100,12 @@ def described(docstring: str | None) -> dict[str, str]:
     return found
 
 
-_SHARED = described(SharedOptions.__doc__)
+SHARED = described(SharedOptions.__doc__)
 
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method. All that is known about it is here, in its decoder's signature and in its decoder's docstring.
+    """A decoding method. All that is known about it is here, in its decoder's signature and in the docstrings of its decoder.
 
     Attributes:
         name: what `generate` is asked for.
@@ -101,11 +113,10 @@ class Method:
             returns in how many forwards its sequences took part, all together.
         family: the models that it is for. The first method of a family is what an evaluation compares the others with.
         also: other families that it runs on.
-        tokens: what it writes, in a few words.
         lossless: whether it promises the tokens of greedy decoding, with default options and at temperature 0.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
         judges: whether it drafts tokens and judges the drafts.
-        models: the trained models that show it.
+        models: the trained models that show it; none: its family's example.
         widths: values of `block_size` that an evaluation shows; None is the fastest one.
         shown: whether an evaluation that is not told which methods to compare shows it.
     """
@@ -114,7 +125,6 @@ class Method:
     decode: Callable[..., int | None]
     family: Family = "transformer"
     also: tuple[Family, ...] = ()
-    tokens: str = ""
     lossless: bool = False
     steps: type[Steps] | None = None
     judges: bool = False
@@ -122,12 +132,25 @@ class Method:
     widths: tuple[int | None, ...] = ()
     shown: bool = True
 
+    @property
+    def example(self) -> str:
+        """A trained model that it is for."""
+        return self.models[0] if self.models else FAMILIES[self.family].example
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first sentence of its decoder's module."""
+        return (sys.modules[self.decode.__module__].__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
     @cached_property
     def options(self) -> dict[str, Option]:
         """By name."""
-        texts = _SHARED | described(self.decode.__doc__)
+        own = described(self.decode.__doc__)
+        texts = SHARED | own
         return {
-            item.name: Option(item.name, _written(item.annotation), item.default, texts.get(item.name, ""))
+            item.name: Option(
+                item.name, _written(item.annotation), item.default, texts.get(item.name, ""), item.name not in own
+            )
             for item in inspect.signature(self.decode, eval_str=True).parameters.values()
             if item.kind is inspect.Parameter.KEYWORD_ONLY
         }
@@ -149,5 +172,5 @@ def _written(annotation: Any) -> str:
     if isinstance(annotation, type):
         return annotation.__name__
     if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
-        return f"Literal[{', '.join(map(repr, get_args(annotation)))}]"
+        return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
     return " | ".join(map(_written, get_args(annotation)))  # what is left are unions

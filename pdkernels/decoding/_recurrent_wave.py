@@ -19,8 +19,7 @@ from pdkernels.decoding._session import Session
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
-
-Schedule = Literal["linear", "root", "harmonic", "constant"]  # the released code has the last two
+Schedule = Literal["linear", "root", "harmonic", "constant"]
 Mixer = Literal["linear", "sqrt"]
 Rule = Literal["prefix", "last"]
 NewState = Literal["fresh", "copied"]

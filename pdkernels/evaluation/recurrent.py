@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.result import RecurrentStep
-from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.candidate import Candidate, colours_of
 
 # What is swept, one thing at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
@@ -28,12 +28,7 @@ _SAMPLER: dict[str, tuple[Any, ...]] = {
     "momentum": (0.0,),
     "max_wavefront": (1, 2, 4, 8),
 }
-_COLOURS = {
-    "recurrent_static": "#777777",
-    "recurrent_adaptive": "#e39c37",
-    "recurrent_self_speculation": "#b279a2",
-    "recurrent_diffusion": "#4c78a8",
-}
+_COLOURS = colours_of("recurrent", "#777777", "#e39c37", "#b279a2", "#4c78a8")
 
 
 def recurrent_candidates(name: str) -> list[Candidate]:
@@ -106,9 +101,10 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
         True
     """
     # What a first call makes and keeps, such as rotation tables, is the model's, not the generation's.
-    decoding.generate(model, prompt, method, **options)
+    chosen = decoding.find(method)
+    decoding.generate(model, prompt, chosen, **options)
     with _Live() as live:
-        decoding.generate(model, prompt, method, **options)
+        decoding.generate(model, prompt, chosen, **options)
     return live.peak
 
 
