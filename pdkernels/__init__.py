@@ -4,8 +4,11 @@
 slow and obvious references in `pd.reference`.
 """
 
+from typing import TYPE_CHECKING
+
 from pdkernels import cache, decoding, masks, models, ops, reference
 from pdkernels._native import has_native
+from pdkernels._renamed import renamed
 from pdkernels.config import __version__, show_config
 from pdkernels.ops import (
     DraftVerdict,
@@ -75,3 +78,6 @@ __all__ = [
     "unmask_",
     "verify_draft",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)

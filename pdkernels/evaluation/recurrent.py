@@ -70,9 +70,9 @@ class _Live(TorchDispatchMode):
     """Bytes of the memory that ops made and that is still alive, and the most there ever were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.held: dict[int, tuple[Any, int]] = {}
-        self.peak = 0
+        self.peak: int = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
@@ -140,7 +140,7 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _share(row: Mapping[str, Any]) -> float:
-    return 100 * row["right"] / row["problems"]
+    return float(100 * row["right"] / row["problems"])
 
 
 def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -1,5 +1,8 @@
 """Tensor ops, one file a family."""
 
+from typing import TYPE_CHECKING
+
+from pdkernels._renamed import renamed
 from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
 from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
@@ -42,3 +45,6 @@ __all__ = [
     "unmask_",
     "verify_draft",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)
