@@ -86,7 +86,7 @@ class Canvas:
         prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
         starts: `prompt_lengths` on the host.
         fact: ``(batch,)`` int64, for what the next poll should bring in `facts`.
-        running: sequences that have something open which they need, as of the last poll.
+        active: sequences that have something open which they need, as of the last poll.
         answers: the new positions of each sequence, as of the last poll.
     """
 
@@ -108,11 +108,11 @@ class Canvas:
         self._known = packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait for it.
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
-        self.running = [limit > 0] * session.batch
+        self.active = [limit > 0] * session.batch
         self.answers = [[mask_token] * limit for _ in self.starts]
         self._told = [0] * session.batch  # tokens of each sequence that are on record
         self._numbers = [0] * session.batch  # forwards of each sequence
-        self._part = self.running
+        self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
         self._committed: list[torch.Tensor] = []
@@ -126,12 +126,12 @@ class Canvas:
     @property
     def unfinished(self) -> bool:
         """Whether any sequence goes on, as of the last poll."""
-        return any(self.running)
+        return any(self.active)
 
     def begin(self, part: Sequence[bool] | None = None) -> None:
-        """A forward begins. The sequences of `running` take part, or those of them that are in `part`."""
+        """A forward begins. The sequences of `active` take part, or those of them that are in `part`."""
         self._session.forwards += 1
-        self._part = self.running if part is None else [a and b for a, b in zip(self.running, part, strict=True)]
+        self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
     def is_open(self, sequence: int, first: int, last: int) -> bool:
@@ -140,7 +140,7 @@ class Canvas:
 
     def open_counts(self) -> list[int]:
         """Masks of each sequence that goes on, as of the last poll."""
-        return [on * answer.count(self.mask_token) for on, answer in zip(self.running, self.answers, strict=True)]
+        return [on * answer.count(self.mask_token) for on, answer in zip(self.active, self.answers, strict=True)]
 
     def _number(self) -> int | None:
         """Of the forward, if it is the same for all sequences that take part."""
@@ -173,10 +173,10 @@ class Canvas:
     def open_on_device(self, first: int, last: int, bound: int, full: bool) -> Step:
         """The first `bound` masked positions of a window in all sequences; `full`: each that takes part has as many.
 
-        For forwards that all running sequences take part in.
+        For forwards that all active sequences take part in.
         """
         if self._span is None or self._span[0] != (first, last):
-            rows = [[n + first, n + (last if on else first)] for n, on in zip(self.starts, self.running, strict=True)]
+            rows = [[n + first, n + (last if on else first)] for n, on in zip(self.starts, self.active, strict=True)]
             windows = sent(rows, self.tokens.device)
             inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
             # The largest ranks come first: positions ascend, and what is not inside or not open has rank 0.
@@ -185,7 +185,7 @@ class Canvas:
         _, step, ranks = self._span
         top = torch.where(self.tokens == self.mask_token, ranks, 0).topk(bound).values
         positions = self._position.shape[0] - top
-        full = full and all(self.running)
+        full = full and all(self.active)
         if not full:
             positions = positions.masked_fill_(top == 0, -1)
         return step._replace(positions=positions, full=full, number=self._number())
@@ -280,7 +280,7 @@ class Canvas:
             first = self.starts[sequence] - shortest
             answer = self.answers[sequence] = row[first : first + self._limit]
             facts.append(row[-1])
-            if not self.running[sequence]:
+            if not self.active[sequence]:
                 continue
             told = known = self._told[sequence]
             ended = False
@@ -291,12 +291,12 @@ class Canvas:
                 self._session.emit(sequence, answer[told:known], known - told)
                 self._told[sequence] = known
             if ended or known == self._limit:
-                self.running = [on and other != sequence for other, on in enumerate(self.running)]
+                self.active = [on and other != sequence for other, on in enumerate(self.active)]
                 self._span = None
         return facts
 
     def finish(self) -> int:
-        """Leaves the session's record behind and returns in how many forwards its sequences took part, all together."""
+        """Leaves the session's record and returns in how many forwards its sequences took part, all together."""
         if self.unfinished:
             self.poll()
         if self._committed:

@@ -94,14 +94,14 @@ def decode(
     counts, last = prompt_lengths, (prompt_lengths - 1)[:, None]
     mask = None
     numbers = [0] * session.batch  # of each sequence's last forward
-    running = [True] * session.batch
+    active = [True] * session.batch
     written = 0
 
     while True:
         # The prompt, or the block that is done, becomes part of the past.
         logits = model(block, cache=cache, counts=counts, mask=mask, rows=last)
         session.forwards += 1
-        numbers = [number + on for number, on in zip(numbers, running, strict=True)]
+        numbers = [number + on for number, on in zip(numbers, active, strict=True)]
         cache.commit_(counts)
 
         wanted = min(block_size, limit - written)
@@ -110,21 +110,21 @@ def decode(
             block[:, :1] = draw(logits, lengths[:, None], temperature, seed, OWN)
         rows = block.tolist()
         for sequence, tokens in enumerate(rows):
-            if running[sequence]:
+            if active[sequence]:
                 for token in tokens[:known]:
                     session.record_first(sequence, token)
 
         step = 0
         while True:
             # Of these something is open that is needed.
-            active = [
+            drafting = [
                 on and _is_open(tokens[:wanted], known, mask_token, session.end_tokens)
-                for on, tokens in zip(running, rows, strict=True)
+                for on, tokens in zip(active, rows, strict=True)
             ]
-            if not any(active):
+            if not any(drafting):
                 break
-            numbers = [number + on for number, on in zip(numbers, active, strict=True)]
-            host = [[0, on * (block_size - known), number] for on, number in zip(active, numbers, strict=True)]
+            numbers = [number + on for number, on in zip(numbers, drafting, strict=True)]
+            host = [[0, on * (block_size - known), number] for on, number in zip(drafting, numbers, strict=True)]
             table = sent(host, device)
             hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)[:, known:]
             session.forwards += 1
@@ -144,20 +144,20 @@ def decode(
             )
             step += 1
             before, rows = rows, block.tolist()  # the one read of the device in a step
-            for sequence, on in enumerate(active):
+            for sequence, on in enumerate(drafting):
                 if on:
                     _record(session, sequence, before[sequence], rows[sequence], mask_token)
 
         written += wanted
         for sequence, tokens in enumerate(rows):
-            if running[sequence]:
+            if active[sequence]:
                 stop = next((i + 1 for i, token in enumerate(tokens[:wanted]) if token in session.end_tokens), wanted)
                 if stop > known:
                     session.emit(sequence, tokens[known:stop], stop - known)
-                running[sequence] = not any(token in session.end_tokens for token in tokens[:wanted])
-        if written == limit or not any(running):
+                active[sequence] = not any(token in session.end_tokens for token in tokens[:wanted])
+        if written == limit or not any(active):
             return sum(numbers)
-        counts = sent([[on * block_size] for on in running], device)[:, 0]
+        counts = sent([[on * block_size] for on in active], device)[:, 0]
         mask = None if refresh == "causal" else everything
         last = torch.full_like(last, block_size - 1)
 

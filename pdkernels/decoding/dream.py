@@ -1,7 +1,7 @@
 """Dream's sampler: a schedule of times says how many masks each forward leaves, a score says which.
 
 Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which says
-where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def decode(
     rest = limit + block_size  # with a cache: positions from the beginning of the block on
     # The block's first position, counted from the end of the prompt, and forwards that the block had.
     first, taken = [0] * session.batch, [0] * session.batch
-    entry, open_ = True, canvas.running
+    entry, open_ = True, canvas.active
     while canvas.unfinished:
         canvas.begin(open_)
         alone = entry and next_token
@@ -122,12 +122,12 @@ def decode(
         canvas.poll()
 
         open_ = [canvas.is_open(sequence, *window) for sequence, window in enumerate(zip(first, last, strict=True))]
-        entry = cache == "none" or not any(a and b for a, b in zip(open_, canvas.running, strict=True))
+        entry = cache == "none" or not any(a and b for a, b in zip(open_, canvas.active, strict=True))
         if entry:  # who is done with its block goes on to the next one; with a cache these are all
             first = [n if more else min(n + block_size, limit) for n, more in zip(first, open_, strict=True)]
         taken = [n + 1 if more or not entry else 0 for n, more in zip(taken, open_, strict=True)]
         if entry:
-            open_ = canvas.running
+            open_ = canvas.active
     return canvas.finish()
 
 

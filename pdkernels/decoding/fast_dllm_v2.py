@@ -141,7 +141,6 @@ class Blocks:
         self._cache = session.new_cache(page_size)
         self._row = torch.arange(block_size, device=canvas.tokens.device)
         self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
-        self._look()
 
     def prompts(self) -> bool:
         """Run the whole blocks of the prompts, if there are any; after a prompt of nothing else the next token comes with them."""
@@ -161,7 +160,9 @@ class Blocks:
     def forward(self) -> tuple[Step, torch.Tensor]:
         """What may be filled, and hidden states of the rows from ``step.columns[0]`` on."""
         canvas, blocks = self._canvas, self._blocks
-        on = canvas.running
+        on = canvas.active
+        for block, answer, prompt in zip(blocks, canvas.answers, canvas.starts, strict=True):
+            block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
         windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
         first, last = ([block.rows[part] for block in blocks] for part in range(2))
         counts = [more * (there - here) for more, here, there in zip(on, first, last, strict=True)]
@@ -179,9 +180,3 @@ class Blocks:
             block.kept = (block.kept or block.whole) and not block.complete
             if block.complete:
                 block.start = block.end
-        self._look()
-
-    def _look(self) -> None:
-        canvas = self._canvas
-        for block, answer, prompt in zip(self._blocks, canvas.answers, canvas.starts, strict=True):
-            block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)

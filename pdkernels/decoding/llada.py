@@ -1,7 +1,7 @@
 """LLaDA's sampler: a fixed number of forwards fills a canvas, the surest guesses of each first, for good.
 
 Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
-says where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+says where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def begin(
     mask_token: int | None,
     seed: int,
 ) -> tuple[Canvas, list[Window]]:
-    """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its places."""
+    """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its positions."""
     mask_token = checked_masked_model(op, session, mask_token)
     if block_size is not None:
         checked_size(op, "block_size", block_size)

@@ -134,14 +134,14 @@ def decode(
         canvas.begin()
         # A canvas that is done costs little.
         ends = [
-            start + on * span.shown(limit) for start, on, span in zip(canvas.starts, canvas.running, spans, strict=True)
+            start + on * span.shown(limit) for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)
         ]
         # No number of sure positions lets a slow step of the paper fill more than its few.
         need = [1 if published or span.fast else limit + 1 for span in spans]
         quota = [k_fast if span.fast else k_slow for span in spans]
         step = canvas.open([span.window for span in spans], [ends, need, quota])
         visible, needs, quotas = step.columns
-        width = max(end for end, on in zip(ends, canvas.running, strict=True) if on)
+        width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
         guesses = canvas.guess(forward(visible, width), step, forward.first_row)
         if step.positions.shape[1]:
             sure = guesses.probs >= tau_min if published else guesses.probs > tau_min
@@ -153,7 +153,7 @@ def decode(
         )
         furthest = canvas.poll()
         for sequence, span in enumerate(spans):
-            if canvas.running[sequence]:
+            if canvas.active[sequence]:
                 span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
     return canvas.finish()
 
