@@ -1,6 +1,6 @@
 """Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
 
-A draw belongs to a place in the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
+A draw belongs to a position of the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
 the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the same tokens alone,
 in a batch and in the reference, and nothing random has to be stored.
 """
@@ -13,9 +13,11 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type
+from pdkernels.backends import backend_of
+from pdkernels.ops import TokenStatistics, token_statistics
 
 OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
-ORDER = 2  # fourth word of the counter where a number is a place's turn; draws of tokens have 0, latent noise has 1
+ORDER = 2  # fourth word of the counter where a number is a position's turn; draws of tokens have 0, latent noise has 1
 
 _WORD = 0xFFFFFFFF
 
@@ -50,17 +52,37 @@ def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: i
 
 
 def draw(
-    logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int, step: torch.Tensor | int
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    seed: int,
+    step: torch.Tensor | int,
+    suppress: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64 ``(batch, R)``.
+    """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
     Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `step` is a number
     or broadcasts against `positions`.
     """
+    if temperature == 0 and not suppress:
+        return logits.argmax(-1)  # the one thing that is asked for
+    backend, numbers = backend_of(logits.dtype), noise(temperature, seed, step, positions)
+    return token_statistics(logits, suppress=suppress, top_k=1, backend=backend, **numbers).ids
+
+
+def noise(temperature: float, seed: int, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
+    """What a draw is made with, as `token_statistics` takes it. At temperature 0 it is nothing."""
     if temperature == 0:
-        return logits.argmax(-1)
-    noise = torch.log(-torch.log(uniforms(seed, step, positions, logits.shape[-1])))
-    return (logits.double() - temperature * noise).argmax(-1)
+        return {}
+    return {"temperature": temperature, "seed": seed, "step": step, "positions": positions}
+
+
+def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
+    """`token_statistics` of what the head of `model` says of rows of `hidden`; a model that can keeps no logits for it."""
+    if hasattr(model, "statistics"):
+        return model.statistics(hidden, **options)
+    logits = model.logits(hidden)
+    return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
 
 def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:

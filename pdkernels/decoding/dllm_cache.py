@@ -1,7 +1,7 @@
 """LLaDA's sampler on a feature cache: most of its forwards compute few rows of few layers.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
-form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same places. What a
+form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same positions. What a
 forward computes says `pdkernels.models.feature_cache`.
 """
 

@@ -1,7 +1,7 @@
 """Dream's sampler: a schedule of times says how many masks each forward leaves, a score says which.
 
 Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which says
-where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
@@ -73,22 +73,22 @@ def decode(
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)
-    for step in range(steps):
+    for number in range(steps):
         canvas.begin()
-        windows = canvas.windows(0, session.max_new_tokens)
-        places = canvas.open_places(windows, masks)
-        guesses = canvas.guess(forward(), places)
+        step = canvas.open_on_device(0, session.max_new_tokens, masks, full=algorithm != "origin" or session.batch == 1)
+        guesses = canvas.guess(forward(), step)
         # The share of the masks that stays; the last forward leaves none.
-        stays = _time(step + 1, steps, eps) / _time(step, steps, eps) if step < steps - 1 else 0.0
+        stays = _time(number + 1, steps, eps) / _time(number, steps, eps) if number < steps - 1 else 0.0
         if algorithm == "origin":
-            left = canvas.commit(windows, places, guesses.ids, None, threshold=stays, need=0).remaining
-            masks = max(fact[0] for fact in canvas.poll(left))
+            canvas.commit(step, guesses.ids, None, threshold=stays, need=0)
+            canvas.poll()
+            masks = max(canvas.open_counts())
         else:
             quota = int(masks * (1 - stays))
             scores = _scores(guesses, algorithm)
             if order_temperature > 0:
-                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(places)))).to(scores.dtype)
-            canvas.commit(windows, places, guesses.ids, scores, quota=quota)
+                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(step)))).to(scores.dtype)
+            canvas.commit(step, guesses.ids, scores, quota=quota)
             masks -= quota
             if canvas.needs_polls:
                 canvas.poll()

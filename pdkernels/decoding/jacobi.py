@@ -40,7 +40,7 @@ class JacobiSteps(Steps):
     ) -> None:
         length = _checked_length(block_size, window)
         check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
-        self.model, self.limit, self.running = sizes.model, sizes.max_new_tokens, window is not None
+        self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
         self.cache = sizes.new_cache(page_size)
@@ -79,7 +79,7 @@ class JacobiSteps(Steps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
         self.predictions[:, :width] = self.model(self.draft[:, :width], cache=self.cache, counts=counts).argmax(-1)
-        # Like its KV rows, a draft stands behind the committed history at its own place: only a commit makes it count.
+        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         refill = self.history.gather(1, self.words.index_select(0, self.number) % committed)
         self.history.scatter_(1, committed + self.slot, self.draft)
@@ -92,7 +92,7 @@ class JacobiSteps(Steps):
         # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
-        if self.running:
+        if self.windowed:
             next_lengths = self.remaining.clamp(max=self.slots)
         else:
             rest = self.draft_lengths - verdict.accepted

@@ -80,30 +80,30 @@ def decode(
     checked_size(_OP, "check_every", check_every)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
-    active = ~ended
+    cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
+    active_rows = ~ended
     unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
-        if not any(going):
+        if not any(active):
             break
-        counts = None if all(going) else active.to(cache.lengths.dtype)
+        counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
         state, term = model.begin(model.prelude(token, context), context, seed)
         divergence = Divergence(criterion, state)
-        open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
-        needed, values = [0] * session.batch, [[] for _ in going]
+        open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
+        needed, values = [0] * session.batch, [[] for _ in active]
         count, logits, polled = 0, None, False
         while count < most and any(still_open):
             run = min(check_every, most - count)
             # A settled row runs too, but nothing of it is stored.
             current_context = (
-                context if still_open == going else context._replace(counts=open_rows.to(cache.lengths.dtype))
+                context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
             )
             refined = state
             for _ in range(run):
                 refined = model.core(refined, term, current_context)
-            state = refined if still_open == going else torch.where(open_rows[:, None, None], refined, state)
+            state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
             counted = count >= min_recurrences  # what this check is compared with has had so many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
@@ -115,7 +115,7 @@ def decode(
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
                 logits = (
                     seen
-                    if logits is None or still_open == going
+                    if logits is None or still_open == active
                     else torch.where(open_rows[:, None, None], seen, logits)
                 )
             value = divergence.measure(state, logits)
@@ -127,42 +127,42 @@ def decode(
                 poll = torch.stack([token[:, 0].double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
-                    _record(session, going, [int(row[0]) for row in poll], *unread)
+                    _record(session, active, [int(row[0]) for row in poll], *unread)
                     unread = None
                 for sequence, (_, is_open, number) in enumerate(poll):
                     if still_open[sequence]:
                         values[sequence].append(number if counted else math.inf)
                         still_open[sequence] = is_open != 0
-        if not any(going):
+        if not any(active):
             break  # begun before the host knew that nothing was to come
 
         if logits is None:
             logits = model.coda(state, context)
-        cache.commit_(active.to(cache.lengths.dtype))
+        cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
-            active = active & ~is_end(token[:, 0], ends)
+            active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
         if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
-            _record(session, going, token[:, 0].tolist(), *unread)
+            _record(session, active, token[:, 0].tolist(), *unread)
             unread = None
 
 
 def _record(
-    session: Session, going: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
+    session: Session, active: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
 ) -> None:
-    """Puts the next token of every sequence in `going` on record, and takes out of it those that end with theirs."""
+    """Puts the next token of every sequence in `active` on record, and takes out of it those that end with theirs."""
     for sequence, token in enumerate(tokens):
-        if going[sequence]:
+        if active[sequence]:
             known = session.tokens[sequence]
             before = known[-1]
             if session.trace is not None:
                 cursor = len(session.prompts[sequence]) + len(known) - 1
                 session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
             session.log_step(sequence, [before], None, accepted=1, next_token=token)
-            going[sequence] = token not in session.end_tokens
+            active[sequence] = token not in session.end_tokens
 
 
 class Divergence:

@@ -1,4 +1,4 @@
-"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the one before.
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences after the one before.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
 and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, draw the same tokens and
@@ -109,7 +109,7 @@ def decode(
     if session.max_new_tokens == 0:
         return 0
     start = prefill(session, recurrences, sampling, page_size)
-    return run(session, Wave(session, start, options, sampling), [int(going) for going in start.going])
+    return run(session, Wave(session, start, options, sampling), [int(active) for active in start.active])
 
 
 def run(session: Session, wave: Wave, widths: list[int]) -> int:

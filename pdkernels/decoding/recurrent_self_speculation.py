@@ -54,7 +54,7 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return 0
-    cache, first, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
+    cache, first, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
     lengths = cache.lengths  # grows in place with every commit
     # No row for tokens that nobody asked for.
     slots = max(1, min(1 + block_size, limit - 1))
@@ -66,7 +66,7 @@ def decode(
     )  # tokens still to come; 0 once a sequence is done
     draft_lengths = remaining.clamp(max=slots)
 
-    host_lengths = [slots if more else 0 for more in going]
+    host_lengths = [slots if more else 0 for more in active]
     taken_part = session.batch
     while (width := max(host_lengths)) > 0:
         cursor = lengths.clone()
