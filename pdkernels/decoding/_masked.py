@@ -188,7 +188,9 @@ class Canvas:
         full = full and all(self.active)
         if not full:
             positions = positions.masked_fill_(top == 0, -1)
-        return step._replace(positions=positions, full=full, number=self._number())
+        number = self._number()
+        assert number is not None
+        return step._replace(positions=positions, full=full, number=number)
 
     def guess(self, hidden: torch.Tensor, step: Step, first: torch.Tensor | None = None) -> TokenStatistics:
         """A token for each position of `step` and how sure the model is of it; meaningless where there is none.
@@ -366,9 +368,10 @@ class WholeCanvas:
         visible, counts = self._visible, self._counts
         if ends is not None:
             visible = counts = ends.clamp(max=width).repeat(self._copies)
-        return self._model.recompute(
+        hidden: torch.Tensor = self._model.recompute(
             self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
         )
+        return hidden
 
     def _tokens(self) -> torch.Tensor:
         tokens = self._canvas.tokens
@@ -406,7 +409,7 @@ class KeptCanvas(WholeCanvas):
         """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""
         visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
         tokens = self._tokens()
-        hidden = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
+        hidden: torch.Tensor = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:

@@ -78,7 +78,7 @@ def checked_sampling(
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
-    model = session.model
+    model: RecurrentDepth = session.model
     check_type(
         isinstance(model, RecurrentDepth),
         op,
@@ -87,7 +87,7 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
         type(model).__name__,
         "See pdkernels.models.recurrent_depth.",
     )
-    session.recurrences = 0
+    session.counts_recurrences = True
     return model
 
 

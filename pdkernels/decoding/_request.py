@@ -69,7 +69,7 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         seconds=seconds,
         accepted=session.accepted,
         trace=session.trace,
-        recurrences=session.recurrences,
+        recurrences=session.recurrences if session.counts_recurrences else None,
     )
     ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
     text = None

@@ -8,13 +8,15 @@ in a batch and in the reference, and nothing random has to be stored.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.ops import TokenStatistics, token_statistics
+
+Name = TypeVar("Name", bound=str)
 
 OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
 ORDER = 2  # fourth word of the counter where a number is a position's turn; draws of tokens have 0, latent noise has 1
@@ -80,7 +82,8 @@ def noise(temperature: float, seed: int, step: torch.Tensor | int, positions: to
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
     """`token_statistics` of what the head of `model` says of rows of `hidden`; a model that can keeps no logits for it."""
     if hasattr(model, "statistics"):
-        return model.statistics(hidden, **options)
+        found: TokenStatistics = model.statistics(hidden, **options)
+        return found
     logits = model.logits(hidden)
     return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
@@ -141,7 +144,7 @@ def checked_number(op: str, name: str, value: float, most: float = math.inf) -> 
     return value
 
 
-def checked_name(op: str, name: str, value: str, known: tuple[str, ...]) -> str:
+def checked_name(op: str, name: str, value: Name, known: tuple[str, ...]) -> Name:
     check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
     return value
 
@@ -153,7 +156,7 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
 
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     """The id of open slots: `given`, or the model's own."""
-    token = getattr(model, "mask_token", None) if given is None else given
+    token: Any = getattr(model, "mask_token", None) if given is None else given
     check(
         token is not None,
         op,
@@ -165,4 +168,4 @@ def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
     vocabulary = model.config.vocab_size
     check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
-    return token
+    return int(token)

@@ -46,7 +46,7 @@ class Session:
         self.accepted: list[list[int]] = [[] for _ in prompts]
         self.trace: list[list[Any]] | None = [[] for _ in prompts] if trace else None
         self.forwards = 0
-        self.recurrences: int | None = None  # counted by the methods that decide how often a model's core runs
+        self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 

@@ -135,4 +135,5 @@ class Rows(WholeCanvas):
         """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""
         row = torch.arange(width, device=starts.device)
         tokens = self._canvas.tokens.gather(1, starts[:, None] + row)
-        return self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)
+        hidden: torch.Tensor = self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)
+        return hidden

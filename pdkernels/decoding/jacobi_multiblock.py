@@ -119,7 +119,7 @@ class _Step(NamedTuple):
 def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
     """What every sequence wants to try, as one rectangle, in one copy to the device."""
     following = [progress.following() if progress else ([], []) for progress in active]
-    drafts = [progress.rows if progress else [[]] for progress in active]
+    drafts: list[list[list[int]]] = [progress.rows if progress else [[]] for progress in active]
     branches = max(map(len, drafts))
     width = max(len(rows[0]) for rows in drafts)
     # A sequence with fewer candidates tries its draft again: the first of equals wins, so nothing comes of it.
@@ -168,10 +168,13 @@ def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int)
     fillers = padded.gather(1, words[: slots - 1].to(device) % lengths[:, None])
     padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
     counts = session.ragged(lengths + (slots - 1))
-    drafts = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(-1)
+    drafts: torch.Tensor = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(
+        -1
+    )
     session.forwards += 1
     cache.commit_(lengths)
-    return drafts.tolist()
+    rows: list[list[int]] = drafts.tolist()
+    return rows
 
 
 def _room(limits: Limits, max_new_tokens: int) -> int:

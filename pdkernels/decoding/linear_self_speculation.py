@@ -120,7 +120,7 @@ class LinearSteps(Steps):
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
         predictions = draw(judged, positions, self.temperature, self.seed, OWN)
-        if self.rejection:
+        if logits is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
             guesses = self.block[:, 1 : tested + 1]
             predictions[:, :tested] = self._verdicts(

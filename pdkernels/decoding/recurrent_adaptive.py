@@ -92,7 +92,8 @@ def decode(
         state, term = model.begin(model.prelude(token, context), context, seed)
         divergence = Divergence(criterion, state)
         open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
-        needed, values = [0] * session.batch, [[] for _ in active]
+        needed = [0] * session.batch
+        values: list[list[float]] = [[] for _ in active]
         count, logits, polled = 0, None, False
         while count < most and any(still_open):
             run = min(check_every, most - count)
@@ -183,7 +184,8 @@ class Divergence:
             now, then = _wide(state[:, 0]), _wide(self.state[:, 0])
             self.state = state
             if self.criterion == "cosine":
-                return 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+                moved: torch.Tensor = 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+                return moved
             over = (now - then).norm(dim=-1)
             return torch.where(over == 0, 0.0, over / now.norm(dim=-1))
         divergence = logit_divergence(logits[:, 0], self.logits, backend=backend_of(logits.dtype))

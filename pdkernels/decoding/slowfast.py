@@ -122,8 +122,9 @@ def decode(
     if prompt_interval is None:
         forward = WholeCanvas(session, canvas)
     else:
-        kept = {"prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": transfer_ratio}
-        forward = KeptCanvas(session, canvas, **kept)
+        forward = KeptCanvas(
+            session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
+        )
     size = limit if block_size is None else block_size
     options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
     spans = [Span(limit, options) for _ in canvas.starts]

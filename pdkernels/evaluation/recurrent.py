@@ -103,7 +103,8 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
     # What a first call makes and keeps, such as rotation tables, is the model's, not the generation's.
     chosen = decoding.find(method)
     decoding.generate(model, prompt, chosen, **options)
-    with _Live() as live:
+    live = _Live()
+    with live:
         decoding.generate(model, prompt, chosen, **options)
     return live.peak
 
