@@ -269,7 +269,17 @@ class BuildNative(build_ext):
 
         own = ["-I", ROOT / "csrc/include", "-I", ROOT / "csrc/cuda"]
         host_flags = ["-ccbin", cxx[0], "--threads", "3", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-        ninja.compiler("nvcc", nvcc, "-DPDKERNELS_DEVICE_CUDA", *NVCC_FLAGS, "-lineinfo", *host_flags, *cuda_targets(archs), *own, *with_torch)
+        ninja.compiler(
+            "nvcc",
+            nvcc,
+            "-DPDKERNELS_DEVICE_CUDA",
+            *NVCC_FLAGS,
+            "-lineinfo",
+            *host_flags,
+            *cuda_targets(archs),
+            *own,
+            *with_torch,
+        )
         units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
         on_cuda = [ninja.build(f"cuda_{unit.stem}.o", "nvcc", unit) for unit in units]
         if not all(unit.exists() for unit in on_cuda):

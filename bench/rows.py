@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pdkernels.evaluation.masked import METHODS as MASKED_METHODS
+from pdkernels.decoding.methods import METHODS
 
 Row = dict[str, Any]
 
@@ -37,15 +37,7 @@ def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> li
 
 def family(row: Row) -> str | None:
     """Which of the evaluation's families a row is of."""
-    if row["op"] != "evaluation":
-        return None
-    return (
-        "recurrent"
-        if row["method"].startswith("recurrent_")
-        else "masked"
-        if row["method"] in MASKED_METHODS
-        else "transformer"
-    )
+    return METHODS[row["method"]].family if row["op"] == "evaluation" else None
 
 
 # Candidates that are one thing in several settings: the table shows the best setting of each case.

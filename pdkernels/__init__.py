@@ -4,6 +4,8 @@
 slow and obvious references in `pd.reference`.
 """
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding
 from pdkernels import masks as masks
@@ -11,6 +13,7 @@ from pdkernels import models as models
 from pdkernels import ops as ops
 from pdkernels import reference as reference
 from pdkernels._native import has_native as has_native
+from pdkernels._renamed import renamed as _renamed
 from pdkernels.config import __version__ as __version__
 from pdkernels.config import show_config as show_config
 from pdkernels.ops import *  # noqa: F403
@@ -18,3 +21,6 @@ from pdkernels.ops import *  # noqa: F403
 _OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", "ops", "reference", "show_config")
 # As in `pdkernels.ops`: not by its name.
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
+
+if not _TYPE_CHECKING:
+    __getattr__ = _renamed(__name__)

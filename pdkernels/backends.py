@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from typing import Literal, NoReturn
+from typing import Literal, NoReturn, get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from pdkernels import _native
 from pdkernels._validation import message
 
 Backend = Literal["auto", "native", "triton", "reference"]
-BACKENDS = ("auto", "native", "triton", "reference")
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 # ``PDKERNELS_BACKEND`` is the default of every call in the process. Read at import.
 DEFAULT = os.environ.get("PDKERNELS_BACKEND", "auto")

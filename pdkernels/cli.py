@@ -1,4 +1,4 @@
-"""The command line: ``python -m pdkernels generate | eval | models | doctor``.
+"""The command line: ``python -m pdkernels generate | eval | methods | models | doctor``.
 
 The only module that imports typer and rich, which the library itself does not need.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,8 @@ import torch
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.config import show_config
+from pdkernels.decoding._method import SHARED
+from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.models.tokenizers import Tokenizer
 
@@ -78,6 +81,15 @@ def _visible(text: str) -> str:
     )
 
 
+def _help(option: str) -> str:
+    """What an option of `generate` means, in the words of the decoders that have it."""
+    texts: dict[str, list[str]] = {}
+    for name, method in METHODS.items():
+        if option in method.options:
+            texts.setdefault(re.split(r"[:;.] |\.$", method.options[option].help)[0], []).append(name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in texts.items())
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
@@ -89,12 +101,10 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a block or draft.")] = None,
-    window: Annotated[int | None, typer.Option(help="jacobi: length of a running draft, instead of blocks.")] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of all random numbers, such as the tokens a draft starts from.")
-    ] = None,
-    page_size: Annotated[int | None, typer.Option(help="Keep the KV cache in pages of this many tokens.")] = None,
+    block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
+    window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
+    seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
+    page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else what torch takes.")
     ] = None,
@@ -108,7 +118,7 @@ def generate(
     options = {name: value for name, value in given.items() if value is not None}
     with _errors_told():
         language_model = models.load(model)
-        usual = "jacobi" if decoding.supports("jacobi", language_model) else "llada"
+        usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
         methods = _methods(method or [usual], options, language_model)
         if check:
             greedy_exists = decoding.supports("autoregressive", language_model)
@@ -167,8 +177,8 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
         fills_masks = model.mask_token is not None
         names = [
             name
-            for name in decoding.available()
-            if decoding.supports(name, model) and (fills_masks or "mask_token" not in decoding.method_options(name))
+            for name, method in METHODS.items()
+            if method.supports(model) and (fills_masks or not method.needs_mask_token)
         ]
     accepted = {name: decoding.method_options(name) for name in names}
     for option in options:
@@ -182,18 +192,19 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
 
 def _run(
     console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
-) -> DecodeResult:
+) -> DecodeResult[torch.Tensor, str]:
     # A few tokens behind a short prompt unseen first, so that no method pays for the start of the process.
-    decoding.generate(model, prompt[:100], method, max_new_tokens=min(4, max_new_tokens), **options)
+    chosen = decoding.find(method)
+    decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
     stream = _Stream(console, model.tokenizer)
-    result = decoding.generate(model, prompt, method, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
+    result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()
     return result
 
 
-def _table(results: dict[str, DecodeResult], same: dict[str, bool] | None) -> Table:
+def _table(results: dict[str, DecodeResult[torch.Tensor, str]], same: dict[str, bool] | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("method", no_wrap=True)
     for heading in ("forwards", "tokens", "tokens/\nforward", "seconds", "tokens/s"):
@@ -368,6 +379,24 @@ def _evaluation_table(rows: list[evaluation.Row]) -> Table:
             method = row.method
             table.add_row(f" {label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))
     return table
+
+
+@app.command("methods")
+def list_methods(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="Methods whose options are shown; none: all methods.")
+    ] = None,
+) -> None:
+    """List the decoding methods, or the options of some of them."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    with _errors_told():
+        for method in [decoding.find(name) for name in names] if names else METHODS.values():
+            table.add_row(Text(method.name, "bold"), Text(method.summary))
+            for option in method.options.values() if names else ():
+                table.add_row(Text(f"  {option}"), Text(option.help))
+    Console(highlight=False).print(table)
 
 
 @app.command("models")

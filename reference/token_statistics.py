@@ -62,7 +62,7 @@ def token_statistics(
         below, largest = below / heat, largest / heat
     total = below.exp().sum(-1, keepdim=True).log()
     log_distribution = below - total
-    probs = log_distribution.exp()
+    probs = below.softmax(-1)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     top = probs.gather(-1, order)
     entropy = -torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import report
+from docs import methods
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -36,3 +37,8 @@ def test_tables_are_the_committed_results(page: Path, tmp_path: Path) -> None:
     copy.write_text(page.read_text())
     report.renew(copy, report.load(report.RESULTS))
     assert copy.read_text() == page.read_text(), "run: python -m bench.report --write"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_tables_of_methods_are_what_the_decoders_say(page: Path) -> None:
+    assert methods.page(page.read_text()) == page.read_text(), "run: python -m docs.methods"

@@ -14,10 +14,10 @@ import torch
 
 from bench import report
 from pdkernels import decoding
-from pdkernels.decoding import autoregressive
+from pdkernels.decoding import Method, autoregressive
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.methods import METHODS
 from pdkernels.evaluation import Candidate, Row, Task, as_json, candidates, comparison, evaluate, make_task, plot, tasks
-from pdkernels.evaluation.candidate import WIDTH_OPTIONS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 from pdkernels.training import arithmetic, standard_library
 
@@ -150,7 +150,7 @@ def test_chosen_methods_and_widths() -> None:
 
 
 def test_widths_reach_the_methods() -> None:
-    for method in WIDTH_OPTIONS:
+    for method in (name for name, known in METHODS.items() if known.widths):
         assert set(Candidate("small", method, 4).options) < set(decoding.method_options(method))
 
 
@@ -185,14 +185,13 @@ def test_an_answer_counts_if_it_is_exactly_right(monkeypatch: pytest.MonkeyPatch
     ]
     known = {problem.prompt: problem.steps for problem in islice(arithmetic(0, held_out=True), 40)}
     known |= dict(zip(task.prompts, answers, strict=True))
-    monkeypatch.setitem(decoding._METHODS, "autoregressive", writes(known))
+    monkeypatch.setitem(METHODS, "autoregressive", Method("autoregressive", writes(known), lossless=True))
     (row,) = rows_of([], task)
     assert (row.right, row.problems, row.identical) == (2, 8, 8)
     (batched,) = rows_of([], task, batch_size=3)
     assert (batched.right, batched.problems, batched.identical) == (2, 8, 8)
-    monkeypatch.setitem(
-        decoding._METHODS, "autoregressive", writes(known | dict(zip(task.prompts, right, strict=True)))
-    )
+    known |= dict(zip(task.prompts, right, strict=True))
+    monkeypatch.setitem(METHODS, "autoregressive", Method("autoregressive", writes(known), lossless=True))
     assert rows_of([], task)[0].right == 8
 
 
@@ -236,7 +235,7 @@ def test_a_wrong_decoder_is_found_and_has_no_figures(kind: str, monkeypatch: pyt
             else:
                 tokens.append(0)
 
-    monkeypatch.setitem(decoding._METHODS, "wrong", altered(change))
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong", altered(change), lossless=True))
     _, row = rows_of([Candidate("small", "wrong")], task)
     assert row.broken and (row.identical, row.ties) == (2, 0) and row.verdict == "no, 2 of 3"
     costs = (row.tokens_per_forward, row.tokens_per_second, row.speedup, row.speedup_quartiles, row.tokens_per_cycle)
@@ -252,7 +251,7 @@ def test_a_toss_up_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
             tokens[-2] ^= 1
             tokens[-1] = (tokens[-1] + 7) % 256
 
-    monkeypatch.setitem(decoding._METHODS, "tossing", altered(change))
+    monkeypatch.setitem(METHODS, "tossing", Method("tossing", altered(change), lossless=True))
     _, row = rows_of([Candidate("small", "tossing")], task, small_model(pairs=True))
     assert not row.broken and (row.identical, row.ties) == (1, 2) and row.verdict == "yes, 2 tied"
     assert row.speedup is not None
@@ -371,7 +370,7 @@ def test_what_cannot_be_compared() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     """A sum and a piece of source, with a broken method among the candidates."""
     monkeypatch.setattr(tasks, "_SUMS_LIMIT", 12)
-    monkeypatch.setitem(decoding._METHODS, "wrong", altered(lambda prompt, tokens: tokens.pop()))
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong", altered(lambda prompt, tokens: tokens.pop()), lossless=True))
     competing = [Candidate("small", "jacobi", 4), Candidate("small", "wrong"), Candidate("small", "block_diffusion", 4)]
     return [*rows_of(competing, make_task("sums", 2)), *rows_of(competing, small_task(2))]
 

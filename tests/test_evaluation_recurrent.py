@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdkernels import decoding
+from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import RecurrentStep
 from pdkernels.evaluation import (
     Candidate,
@@ -55,10 +56,7 @@ def test_the_candidates_of_a_recurrent_model() -> None:
     found, skipped = candidates({"small": small_model()})
     assert skipped == [] and found[0] == STATIC and len(set(found)) == len(found)
     assert {candidate.method for candidate in found} == {
-        "recurrent_static",
-        "recurrent_adaptive",
-        "recurrent_self_speculation",
-        "recurrent_diffusion",
+        name for name, known in METHODS.items() if known.family == "recurrent"
     }
     for candidate in found:
         assert set(candidate.options) <= set(decoding.method_options(candidate.method))
@@ -81,11 +79,7 @@ def test_methods_go_with_their_models() -> None:
     assert skipped == [
         "plain with recurrent_diffusion: that method is for models of another kind, such as tiny-recurrent"
     ]
-    for_others = ("llada", "dream", "slowfast", "dllm_cache", "fast_dllm")
-    assert all(
-        decoding.supports(name, plain) != (name.startswith("recurrent_") or name in for_others)
-        for name in decoding.available()
-    )
+    assert all(decoding.supports(name, plain) == (known.family == "transformer") for name, known in METHODS.items())
 
 
 def test_fewer_recurrences_promise_nothing() -> None:

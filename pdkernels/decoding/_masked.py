@@ -1,42 +1,43 @@
-"""What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its open places, the record.
+"""What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its open positions, the record.
 
-A canvas is a prompt and `max_new_tokens` open places behind it. They hold the mask token until a token is committed there,
-for good. Every sequence stands at positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
+A canvas is a prompt and `max_new_tokens` open positions after it. They hold the mask token until a token is committed there,
+for good. Every sequence has positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
     canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
-        canvas.begin()                                         # counts the forward
-        windows = canvas.windows(first, last)                  # where tokens may be committed, from each prompt's end on
-        places = canvas.open_places(windows, bound)            # the masked ones; bound: at most so many, which the host knows
-        guesses = canvas.guess(forward(), places)              # head and statistics, on rows that may be committed alone
-        canvas.commit(windows, places, guesses.ids, guesses.probs, quota=1)
-        facts = canvas.poll(...)                               # the one read of the device in a step
+        canvas.begin()                                  # counts the forward
+        step = canvas.open(windows)                     # the masked positions of a window for each sequence
+        guesses = canvas.guess(forward(), step)         # head and statistics, of rows that may be committed alone
+        canvas.commit(step, guesses.ids, guesses.probs, quota=1)
+        canvas.poll()                                   # the one read of the device in a step
     return canvas.finish()
 
 A forward is whatever gives rows of hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much.
-Nothing but `poll` and `finish` waits for the device. A step may go without its poll where the schedule alone decides
-(`Canvas.needs_polls`).
+Nothing but `poll` and `finish` waits for the device. After a poll the host knows the texts, so it finds open positions itself and
+sends them in one copy (`Canvas.open`). Where the schedule alone decides, a step may go without its poll (`Canvas.needs_polls`),
+and the device finds them (`Canvas.open_on_device`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from pdkernels._validation import check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import ORDER, checked_mask_token, likeliest, uniforms, without_
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import ORDER, checked_mask_token, likeliest, noise, statistics, uniforms, without_
+from pdkernels.decoding._session import Session, is_end, sent
 from pdkernels.decoding.result import MaskedStep
 from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
-def share(masks: Any, steps: Any, step: Any) -> Any:
-    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, the first ones more. Ints or tensors of them.
+def share(masks: int, steps: int, step: int) -> int:
+    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, the first ones more.
 
     >>> [share(7, 3, step) for step in range(3)]
     [3, 2, 2]
@@ -46,6 +47,9 @@ def share(masks: Any, steps: Any, step: Any) -> Any:
 
 # Forwards that compute the texts with and without the prompt, whatever the interval of guidance.
 _ALWAYS_GUIDED = 5
+
+# Positions from the end of the prompt: the first, and the one after the last.
+Window = tuple[int, int]
 
 
 class SamplingOptions(NamedTuple):
@@ -61,44 +65,57 @@ class SamplingOptions(NamedTuple):
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, given the prompt and without it
 
 
+class Step(NamedTuple):
+    """What a forward may fill."""
+
+    windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence that takes no part
+    positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, -1 after them
+    full: bool  # none of them is -1
+    number: (
+        int | torch.Tensor
+    )  # (batch, 1) where they differ: of each sequence's forward, which names its random numbers
+    columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: what else the host has to say
+
+
 class Canvas:
     """The texts of a batch while they are being filled in.
 
     Attributes:
-        mask_token: the id of open places.
-        tokens: ``(batch, L)`` int64, prompts with their new places; zeros behind those.
-        prompt_lengths, totals: ``(batch,)`` int64: the new places of a sequence are ``prompt_lengths .. totals - 1``.
-        forward: ``(batch,)`` int64, number of each sequence's last forward, which names the random numbers of its guesses.
-        going: ``(batch,)`` bool: sequences that have something open which they need.
-        part: ``(batch,)`` bool: sequences that take part in the last forward.
-        running: the host's copy of `going`, as of the last poll.
+        mask_token: the id of open positions.
+        tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
+        prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
+        starts: `prompt_lengths` on the host.
+        fact: ``(batch,)`` int64, for what the next poll should bring in `facts`.
+        active: sequences that have something open which they need, as of the last poll.
+        answers: the new positions of each sequence, as of the last poll.
     """
 
     def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
-        model = session.model
+        model, limit = session.model, session.max_new_tokens
         self.mask_token, self.sampling = mask_token, sampling
-        self._session = session
+        self._session, self._limit = session, limit
         self._backend = backend_of(model.dtype)
-        self._shift = 1 if model.config.predicts == "next" else 0  # a row is about the place so many behind it
-        limit = session.max_new_tokens
-        packed, self.prompt_lengths = session.packed_prompts(session.longest + limit, model.device)
+        self._shift = 1 if model.config.predicts == "next" else 0  # a row is about the position so many after it
+        width = session.longest + limit
+        packed, self.prompt_lengths = session.packed_prompts(width + 1, model.device)
         self.totals = self.prompt_lengths + limit
-        self._place = torch.arange(packed.shape[1], device=packed.device)
-        new = (self._place >= self.prompt_lengths[:, None]) & (self._place < self.totals[:, None])
-        self.tokens = packed.masked_fill(new, mask_token)
-        self._answer = self.prompt_lengths[:, None] + self._place[:limit]
-        self._filled = (
-            new.long() - 1
-        )  # number of the forward that filled a place, 0 while it is open, -1 where it is not ours
+        self.starts = [len(prompt) for prompt in session.prompts]
+        self._position = torch.arange(width, device=packed.device)
+        new = (self._position >= self.prompt_lengths[:, None]) & (self._position < self.totals[:, None])
+        # One tensor, for one read.
+        self.tokens, self.fact = packed[:, :width], packed[:, width]
+        self.tokens.masked_fill_(new, mask_token)
+        self._known = packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait for it.
-        self._ends, self._late = (
-            torch.tensor(ids, dtype=torch.int64, device=packed.device) for ids in (session.end_tokens, sampling.late)
-        )
-        self.forward = torch.zeros_like(self.totals)
-        self.going = torch.ones_like(self.totals, dtype=torch.bool)
-        self.part = self.going
-        self.running = [limit > 0] * session.batch
+        self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
+        self.active = [limit > 0] * session.batch
+        self.answers = [[mask_token] * limit for _ in self.starts]
         self._told = [0] * session.batch  # tokens of each sequence that are on record
+        self._numbers = [0] * session.batch  # forwards of each sequence
+        self._part = self.active
+        self._span: tuple[Window, Step, torch.Tensor] | None = None
+        self._parts: list[list[bool]] = []  # of each commit
+        self._committed: list[torch.Tensor] = []
         self._records: list[_Record] = []
 
     @property
@@ -109,179 +126,226 @@ class Canvas:
     @property
     def unfinished(self) -> bool:
         """Whether any sequence goes on, as of the last poll."""
-        return any(self.running)
+        return any(self.active)
 
-    def begin(self, part: torch.Tensor | None = None) -> None:
-        """A forward begins. The sequences of `going` take part, or those of them that are in `part` ``(batch,)`` bool."""
+    def begin(self, part: Sequence[bool] | None = None) -> None:
+        """A forward begins. The sequences of `active` take part, or those of them that are in `part`."""
         self._session.forwards += 1
-        self.part = self.going if part is None else self.going & part
-        self.forward = self.forward + self.part
+        self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
+        self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
-    def windows(self, first: torch.Tensor | int, last: torch.Tensor | int) -> torch.Tensor:
-        """``(batch, 2)``: places `first` up to `last`, counted from each prompt's end; none of a sequence that is done."""
-        start = self.prompt_lengths + first
-        return torch.stack([start, torch.where(self.going, self.prompt_lengths + last, start)], 1)
+    def is_open(self, sequence: int, first: int, last: int) -> bool:
+        """Whether a sequence has a mask in a window, as of the last poll."""
+        return self.mask_token in self.answers[sequence][first:last]
 
-    def masked(self, windows: torch.Tensor) -> torch.Tensor:
-        """``(batch, L)`` bool: open places in `windows`."""
-        return (self._place >= windows[:, :1]) & (self._place < windows[:, 1:]) & (self.tokens == self.mask_token)
+    def open_counts(self) -> list[int]:
+        """Masks of each sequence that goes on, as of the last poll."""
+        return [on * answer.count(self.mask_token) for on, answer in zip(self.active, self.answers, strict=True)]
 
-    def open_places(self, windows: torch.Tensor, bound: int) -> torch.Tensor:
-        """The first `bound` open places in `windows`, ascending: ``(batch, bound)`` int64, -1 behind them."""
-        open_ = self.masked(windows)
-        rank = (open_.cumsum(1) - 1).clamp_(max=bound).masked_fill_(~open_, bound)
-        places = rank.new_full((rank.shape[0], bound + 1), -1)
-        return places.scatter_(1, rank, self._place.expand_as(rank))[:, :bound]
+    def _number(self) -> int | None:
+        """Of the forward, if it is the same for all sequences that take part."""
+        numbers = {number for number, taking in zip(self._numbers, self._part, strict=True) if taking}
+        return numbers.pop() if len(numbers) == 1 else None
 
-    def guess(self, hidden: torch.Tensor, places: torch.Tensor, first: torch.Tensor | None = None) -> TokenStatistics:
-        """A token for each of `places` ``(batch, R)`` and how sure the model is of it; "no row" where a place is -1.
+    def open(self, windows: Sequence[Window], columns: Sequence[Sequence[int]] = ()) -> Step:
+        """Masked positions in a window of each sequence, as of the last poll, and other `columns` of numbers, in one copy."""
+        mask, lines, found = self.mask_token, [], []
+        for start, answer, window, taking in zip(self.starts, self.answers, windows, self._part, strict=True):
+            first, last = window if taking else (window[0], window[0])
+            lines.append([start + first, start + last])
+            found.append([start + n for n in range(max(first, 0), min(last, self._limit)) if answer[n] == mask])
+        width = max(map(len, found))
+        full = min(map(len, found)) == width
+        for sequence, (line, positions) in enumerate(zip(lines, found, strict=True)):
+            line += [column[sequence] for column in columns]
+            line += positions + [-1] * (width - len(positions))
+            line.append(self._numbers[sequence])
+        packed = sent(lines, self.tokens.device)
+        number, more = self._number(), 2 + len(columns)
+        return Step(
+            packed[:, :2],
+            packed[:, more:-1],
+            full,
+            packed[:, -1:] if number is None else number,
+            tuple(packed[:, 2:more].unbind(1)) if columns else (),
+        )
 
-        Row i of `hidden` ``(batch, W, hidden_size)`` stands at place ``first[b] + i`` (None: i). With guidance `hidden` has the
-        rows without the prompt behind those with it, and both maybe behind the rows of now: then they are of an earlier forward,
+    def open_on_device(self, first: int, last: int, bound: int, full: bool) -> Step:
+        """The first `bound` masked positions of a window in all sequences; `full`: each that takes part has as many.
+
+        For forwards that all active sequences take part in.
+        """
+        if self._span is None or self._span[0] != (first, last):
+            rows = [[n + first, n + (last if on else first)] for n, on in zip(self.starts, self.active, strict=True)]
+            windows = sent(rows, self.tokens.device)
+            inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
+            # The largest ranks come first: positions ascend, and what is not inside or not open has rank 0.
+            ranks = (self._position.shape[0] - self._position) * inside
+            self._span = (first, last), Step(windows, windows, False, 0), ranks
+        _, step, ranks = self._span
+        top = torch.where(self.tokens == self.mask_token, ranks, 0).topk(bound).values
+        positions = self._position.shape[0] - top
+        full = full and all(self.active)
+        if not full:
+            positions = positions.masked_fill_(top == 0, -1)
+        number = self._number()
+        assert number is not None
+        return step._replace(positions=positions, full=full, number=number)
+
+    def guess(self, hidden: torch.Tensor, step: Step, first: torch.Tensor | None = None) -> TokenStatistics:
+        """A token for each position of `step` and how sure the model is of it; meaningless where there is none.
+
+        Row i of `hidden` ``(batch, W, hidden_size)`` is position ``first[b] + i`` (None: i). With guidance `hidden` has the
+        rows without the prompt after those with it, and both maybe after the rows of now: then they are of an earlier forward,
         whose difference guides this one.
         """
-        model, sampling = self._session.model, self.sampling
-        rows = (places - self._shift if first is None else places - self._shift - first[:, None]).clamp_(min=0)
+        model, sampling, rows = self._session.model, self.sampling, step.positions
+        if first is not None:
+            rows = rows - first[:, None]
+        if self._shift:
+            rows = rows - self._shift
+        if not step.full:
+            rows = rows.clamp(min=0)
         if sampling.guidance:
             rows = rows.repeat(len(hidden) // len(rows), 1)
-        logits = model.logits(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
+        hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        if not (sampling.guidance or sampling.late or sampling.top_k):
+            return statistics(model, hidden, **self._options(step))
+        # What is asked of these is of sums of logits, of two distributions or of the best tokens: they are there once.
+        logits = model.logits(hidden)
         if sampling.guidance:
-            parts = logits.split(len(places))
+            parts = logits.split(len(step.positions))
             logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
-        guesses = self._statistics(logits, places, ())
+        options = self._options(step)
+        if sampling.top_k is not None:  # with top_p, which is of the distribution of all tokens
+            for token in options["suppress"]:
+                without_(logits, token)
+            logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
+        guesses = token_statistics(logits, backend=self._backend, **options)
         if sampling.late:
-            sure = self._statistics(logits, places, sampling.late)
+            options["suppress"] += sampling.late
+            sure = token_statistics(logits, backend=self._backend, **options)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
 
-    def _statistics(self, logits: torch.Tensor, places: torch.Tensor, late: tuple[int, ...]) -> TokenStatistics:
+    def _options(self, step: Step) -> dict[str, Any]:
         sampling = self.sampling
-        row = torch.arange(places.numel(), device=places.device).view_as(places).masked_fill(places < 0, -1)
-        suppress, top_p = (self.mask_token, *sampling.banned, *late), sampling.top_p
-        if sampling.top_k is not None:  # with top_p, which is of the distribution of all tokens
-            for token in suppress:
-                without_(logits, token)
-            logits, top_p = likeliest(logits, sampling.top_k, sampling.temperature, top_p), 1.0
-        return token_statistics(
-            logits,
-            temperature=sampling.temperature,
-            seed=sampling.seed,
-            step=self.forward[:, None],
-            positions=places,
-            row_index=row,
-            suppress=suppress,
-            top_k=1,
-            top_p=top_p,
-            distribution=sampling.distribution,
-            backend=self._backend,
-        )
+        options = {
+            "suppress": (self.mask_token, *sampling.banned),
+            "top_k": 1,
+            "top_p": sampling.top_p,
+            "distribution": sampling.distribution,
+            **noise(sampling.temperature, sampling.seed, step.number, step.positions),
+        }
+        if not step.full:
+            row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)
+            options["row_index"] = row.masked_fill_(step.positions < 0, -1)
+        return options
 
-    def commit(
-        self,
-        windows: torch.Tensor,
-        places: torch.Tensor,
-        ids: torch.Tensor,
-        confidence: torch.Tensor | None,
-        **rule: Any,
-    ) -> Unmasked:
-        """Fill in the surest of `places` as the `rule` of `unmask_` says (quota, threshold, need, factor, strict).
+    def commit(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
+        """Fill in the surest positions of `step` as the `rule` of `unmask_` says (quota, threshold, need, factor, strict).
 
         A `confidence` of None: any of them, at random.
         """
         if self._session.trace is not None:
-            scores = self.turns(places) if confidence is None else confidence
-            self._records.append(_Record(self.tokens.clone(), self.part, windows, places, scores))
+            scores = self.turns(step) if confidence is None else confidence
+            self._records.append(_Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
+        if confidence is None:
+            number = step.number
+            rule |= {"seed": self.sampling.seed, "step": number if isinstance(number, int) else number[:, 0]}
         done = unmask_(
             self.tokens,
             ids,
             confidence,
             mask_token=self.mask_token,
-            positions=places,
-            windows=windows,
-            seed=self.sampling.seed,
-            step=self.forward,
+            positions=step.positions,
+            windows=step.windows,
             backend=self._backend,
             **rule,
         )
-        now = (self._filled == 0) & (self.tokens != self.mask_token)
-        self._filled = torch.where(now, self.forward[:, None], self._filled)
+        self._parts.append(self._part)
+        self._committed.append(done.committed)
         return done
 
-    def turns(self, places: torch.Tensor) -> torch.Tensor:
-        """fp64 in (0, 1): the numbers that stand in for a confidence where chance decides."""
-        return uniforms(self.sampling.seed, self.forward[:, None], places.clamp(min=0), 1, ORDER)[..., 0]
+    def turns(self, step: Step) -> torch.Tensor:
+        """fp64 in (0, 1): the numbers that replace a confidence where chance decides."""
+        return uniforms(self.sampling.seed, step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
-    def poll(self, *facts: torch.Tensor) -> list[list[int]]:
-        """Reads `facts`, each ``(batch,)`` of ints, row by row; says which sequences are done, and hands their tokens on.
+    def poll(self) -> list[int]:
+        """Reads the texts and `fact`, which it returns; says which sequences are done, and hands their tokens on.
 
         Tokens with nothing open before them are final: they are on record from here on. A sequence is done with its last
-        place, or with an end token among those.
+        position, or with an end token among those.
         """
-        answer = self.tokens.gather(1, self._answer)
-        final = (answer == self.mask_token).cumsum(1) == 0
-        end = final & is_end(answer, self._ends)
-        ended = end.any(1)
-        count = torch.where(ended, end.long().argmax(1) + 1, final.sum(1))
-        self.going = self.going & ~ended & (count < answer.shape[1])
-        rows = torch.cat([torch.stack([self.going, count, *facts], 1), answer], 1).tolist()
-        self.running = [row[0] != 0 for row in rows]
-        for sequence, (_, known, *rest) in enumerate(rows):
-            if known > self._told[sequence]:
-                new = rest[len(facts) + self._told[sequence] : len(facts) + known]
-                self._session.emit(sequence, new, len(new))
+        ends, shortest, facts = self._session.end_tokens, min(self.starts), []
+        for sequence, row in enumerate(self._known.tolist()):
+            first = self.starts[sequence] - shortest
+            answer = self.answers[sequence] = row[first : first + self._limit]
+            facts.append(row[-1])
+            if not self.active[sequence]:
+                continue
+            told = known = self._told[sequence]
+            ended = False
+            while not ended and known < self._limit and answer[known] != self.mask_token:
+                ended = answer[known] in ends
+                known += 1
+            if known > told:
+                self._session.emit(sequence, answer[told:known], known - told)
                 self._told[sequence] = known
-        return [row[2 : 2 + len(facts)] for row in rows]
+            if ended or known == self._limit:
+                self.active = [on and other != sequence for other, on in enumerate(self.active)]
+                self._span = None
+        return facts
 
     def finish(self) -> int:
-        """Leaves the session's record behind and returns in how many forwards its sequences took part, all together."""
+        """Leaves the session's record and returns in how many forwards its sequences took part, all together."""
         if self.unfinished:
             self.poll()
-        rows = torch.cat([self.forward[:, None], self._filled.gather(1, self._answer)], 1).tolist()
-        for sequence, (forwards, *filled) in enumerate(rows):
-            accepted = [0] * forwards
-            for number in filled:
-                if number > 0:
-                    accepted[number - 1] += 1
-            self._session.accepted[sequence] = accepted
+        if self._committed:
+            for part, counts in zip(self._parts, torch.stack(self._committed).tolist(), strict=True):
+                for sequence, count in enumerate(counts):
+                    if part[sequence]:
+                        self._session.accepted[sequence].append(count)
         if self._session.trace is not None:
             self._session.trace = self._trace()
-        return sum(row[0] for row in rows)
+        return sum(self._numbers)
 
     def _trace(self) -> list[list[MaskedStep]]:
-        totals = self.totals.tolist()
+        totals = [start + self._limit for start in self.starts]
         trace: list[list[MaskedStep]] = [[] for _ in totals]
         after = [*(record.tokens for record in self._records), self.tokens][1:]
         for record, following in zip(self._records, after, strict=True):
             for sequence, parts in enumerate(zip(*record.on_host(), following.tolist(), strict=True)):
-                part, before, window, places, confidence, now = parts
+                part, before, window, positions, confidence, now = parts
                 if part:
-                    guessed = {place: sure for place, sure in zip(places, confidence, strict=True) if place >= 0}
-                    committed = {place: now[place] for place in guessed if before[place] != now[place]}
+                    guessed = {at: sure for at, sure in zip(positions, confidence, strict=True) if at >= 0}
+                    committed = {at: now[at] for at in guessed if before[at] != now[at]}
                     trace[sequence].append(MaskedStep(before[: totals[sequence]], committed, guessed, tuple(window)))
         return trace
 
 
 class _Record(NamedTuple):
-    """A commit as the trace needs it: what stood there, who took part, where, and how sure of what."""
+    """A commit as the trace needs it: the text before, who took part, where, and how sure of what."""
 
     tokens: torch.Tensor
-    part: torch.Tensor
+    part: list[bool]
     windows: torch.Tensor
-    places: torch.Tensor
+    positions: torch.Tensor
     confidence: torch.Tensor
 
     def on_host(self) -> tuple[list[Any], ...]:
-        return tuple(field.tolist() for field in (self.part, self.tokens, self.windows, self.places, self.confidence))
+        tensors = self.tokens, self.windows, self.positions, self.confidence
+        return self.part, *(tensor.tolist() for tensor in tensors)
 
 
 class WholeCanvas:
-    """A forward over the canvases from their first place on: hidden states of all rows, nothing kept for the next one.
+    """A forward over the canvases from their first position on: hidden states of all rows, nothing kept for the next one.
 
     With guidance there are as many sequences again, whose prompts are masked.
 
     Attributes:
-        first_row: places that the first rows stand at; None: 0.
-        width: places of a canvas.
+        first_row: positions of the first rows; None: 0.
+        width: positions of a canvas.
     """
 
     first_row: torch.Tensor | None = None
@@ -295,32 +359,32 @@ class WholeCanvas:
 
     def _start(self, session: Session, page_size: int | None) -> None:
         self._model, self._cache = session.model, session.new_cache(page_size, copies=self._copies)
-        self._starts = torch.zeros_like(self._canvas.totals).repeat(self._copies)
-        self._ragged = session.ragged(self._canvas.totals) is not None
+        self._visible = self._canvas.totals.repeat(self._copies)
+        self._starts = torch.zeros_like(self._visible)
+        self._counts = session.ragged(self._visible)
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, width, hidden_size)``. The canvases are cut at `ends` ``(batch,)`` and at `width`; None: they are not."""
-        visible = self._canvas.totals if ends is None else ends.clamp(max=width)
-        visible = visible.repeat(self._copies)
-        counts = visible if self._ragged or ends is not None else None
-        return self._model.recompute(
+        visible, counts = self._visible, self._counts
+        if ends is not None:
+            visible = counts = ends.clamp(max=width).repeat(self._copies)
+        hidden: torch.Tensor = self._model.recompute(
             self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
         )
+        return hidden
 
     def _tokens(self) -> torch.Tensor:
         tokens = self._canvas.tokens
-        return (
-            tokens
-            if self._copies == 1
-            else torch.cat([tokens, tokens.masked_fill(self._prompt, self._canvas.mask_token)])
-        )
+        if self._copies == 1:
+            return tokens
+        return torch.cat([tokens, tokens.masked_fill(self._prompt, self._canvas.mask_token)])
 
 
 class KeptCanvas(WholeCanvas):
-    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of rows that predict new places.
+    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of rows that predict new positions.
 
     With a `guidance_interval` above 1 the canvases whose prompts are masked have a cache of their own, and a forward only at
-    each interval and in the first five. In between, the hidden states of that forward stand behind those of now.
+    each interval and in the first five. In between, the hidden states of that forward come after those of now.
 
     Its other `options` are those of the cache.
     """
@@ -332,24 +396,20 @@ class KeptCanvas(WholeCanvas):
         super().__init__(session, canvas, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
-        model, prompt_lengths, parts = (
-            session.model,
-            self._canvas.prompt_lengths,
-            1 if self._guidance_interval == 1 else self._copies,
-        )
+        model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
         self._together = self._copies // parts
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
         self._cache, *self._free = (
             FeatureCache(model, *sizes, page_size=page_size, **self._options) for _ in range(parts)
         )
-        self._prompt_lengths = prompt_lengths.repeat(self._together)
-        self.first_row = prompt_lengths - int(model.config.predicts == "next")
+        self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
+        self.first_row = self._canvas.prompt_lengths - int(model.config.predicts == "next")
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, new places, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, behind their prompts."""
+        """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""
         visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
         tokens = self._tokens()
-        hidden = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
+        hidden: torch.Tensor = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
@@ -360,7 +420,7 @@ class KeptCanvas(WholeCanvas):
 
 
 def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:
-    """The mask token of the session's model, which fills in places that it sees both sides of."""
+    """The mask token of the session's model, which fills in positions that it sees both sides of."""
     model = session.model
     attention = getattr(model.config, "attention", None)
     check_type(
@@ -373,8 +433,8 @@ def checked_masked_model(op: str, session: Session, mask_token: int | None) -> i
     return checked_mask_token(op, model, mask_token)
 
 
-def blocks_of(limit: int, block_size: int | None) -> list[tuple[int, int]]:
-    """First and last (exclusive) new place of each block; the last block may be shorter. None: one block.
+def blocks_of(limit: int, block_size: int | None) -> list[Window]:
+    """First and last (exclusive) new position of each block; the last block may be shorter. None: one block.
 
     >>> blocks_of(10, 4), blocks_of(10, None)
     ([(0, 4), (4, 8), (8, 10)], [(0, 10)])

@@ -1,6 +1,6 @@
 """One sequence's blocks under way, on the host: what the next forward reads, and what its answers make of them.
 
-Between two forwards only a few dozen token ids change place, by rules full of cases, so they stay in Python lists. All of
+Between two forwards only a few dozen token ids move, by rules full of cases, so they stay in Python lists. All of
 it together took 1.4 % of the time of a forward of `tiny-code` on a CPU when this was written.
 """
 
@@ -20,7 +20,7 @@ class Limits(NamedTuple):
 
 
 class PseudoBlock(NamedTuple):
-    """A block behind the real one. Both lists together are the block; `accepted` is what the model agreed with so far."""
+    """A block after the real one. Both lists together are the block; `accepted` is what the model agreed with so far."""
 
     accepted: list[int]
     draft: list[int]
@@ -42,19 +42,19 @@ class PseudoBlock(NamedTuple):
 
 
 class Progress:
-    """The real block, the pseudo blocks behind it, and the pool of sequences that may come true after all.
+    """The real block, the pseudo blocks after it, and the pool of sequences that may come true after all.
 
-    `rows` is what the next forward tries in the real block's place: its draft, then other candidates of the same length.
+    `rows` is what the next forward tries for the real block: its draft, then other candidates of the same length.
     All start with the token that is known to be right. Where the row that wins leaves off, :meth:`advance` takes over.
     """
 
     def __init__(self, prompt: Sequence[int], draft: list[int], max_new_tokens: int, limits: Limits) -> None:
-        self.history = list(prompt)  # and what was committed behind it
+        self.history = list(prompt)  # and what was committed after it
         self.rows = [draft]
         self.pseudo: list[PseudoBlock] = []
         self._limits = limits
         self._block_start = len(prompt)
-        # The last token asked for needs no forward of its own: blocks divide the places before it.
+        # The last token asked for needs no forward of its own: blocks divide the positions before it.
         self._end = len(prompt) + max_new_tokens - 1
         self._pool: deque[list[int]] = deque(maxlen=limits.pool_size)
 
@@ -63,10 +63,10 @@ class Progress:
         """Tokens that forwards still have to confirm."""
         return self._end - len(self.history)
 
-    def behind(self) -> tuple[list[int], list[int]]:
-        """The pseudo blocks' tokens, and the places, counted from the start of a row, whose answers they wait for.
+    def following(self) -> tuple[list[int], list[int]]:
+        """The pseudo blocks' tokens, and the positions, counted from the start of a row, whose answers they wait for.
 
-        Tokens behind the last such place are left out: nothing that is read sees them.
+        Tokens after the last such position are left out: nothing that is read sees them.
         """
         tokens: list[int] = []
         wanted: list[int] = []
@@ -86,7 +86,7 @@ class Progress:
             row: the one of `rows` that won.
             accepted: tokens of it that stand.
             predictions: the model's own next token after each of its tokens.
-            answers: those at the places that :meth:`behind` names.
+            answers: those at the positions that :meth:`following` names.
             words: `block_size` random words, for slots that nothing has predicted.
         """
         known = len(self.history)
@@ -111,11 +111,11 @@ class Progress:
         if rejected:
             self._pool.append(rejected)
 
-    def _length_at(self, place: int) -> int:
-        return min(self._limits.block_size, self._end - place)
+    def _length_at(self, position: int) -> int:
+        return min(self._limits.block_size, self._end - position)
 
     def _spawn(self, draft: list[int], fresh: list[int]) -> None:
-        """Opens a block behind the newest one, once that is settled far enough: a copy of the real draft, then fillers."""
+        """Opens a block after the newest one, once that is settled far enough: a copy of the real draft, then fillers."""
         under_way = 1 + len(self.pseudo)
         newest = len(self.pseudo[-1].accepted) if self.pseudo else len(self.history) - self._block_start
         room = self._length_at(self._block_start + self._limits.block_size * under_way)
@@ -137,8 +137,8 @@ class Progress:
             if len(rows) == self._limits.rows:
                 break
             if draft[0] in entry:
-                place = entry.index(draft[0])
-                candidate = entry[place : place + len(draft)]
+                position = entry.index(draft[0])
+                candidate = entry[position : position + len(draft)]
                 candidate += draft[len(candidate) :]
                 if candidate not in rows:
                     rows.append(candidate)

@@ -26,7 +26,7 @@ class Sampling(NamedTuple):
     seed: int
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64."""
+        """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
             logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
         return draw(logits, positions, self.temperature, self.seed, OWN)
@@ -35,11 +35,12 @@ class Sampling(NamedTuple):
 def filtered(
     logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
 ) -> torch.Tensor:
-    """`logits` ``(..., V)`` with -inf for tokens out of the question, at a temperature above 0; fp64 where there is a filter.
+    """`logits` ``(..., V)`` with -inf for tokens out of the question, at a temperature above 0.
 
     As the published model draws: of ``softmax(logits / temperature)`` top-k drops what is below the `top_k`-th largest. Of the rest,
     from the top and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but not the first
-    (the usual rule keeps the token that crosses the line too). Then min-p drops what is below `min_p` times the largest.
+    (the usual rule, that of `token_statistics`, keeps the token that crosses the line too, and equals of it). Then min-p drops
+    what is below `min_p` times the largest.
 
     >>> distribution = torch.tensor([0.5, 0.3, 0.2]).log()
     >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
@@ -60,7 +61,7 @@ def filtered(
         distribution = distribution.masked_fill(torch.zeros_like(dropped).scatter(-1, ids, dropped), 0)
     if min_p is not None:
         distribution = distribution.masked_fill(distribution < min_p * distribution.amax(-1, keepdim=True), 0)
-    return scores.masked_fill(distribution == 0, -torch.inf)
+    return logits.masked_fill(distribution == 0, -torch.inf)
 
 
 def checked_sampling(
@@ -77,7 +78,7 @@ def checked_sampling(
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
-    model = session.model
+    model: RecurrentDepth = session.model
     check_type(
         isinstance(model, RecurrentDepth),
         op,
@@ -86,7 +87,7 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
         type(model).__name__,
         "See pdkernels.models.recurrent_depth.",
     )
-    session.recurrences = 0
+    session.counts_recurrences = True
     return model
 
 
@@ -103,11 +104,11 @@ class Prefill(NamedTuple):
     ended: torch.Tensor  # (batch,) bool: the first token ends its sequence
     ends: torch.Tensor | None  # int64 ids that end a sequence
     first: list[int]  # `tokens` on the host
-    going: list[bool]  # which sequences have tokens to come
+    active: list[bool]  # which sequences have tokens to come
 
 
 def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: int | None) -> Prefill:
-    """Run the prompts through the model and put the token behind each on record; at least one token is asked for."""
+    """Run the prompts through the model and put the token after each on record; at least one token is asked for."""
     cache = session.new_cache(page_size)
     device = cache.lengths.device
     ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait
@@ -122,5 +123,5 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     first = tokens[:, 0].tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
-    going = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
-    return Prefill(cache, tokens, ended, ends, first, going)
+    active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]
+    return Prefill(cache, tokens, ended, ends, first, active)

@@ -1,14 +1,14 @@
 """The rows that recurrent diffusion has under way, in tensors that are made once and stay where they are.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithm 2 and
-equations 1 to 3. A row is called by its number i in its sequence's wave and stands at position ``cursor + i``. The cursor is the
-lengths of the cache: whatever stands before it is frozen, whatever stands behind is written anew by every recurrence. So when rows
+equations 1 to 3. A row is called by its number i in its sequence's wave and is at position ``cursor + i``. The cursor is the
+lengths of the cache: everything before it is frozen, everything after it is written anew by every recurrence. So when rows
 freeze, the cursor moves, and nothing else: the next step reads this step's states and embeddings as many rows further on.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,11 @@ from pdkernels.decoding._session import Session
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
+Schedule = Literal["linear", "root", "harmonic", "constant"]
+Mixer = Literal["linear", "sqrt"]
+Rule = Literal["prefix", "last"]
+NewState = Literal["fresh", "copied"]
+
 
 class WaveOptions(NamedTuple):
     """Options of `recurrent_diffusion`, checked and with their defaults filled in."""
@@ -27,14 +32,14 @@ class WaveOptions(NamedTuple):
     threshold: float
     compared: int  # states before a step's that the exit test needs: 0 (it needs none), 1 or 2
     noise: float
-    schedule: str
+    schedule: Schedule
     horizon: int
-    mixer: str
+    mixer: Mixer
     momentum: float
     headway: int
     max_wavefront: int
-    rule: str
-    new_state: str
+    rule: Rule
+    new_state: NewState
     guard: bool
     max_recurrences: int
     stability: int
@@ -45,7 +50,7 @@ class Wave:
 
     Attributes:
         room: most rows of a sequence.
-        tokens: ``(batch, room + 1)`` int64, inputs of the rows; what stands behind a wave is some valid id.
+        tokens: ``(batch, room + 1)`` int64, inputs of the rows; what comes after a wave is some valid id.
         width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
     """
 
@@ -83,7 +88,7 @@ class Wave:
             whole: every sequence has that many rows, so that none is padding.
 
         Returns:
-            Predictions ``(batch, rows)`` int64, of the token behind each row, and the distance of each row, inf where there is none.
+            Predictions ``(batch, rows)`` int64, of the token after each row, and the distance of each row, inf where there is none.
         """
         model, options, cache, width = self.model, self.options, self._cache, self.width
         cursor, backend = cache.lengths, backend_of(self.model.dtype)
@@ -129,11 +134,11 @@ class Wave:
             min_recurrences=max(1, options.compared) * options.inner_recurrence,
             backend=backend,
         )
-        places = cursor[:, None] + 1 + self._slot[:rows]
-        predictions = self.sampling.draw(model.coda(state, context), places)
+        positions = cursor[:, None] + 1 + self._slot[:rows]
+        predictions = self.sampling.draw(model.coda(state, context), positions)
         if self._text is not None:
-            # Drafts stand behind the text at their own places; the cursor alone makes them count.
-            self._text.scatter_(1, places, predictions)
+            # Drafts come after the text at their own positions; the cursor alone makes them count.
+            self._text.scatter_(1, positions, predictions)
         if options.compared == 2 and self._state is not None:
             self._older = self._state, self.advance.clone()
         self._state, self._blended = state, blended

@@ -14,7 +14,9 @@ from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 
 _OP = "decoding.generate"
 
-Prompts = str | torch.Tensor | Sequence[int] | Sequence[str] | Sequence[torch.Tensor] | Sequence[Sequence[int]]
+Prompt = str | torch.Tensor | Sequence[int]
+Batch = Sequence[Prompt]
+Prompts = Prompt | Batch
 
 
 def open_session(
@@ -48,7 +50,7 @@ def open_session(
     return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
 
 
-def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult:
+def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
     """What `generate` returns of a session that `decode` fills."""
     started = time.perf_counter()
     # Caches have the model's dtype, whatever autocast around the call would make of K and V.
@@ -67,7 +69,7 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         seconds=seconds,
         accepted=session.accepted,
         trace=session.trace,
-        recurrences=session.recurrences,
+        recurrences=session.recurrences if session.counts_recurrences else None,
     )
     ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
     text = None

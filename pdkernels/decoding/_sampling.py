@@ -1,6 +1,6 @@
 """Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
 
-A draw belongs to a place in the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
+A draw belongs to a position of the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
 the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the same tokens alone,
 in a batch and in the reference, and nothing random has to be stored.
 """
@@ -8,14 +8,18 @@ in a batch and in the reference, and nothing random has to be stored.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from pdkernels._validation import check, check_type
+from pdkernels.backends import backend_of
+from pdkernels.ops import TokenStatistics, token_statistics
+
+Name = TypeVar("Name", bound=str)
 
 OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
-ORDER = 2  # fourth word of the counter where a number is a place's turn; draws of tokens have 0, latent noise has 1
+ORDER = 2  # fourth word of the counter where a number is a position's turn; draws of tokens have 0, latent noise has 1
 
 _WORD = 0xFFFFFFFF
 
@@ -50,17 +54,38 @@ def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: i
 
 
 def draw(
-    logits: torch.Tensor, positions: torch.Tensor, temperature: float, seed: int, step: torch.Tensor | int
+    logits: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: float,
+    seed: int,
+    step: torch.Tensor | int,
+    suppress: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One token for each row of `logits` ``(batch, R, V)``, which stands for `positions` ``(batch, R)``: int64 ``(batch, R)``.
+    """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
     Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `step` is a number
     or broadcasts against `positions`.
     """
+    if temperature == 0 and not suppress:
+        return logits.argmax(-1)  # the one thing that is asked for
+    backend, numbers = backend_of(logits.dtype), noise(temperature, seed, step, positions)
+    return token_statistics(logits, suppress=suppress, top_k=1, backend=backend, **numbers).ids
+
+
+def noise(temperature: float, seed: int, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
+    """What a draw is made with, as `token_statistics` takes it. At temperature 0 it is nothing."""
     if temperature == 0:
-        return logits.argmax(-1)
-    noise = torch.log(-torch.log(uniforms(seed, step, positions, logits.shape[-1])))
-    return (logits.double() - temperature * noise).argmax(-1)
+        return {}
+    return {"temperature": temperature, "seed": seed, "step": step, "positions": positions}
+
+
+def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
+    """`token_statistics` of what the head of `model` says of rows of `hidden`; a model that can keeps no logits for it."""
+    if hasattr(model, "statistics"):
+        found: TokenStatistics = model.statistics(hidden, **options)
+        return found
+    logits = model.logits(hidden)
+    return token_statistics(logits, backend=backend_of(logits.dtype), **options)
 
 
 def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -119,7 +144,7 @@ def checked_number(op: str, name: str, value: float, most: float = math.inf) -> 
     return value
 
 
-def checked_name(op: str, name: str, value: str, known: tuple[str, ...]) -> str:
+def checked_name(op: str, name: str, value: Name, known: tuple[str, ...]) -> Name:
     check(value in known, op, name, "be one of " + ", ".join(map(repr, known)), repr(value))
     return value
 
@@ -131,7 +156,7 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
 
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     """The id of open slots: `given`, or the model's own."""
-    token = getattr(model, "mask_token", None) if given is None else given
+    token: Any = getattr(model, "mask_token", None) if given is None else given
     check(
         token is not None,
         op,
@@ -143,4 +168,4 @@ def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     check_type(type(token) is int, op, "mask_token", "be an int", type(token).__name__)
     vocabulary = model.config.vocab_size
     check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
-    return token
+    return int(token)

@@ -1,4 +1,4 @@
-"""What every decoding loop starts from and leaves behind: packed prompts, a cache, the record of its tokens."""
+"""What every decoding loop starts from and leaves: packed prompts, a cache, the record of its tokens."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from pdkernels.decoding.result import OnTokens, TraceStep
 def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Which of `tokens` are among `ends` (1-D), elementwise."""
     return (tokens.unsqueeze(-1) == ends).any(-1)
+
+
+def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
+    """A table of numbers on the device, int64, in one copy that the host does not wait for."""
+    return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 class Session:
@@ -41,7 +46,7 @@ class Session:
         self.accepted: list[list[int]] = [[] for _ in prompts]
         self.trace: list[list[Any]] | None = [[] for _ in prompts] if trace else None
         self.forwards = 0
-        self.recurrences: int | None = None  # counted by the methods that decide how often a model's core runs
+        self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 
@@ -52,16 +57,16 @@ class Session:
 
     def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1) -> Any:
         """A cache with room for every prompt, all its new tokens and `room` more, `copies` times; paged if `page_size` is given."""
-        batch, behind = copies * self.batch, self.max_new_tokens + room
+        batch, more = copies * self.batch, self.max_new_tokens + room
         if page_size is None:
-            return self.model.new_cache(batch, self.longest + behind)
-        cache = self.model.new_cache(batch, self.longest + behind, kind="paged", page_size=page_size)
+            return self.model.new_cache(batch, self.longest + more)
+        cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size)
         # All pages at once: the loop then never has to ask the host-side allocator.
-        cache.reserve_([len(prompt) + behind for prompt in self.prompts] * copies)
+        cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
         return cache
 
     def packed_prompts(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompts as rows ``(batch, width)`` with zeros behind them, and their lengths ``(batch,)``."""
+        """Prompts as rows ``(batch, width)`` with zeros after them, and their lengths ``(batch,)``."""
         rows = [prompt + [0] * (width - len(prompt)) for prompt in self.prompts]
         lengths = [len(prompt) for prompt in self.prompts]
         return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)

@@ -7,9 +7,9 @@ half turns entries, one per step, into the session's record. Here the two take t
 
 from __future__ import annotations
 
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import update_wrapper
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +30,10 @@ class Steps(ABC):
     entry: torch.Tensor
     needs_host: str = ""
     """What of the options makes a step read its device; empty where none does."""
+
+    @abstractmethod
+    def __init__(self, sizes: Session, **options: Any) -> None:
+        """For sessions of these sizes; the keyword-only parameters are the method's options."""
 
     @abstractmethod
     def start(self, session: Session) -> None:
@@ -59,8 +63,7 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
     def decode(session: Session, **options: Any) -> int:
         return run(steps(session, **options), session)
 
-    decode.__signature__ = inspect.signature(steps)
-    return decode
+    return update_wrapper(decode, steps, assigned=("__doc__", "__module__"), updated=())
 
 
 def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:

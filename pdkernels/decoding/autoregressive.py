@@ -12,13 +12,7 @@ _OP = "decoding.autoregressive"
 
 
 class AutoregressiveSteps(Steps):
-    """An entry: 1 while a sequence goes on, its newest token.
-
-    Options:
-        temperature: of the draws; 0 is greedy.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
-    """
+    """An entry: 1 while a sequence goes on, its newest token."""
 
     def __init__(
         self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None
@@ -28,7 +22,7 @@ class AutoregressiveSteps(Steps):
         self.cache = sizes.new_cache(page_size)
         self.ends = sizes.ends_on(self.cache.device)
         self.entry = self.cache.lengths.new_zeros(sizes.batch, 2)
-        self.going, self.token = self.entry[:, 0], self.entry[:, 1:]
+        self.active, self.token = self.entry[:, 0], self.entry[:, 1:]
         self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
 
     def start(self, session: Session) -> None:
@@ -45,15 +39,15 @@ class AutoregressiveSteps(Steps):
         # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
         logits = self.model(self.token, cache=self.cache)
         following = draw(logits, self.cache.lengths[:, None] + 1, self.temperature, self.seed, OWN)
-        self.cache.commit_(self.going)
-        self.remaining -= self.going
+        self.cache.commit_(self.active)
+        self.remaining -= self.active
         self._write(following)
 
     def _write(self, token: torch.Tensor) -> None:
         self.token.copy_(token)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
-        self.going.copy_(self.remaining.clamp(max=1))
+        self.active.copy_(self.remaining.clamp(max=1))
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
@@ -62,10 +56,10 @@ class AutoregressiveSteps(Steps):
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1
-        for sequence, ((going, known), (_, token)) in enumerate(zip(before, rows)):
-            if going:
+        for sequence, ((active, known), (_, token)) in enumerate(zip(before, rows)):
+            if active:
                 session.log_step(sequence, [known], [token], accepted=1, next_token=token)
-        return sum(going for going, _ in before)
+        return sum(active for active, _ in before)
 
 
 decode = decoder(AutoregressiveSteps)

@@ -1,10 +1,12 @@
 """Dream's sampler: a schedule of times says how many masks each forward leaves, a score says which.
 
 Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which says
-where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 
@@ -16,14 +18,14 @@ from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.dream"
 
-ALGORITHMS = ("origin", "maskgit_plus", "topk_margin", "entropy")
+Algorithm = Literal["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
 def decode(
     session: Session,
     *,
     steps: int | None = None,
-    algorithm: str = "entropy",
+    algorithm: Algorithm = "entropy",
     eps: float = 1e-3,
     temperature: float = 0.0,
     top_p: float = 1.0,
@@ -34,7 +36,7 @@ def decode(
 ) -> int:
     """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
 
-    Options:
+    Args:
         steps: forwards; None: one for each token.
         algorithm: what is filled first: "entropy" where the distribution has the least, "maskgit_plus" the most probable guesses,
             "topk_margin" those furthest ahead of the second best; "origin": every place with probability ``1 - s / t``.
@@ -43,8 +45,6 @@ def decode(
         top_p: guess among the likeliest tokens that have this mass, and score the distribution of those.
         top_k: guess among so many of the likeliest tokens, and score the distribution of those; with `top_p`, of what both leave.
         order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -52,7 +52,7 @@ def decode(
     mask_token = checked_masked_model(_OP, session, mask_token)
     if steps is not None:
         checked_size(_OP, "steps", steps)
-    checked_name(_OP, "algorithm", algorithm, ALGORITHMS)
+    checked_name(_OP, "algorithm", algorithm, get_args(Algorithm))
     check_type(type(eps) in (int, float), _OP, "eps", "be a number", type(eps).__name__)
     check(0 < eps < 1, _OP, "eps", "lie between 0 and 1", eps)
     checked_number(_OP, "top_p", top_p, 1.0)
@@ -73,22 +73,22 @@ def decode(
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)
-    for step in range(steps):
+    for number in range(steps):
         canvas.begin()
-        windows = canvas.windows(0, session.max_new_tokens)
-        places = canvas.open_places(windows, masks)
-        guesses = canvas.guess(forward(), places)
+        step = canvas.open_on_device(0, session.max_new_tokens, masks, full=algorithm != "origin" or session.batch == 1)
+        guesses = canvas.guess(forward(), step)
         # The share of the masks that stays; the last forward leaves none.
-        stays = _time(step + 1, steps, eps) / _time(step, steps, eps) if step < steps - 1 else 0.0
+        stays = _time(number + 1, steps, eps) / _time(number, steps, eps) if number < steps - 1 else 0.0
         if algorithm == "origin":
-            left = canvas.commit(windows, places, guesses.ids, None, threshold=stays, need=0).remaining
-            masks = max(fact[0] for fact in canvas.poll(left))
+            canvas.commit(step, guesses.ids, None, threshold=stays, need=0)
+            canvas.poll()
+            masks = max(canvas.open_counts())
         else:
             quota = int(masks * (1 - stays))
             scores = _scores(guesses, algorithm)
             if order_temperature > 0:
-                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(places)))).to(scores.dtype)
-            canvas.commit(windows, places, guesses.ids, scores, quota=quota)
+                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(step)))).to(scores.dtype)
+            canvas.commit(step, guesses.ids, scores, quota=quota)
             masks -= quota
             if canvas.needs_polls:
                 canvas.poll()
@@ -102,7 +102,7 @@ def _time(step: int, steps: int, eps: float) -> float:
     return 1 + (eps - 1) * step / steps
 
 
-def _scores(guesses: TokenStatistics, algorithm: str) -> torch.Tensor:
+def _scores(guesses: TokenStatistics, algorithm: Algorithm) -> torch.Tensor:
     if algorithm == "maskgit_plus":
         return guesses.probs
     return guesses.margin if algorithm == "topk_margin" else -guesses.entropy

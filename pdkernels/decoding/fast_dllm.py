@@ -1,19 +1,19 @@
 """Fast-dLLM: blocks of a canvas, filled in parallel by confidence, on a KV cache that is refreshed once per block.
 
 Source: "Fast-dLLM", sections 3.2 and 3.3, and the released code. The plain form is reference/fast_dllm.py; both take the same
-forwards, draw the same tokens and fill the same places. A block that is complete behind its first forward has no other one,
+forwards, draw the same tokens and fill the same positions. A block that is complete after its first forward has no other one,
 as in the later revision of that code.
 
 A block begins with a forward over the whole canvas, which writes every K and V anew. Until the block is complete, forwards then
-take fewer rows: those from the block on ("prefix"), or the block's own ("dual"), whose K and V replace what stood in their
-places. All sequences of a batch work on their blocks together: one whose block is complete waits for the others, in no
+take fewer rows: those from the block on ("prefix"), or the block's own ("dual"), whose K and V replace those at their
+positions. All sequences of a batch work on their blocks together: one whose block is complete waits for the others, in no
 forward of its own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,14 +24,14 @@ from pdkernels.decoding._session import Session
 
 _OP = "decoding.fast_dllm"
 
-CACHES = ("none", "prefix", "dual")
+Kept = Literal["none", "prefix", "dual"]
 
 
 def decode(
     session: Session,
     *,
     block_size: int = 32,
-    cache: str = "dual",
+    cache: Kept = "dual",
     threshold: float | None = 0.9,
     factor: float | None = None,
     steps: int | None = None,
@@ -42,7 +42,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled together.
         cache: "dual" recomputes the block alone, "prefix" the block and everything behind it, "none" the whole canvas.
         threshold: fill every place whose confidence reaches it, and the surest one anyway.
@@ -50,9 +50,6 @@ def decode(
         steps: forwards, shared evenly by the blocks, if `threshold` and `factor` are None: the places of a block are shared
             evenly by its forwards. None: one for each token.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Where rows predict the next token and there is a cache, a block's first forward fills the block's first place alone, however
     sure it is: that is predicted by the row before the block, which its other forwards do not take.
@@ -62,7 +59,7 @@ def decode(
     """
     mask_token = checked_masked_model(_OP, session, mask_token)
     checked_size(_OP, "block_size", block_size)
-    checked_name(_OP, "cache", cache, CACHES)
+    checked_name(_OP, "cache", cache, get_args(Kept))
     for name, value in (("threshold", threshold), ("factor", factor)):
         if value is not None:
             checked_number(_OP, name, value)
@@ -91,52 +88,52 @@ def decode(
         return canvas.finish()
 
     rows = Rows(session, canvas, page_size)
-    next_token = int(
-        cache != "none" and session.model.config.predicts == "next"
-    )  # places that an entry fills, and it alone
-    size = min(block_size, limit)
-    behind = limit + block_size  # with a cache: places from the beginning of the block on, on the host
-    # The block's first place, counted from the end of the prompt. Sequences that are done may stay behind.
-    first = torch.zeros_like(canvas.totals)
-    taken = torch.zeros_like(first)  # forwards that the block had
-    entry, open_ = True, None
+    # With a cache, and rows that predict the next token: an entry fills the first position, and it alone.
+    next_token = int(cache != "none" and session.model.config.predicts == "next")
+    rest = limit + block_size  # with a cache: positions from the beginning of the block on
+    # The block's first position, counted from the end of the prompt, and forwards that the block had.
+    first, taken = [0] * session.batch, [0] * session.batch
+    entry, open_ = True, canvas.active
     while canvas.unfinished:
-        block = canvas.windows(first, (first + block_size).clamp(max=limit))
+        canvas.begin(open_)
+        alone = entry and next_token
+        last = [min(n + block_size, limit) for n in first]
+        quotas = [0] * session.batch
+        if steps is not None:
+            masks = [max(0, there - here - next_token) for here, there in zip(first, last, strict=True)]
+            runs = max(1, steps // blocks - next_token)
+            quotas = [1 if alone else share(n, runs, run - next_token) for n, run in zip(masks, taken, strict=True)]
+        windows = [(n, n + 1) for n in first] if alone else list(zip(first, last, strict=True))
+        step = canvas.open(windows, [[n + m for n, m in zip(canvas.starts, first, strict=True)], quotas])
         if entry:
-            canvas.begin()
-            behind -= block_size
+            rest -= block_size
             start, hidden = None, rows()
         else:
-            canvas.begin(open_)
-            start = canvas.prompt_lengths + first
-            hidden = rows.recompute(start, behind if cache == "prefix" else min(block_size, behind))
-        alone = entry and next_token
-        windows = canvas.windows(first, first + 1) if alone else block
-        places = canvas.open_places(windows, 1 if alone else size)
-        guesses = canvas.guess(hidden, places, start)
+            start = step.columns[0]
+            hidden = rows.recompute(start, rest if cache == "prefix" else min(block_size, rest))
+        guesses = canvas.guess(hidden, step, start)
         rule: dict[str, Any] = {} if alone else {"threshold": threshold, "factor": factor}
-        if steps is not None and not alone:
-            masks = ((limit - first).clamp(max=block_size) - next_token).clamp(min=0)
-            rule = {"quota": share(masks, max(1, steps // blocks - next_token), taken - next_token)}
-        canvas.commit(windows, places, guesses.ids, guesses.probs, **rule)
+        if steps is not None:
+            rule = {"quota": step.columns[1]}
+        canvas.commit(step, guesses.ids, guesses.probs, **rule)
+        canvas.poll()
 
-        open_ = canvas.masked(block).any(1)
-        facts = canvas.poll(open_)
-        entry = cache == "none" or not any(
-            is_open and going for (is_open,), going in zip(facts, canvas.running, strict=True)
-        )
-        taken = taken + 1
+        open_ = [canvas.is_open(sequence, *window) for sequence, window in enumerate(zip(first, last, strict=True))]
+        entry = cache == "none" or not any(a and b for a, b in zip(open_, canvas.active, strict=True))
         if entry:  # who is done with its block goes on to the next one; with a cache these are all
-            first = torch.where(open_, first, first + block_size).clamp(max=limit)
-            taken = torch.where(open_, taken, 0)
+            first = [n if more else min(n + block_size, limit) for n, more in zip(first, open_, strict=True)]
+        taken = [n + 1 if more or not entry else 0 for n, more in zip(taken, open_, strict=True)]
+        if entry:
+            open_ = canvas.active
     return canvas.finish()
 
 
 class Rows(WholeCanvas):
-    """Forwards over rows of the canvases that stand side by side; all others are in the KV cache as they were last computed."""
+    """Forwards over rows of the canvases that are side by side; all others are in the KV cache as they were last computed."""
 
     def recompute(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""
         row = torch.arange(width, device=starts.device)
         tokens = self._canvas.tokens.gather(1, starts[:, None] + row)
-        return self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)
+        hidden: torch.Tensor = self._model.recompute(tokens, self._cache, starts, visible=self._canvas.totals)
+        return hidden

@@ -1,12 +1,12 @@
 """Fast-dLLM v2: block diffusion on an exact prefix, block by block in small blocks, with a KV cache inside the block too.
 
 Source: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the released code. The plain form is reference/fast_dllm_v2.py; both
-take the same forwards, draw the same tokens and fill the same places.
+take the same forwards, draw the same tokens and fill the same positions.
 
-Blocks stand at multiples of their size in the text, and every row sees its own block and those before it. The prompt's whole
+Blocks begin at multiples of their size in the text, and every row sees its own block and those before it. The prompt's whole
 blocks go through the model first. A block is filled small block by small block; when it is complete, one more forward writes
 its K and V, which are exact from then on, and gives the first token of the next block. In between, a forward takes the whole
-block, or only the rows of the small block, in front of what the others were at their last turn. All rows go to their places
+block, or only the rows of the small block, before what the others were at their last turn. All rows go to their positions
 in the KV cache, so that every sequence of a batch can be in a phase of its own.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Step
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_mask_token, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
@@ -38,7 +38,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: places of a block; blocks are counted from the text's first token.
         small_block_size: places of a block that are filled together, from left to right.
         threshold: fill every place whose confidence is above it, and the surest one anyway.
@@ -46,9 +46,6 @@ def decode(
             first place is open: that is predicted by the row before it. False: all take the whole block.
         temperature: of the guesses; their confidence is that of the distribution they are drawn from.
         top_p: draw only from the most likely tokens of so much mass, at a temperature above 0.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -79,30 +76,53 @@ def decode(
     if not canvas.unfinished:
         return canvas.finish()
     blocks = Blocks(session, canvas, block_size, small_block_size, block_cache, page_size)
-    blocks.prompts()
-    wide = True
+    if blocks.prompts():
+        canvas.poll()
     while canvas.unfinished:
         canvas.begin()
-        windows = blocks.windows()
-        new = torch.maximum(windows, canvas.prompt_lengths[:, None])  # a mask token of the prompt is part of it
-        places = canvas.open_places(new, small_block_size)
-        guesses = canvas.guess(blocks.forward(block_size if wide else small_block_size), places, blocks.first)
-        canvas.commit(windows, places, guesses.ids, guesses.probs, threshold=threshold, strict=True)
+        step, hidden = blocks.forward()
+        guesses = canvas.guess(hidden, step, step.columns[0])
+        canvas.commit(step, guesses.ids, guesses.probs, threshold=threshold, strict=True)
+        canvas.poll()
         blocks.move_on()
-        facts = canvas.poll(blocks.whole)
-        wide = any(whole and going for (whole,), going in zip(facts, canvas.running, strict=True))
     return canvas.finish()
 
 
-class Blocks:
-    """The block of each sequence, and what the next forward is about. Positions count from the text's first token.
+class Block:
+    """The block of a sequence, and what the next forward is about. Positions count from the text's first token.
 
     Attributes:
-        complete: ``(batch,)`` bool: the block has no open place: the forward writes its K and V for good and gives one more
-            token.
-        whole: ``(batch,)`` bool: the forward takes the whole block, not the small one alone.
-        first: ``(batch,)`` int64, the first row of the forward.
+        start, end: of the block.
+        complete: it has no open position: the forward writes its K and V for good and gives one more token.
+        whole: the forward takes the whole block, not the small one alone.
+        rows: the first row of the forward, and the one after the last.
+        window: where the forward fills positions: in the small block, or the first one after the block.
     """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.kept = False  # K and V of the block are in the cache
+
+    def look(self, answer: list[int], mask: int, prompt: int, sizes: tuple[int, int], keep: bool) -> None:
+        """What the text, of which `answer` comes after `prompt` tokens, says of the next forward."""
+        size, small = sizes
+        self.end = min(self.start + size, prompt + len(answer))
+        # Those of the prompt are part of it.
+        opens = (n for n in range(max(self.start, prompt), self.end) if answer[n - prompt] == mask)
+        position = next(opens, None)
+        self.complete = position is None
+        if position is None:
+            self.whole, self.rows, self.window = True, (self.start, self.end), (self.end, self.end + 1)
+            return
+        first = self.start + (position - self.start) // small * small
+        last = min(first + small, self.end)
+        self.whole = not self.kept or not keep or position == first
+        self.rows = (self.start, self.end) if self.whole else (first, last)
+        self.window = first, last
+
+
+class Blocks:
+    """The blocks of all sequences, and forwards over them."""
 
     def __init__(
         self,
@@ -114,60 +134,46 @@ class Blocks:
         page_size: int | None,
     ) -> None:
         self._session, self._canvas = session, canvas
-        self._size, self._small, self._keep = block_size, small_block_size, keep
+        self._sizes, self._keep = (block_size, small_block_size), keep
         self._cache = session.new_cache(page_size)
-        self._row = torch.arange(canvas.tokens.shape[1], device=canvas.tokens.device)
-        self._start = canvas.prompt_lengths // block_size * block_size
-        self._kept = torch.zeros_like(canvas.going)  # K and V of the block are in the cache
-        self._look()
+        self._row = torch.arange(block_size, device=canvas.tokens.device)
+        self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
 
-    def prompts(self) -> None:
-        """Run the whole blocks of the prompts; behind a prompt of nothing else the next token comes with them."""
-        session, canvas, size = self._session, self._canvas, self._size
-        width = session.longest // size * size
+    def prompts(self) -> bool:
+        """Run the whole blocks of the prompts, if there are any; after a prompt of nothing else the next token comes with them."""
+        session, canvas, starts = self._session, self._canvas, [block.start for block in self._blocks]
+        width = max(starts)
         if width == 0:
-            return
-        canvas.begin(self._start > 0)
+            return False
+        canvas.begin([start > 0 for start in starts])
         tokens = canvas.tokens[:, :width]
-        mask = block_causal(width, size).plan(64, 64, tokens.device)
-        hidden = session.model.hidden(tokens, cache=self._cache, counts=self._start, mask=mask)
-        windows = canvas.windows(0, (self._start == canvas.prompt_lengths).long())
-        places = canvas.open_places(windows, 1)
-        guesses = canvas.guess(hidden, places)
-        canvas.commit(windows, places, guesses.ids, guesses.probs)
-        self._look()
-        canvas.poll()
+        mask = block_causal(width, self._sizes[0]).plan(64, 64, tokens.device)
+        step = canvas.open([(0, int(start == n)) for start, n in zip(starts, canvas.starts, strict=True)], [starts])
+        hidden = session.model.hidden(tokens, cache=self._cache, counts=step.columns[0], mask=mask)
+        guesses = canvas.guess(hidden, step)
+        canvas.commit(step, guesses.ids, guesses.probs)
+        return True
 
-    def windows(self) -> torch.Tensor:
-        """``(batch, 2)``: where the forward fills places: in the small block, or the first one behind the block."""
-        canvas = self._canvas
-        first = torch.where(self.complete, self._end, self._small_start) - canvas.prompt_lengths
-        last = torch.where(self.complete, first + 1, self._small_end - canvas.prompt_lengths)
-        return canvas.windows(first, last)
-
-    def forward(self, width: int) -> torch.Tensor:
-        """Hidden states ``(batch, width, hidden_size)`` of the rows from `first` on."""
-        canvas = self._canvas
-        counts = torch.where(self.whole, self._end, self._small_end) - self.first
-        tokens = canvas.tokens.gather(1, (self.first[:, None] + self._row[:width]).clamp(max=len(self._row) - 1))
-        return self._session.model.recompute(
-            tokens, self._cache, self.first, counts=counts.masked_fill(~canvas.going, 0), visible=self._end
+    def forward(self) -> tuple[Step, torch.Tensor]:
+        """What may be filled, and hidden states of the rows from ``step.columns[0]`` on."""
+        canvas, blocks = self._canvas, self._blocks
+        on = canvas.active
+        for block, answer, prompt in zip(blocks, canvas.answers, canvas.starts, strict=True):
+            block.look(answer, canvas.mask_token, prompt, self._sizes, self._keep)
+        windows = [(block.window[0] - n, block.window[1] - n) for block, n in zip(blocks, canvas.starts, strict=True)]
+        first, last = ([block.rows[part] for block in blocks] for part in range(2))
+        counts = [more * (there - here) for more, here, there in zip(on, first, last, strict=True)]
+        step = canvas.open(windows, [first, counts, [block.end for block in blocks]])
+        wide = any(more and block.whole for more, block in zip(on, blocks, strict=True))
+        rows = step.columns[0][:, None] + self._row[: None if wide else self._sizes[1]]
+        tokens = canvas.tokens.gather(1, rows.clamp(max=canvas.tokens.shape[1] - 1))
+        return step, self._session.model.recompute(
+            tokens, self._cache, step.columns[0], counts=step.columns[1], visible=step.columns[2]
         )
 
     def move_on(self) -> None:
-        """Behind a forward: to the next block where this one is complete."""
-        self._start = torch.where(self.complete, self._end, self._start)
-        self._kept = (self._kept | self.whole) & ~self.complete
-        self._look()
-
-    def _look(self) -> None:
-        canvas = self._canvas
-        self._end = torch.minimum(self._start + self._size, canvas.totals)
-        open_ = canvas.masked(torch.stack([torch.maximum(self._start, canvas.prompt_lengths), self._end], 1))
-        self.complete = ~open_.any(1)
-        place = open_.long().argmax(1)  # of the first open one
-        self._small_start = self._start + (place - self._start) // self._small * self._small
-        self._small_end = torch.minimum(self._small_start + self._small, self._end)
-        needed = place == self._small_start if self._keep else True
-        self.whole = self.complete | ~self._kept | needed
-        self.first = torch.where(self.whole, self._start, self._small_start)
+        """After a forward: to the next block where this one was complete."""
+        for block in self._blocks:
+            block.kept = (block.kept or block.whole) and not block.complete
+            if block.complete:
+                block.start = block.end

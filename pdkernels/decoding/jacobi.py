@@ -22,12 +22,11 @@ DEFAULT_BLOCK_SIZE = 16
 class JacobiSteps(Steps):
     """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last.
 
-    Options:
+    Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class JacobiSteps(Steps):
     ) -> None:
         length = _checked_length(block_size, window)
         check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
-        self.model, self.limit, self.running = sizes.model, sizes.max_new_tokens, window is not None
+        self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
         self.cache = sizes.new_cache(page_size)
@@ -80,7 +79,7 @@ class JacobiSteps(Steps):
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
         self.predictions[:, :width] = self.model(self.draft[:, :width], cache=self.cache, counts=counts).argmax(-1)
-        # Like its KV rows, a draft stands behind the committed history at its own place: only a commit makes it count.
+        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         refill = self.history.gather(1, self.words.index_select(0, self.number) % committed)
         self.history.scatter_(1, committed + self.slot, self.draft)
@@ -93,7 +92,7 @@ class JacobiSteps(Steps):
         # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
-        if self.running:
+        if self.windowed:
             next_lengths = self.remaining.clamp(max=self.slots)
         else:
             rest = self.draft_lengths - verdict.accepted

@@ -39,7 +39,7 @@ def decode(
 ) -> None:
     """Fill `session` with greedy tokens, several per forward where drafts or candidates are accepted.
 
-    Options:
+    Args:
         block_size: tokens per block.
         blocks: the most blocks under way, the one that is committed from included.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
@@ -47,7 +47,6 @@ def decode(
         verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
         seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
             the tokens.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
     check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
@@ -62,16 +61,16 @@ def decode(
     words = filler_words(seed, limit, block_size, torch.device("cpu"))
 
     drafts = _first_drafts(session, cache, words[0], max(1, min(block_size, limit - 1)))
-    going: list[Progress | None] = [None] * session.batch
+    active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
         if draft[0] not in session.end_tokens and limit > 1:
-            going[sequence] = Progress(prompt, draft, limit, limits)
+            active[sequence] = Progress(prompt, draft, limit, limits)
 
     every = torch.arange(session.batch, device=device)
     slot = torch.arange(block_size, device=device)
-    while any(going):
-        step = _packed(going, device)
+    while any(active):
+        step = _packed(active, device)
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
         predictions = logits.argmax(-1).view(session.batch, step.branches, -1)
@@ -89,7 +88,7 @@ def decode(
         columns = torch.stack([verdict.accepted, verdict.next_token, verdict.row], 1)
         poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()
         fresh = words[session.forwards - 1].tolist()
-        for sequence, (progress, line) in enumerate(zip(going, poll)):
+        for sequence, (progress, line) in enumerate(zip(active, poll)):
             if progress is None:
                 continue
             accepted, next_token, row, *own = line
@@ -97,13 +96,13 @@ def decode(
             answers = own[: len(draft)]
             session.log_step(sequence, draft, answers, accepted, next_token)
             if next_token in session.end_tokens or accepted == progress.left:
-                going[sequence] = None
+                active[sequence] = None
             else:
                 progress.advance(draft, accepted, answers, own[step.width :], fresh)
 
 
 class _Step(NamedTuple):
-    """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks behind it."""
+    """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks after it."""
 
     drafts: list[list[list[int]]]  # per sequence, what stands in front of each branch
     branches: int
@@ -117,28 +116,28 @@ class _Step(NamedTuple):
     counts: torch.Tensor | None  # (batch,), None while all go on
 
 
-def _packed(going: Sequence[Progress | None], device: torch.device) -> _Step:
+def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
     """What every sequence wants to try, as one rectangle, in one copy to the device."""
-    behind = [progress.behind() if progress else ([], []) for progress in going]
-    drafts = [progress.rows if progress else [[]] for progress in going]
+    following = [progress.following() if progress else ([], []) for progress in active]
+    drafts: list[list[list[int]]] = [progress.rows if progress else [[]] for progress in active]
     branches = max(map(len, drafts))
     width = max(len(rows[0]) for rows in drafts)
     # A sequence with fewer candidates tries its draft again: the first of equals wins, so nothing comes of it.
     drafts = [rows + rows[:1] * (branches - len(rows)) for rows in drafts]
-    length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, behind))
+    length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, following))
     if branches > 1:
         length = -(-length // BRANCH_STEP) * BRANCH_STEP
-    waiting = max(len(wanted) for _, wanted in behind)
+    waiting = max(len(wanted) for _, wanted in following)
 
     lines: list[list[int]] = []
-    for rows, (tokens, wanted) in zip(drafts, behind):
+    for rows, (tokens, wanted) in zip(drafts, following):
         padding = [0] * (length - len(rows[0]) - len(tokens))
         asked = [*range(width), *wanted, *[0] * (waiting - len(wanted))]
         line = [len(rows[0]), branches * length if rows[0] else 0]
         for row in rows:
             line += row + tokens + padding
         for start in range(0, branches * length, length):
-            line += [start + place for place in asked]
+            line += [start + position for position in asked]
         lines.append(line)
     packed = torch.tensor(lines).to(device, non_blocking=True)
     all_asked = length == width and not waiting
@@ -150,13 +149,13 @@ def _packed(going: Sequence[Progress | None], device: torch.device) -> _Step:
         packed[:, 2 : 2 + branches * length].contiguous(),
         None if all_asked else packed[:, 2 + branches * length :],
         packed[:, 0].contiguous(),
-        None if all(going) else packed[:, 1].contiguous(),
+        None if all(active) else packed[:, 1].contiguous(),
     )
 
 
 @lru_cache(maxsize=64)
 def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
-    """What the tokens of a step see of each other, and their positions behind the prefix."""
+    """What the tokens of a step see of each other, and their positions after the prefix."""
     mask = candidates(branches, length)
     return mask.plan(32, 32, device), mask.positions.to(device)
 
@@ -169,10 +168,13 @@ def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int)
     fillers = padded.gather(1, words[: slots - 1].to(device) % lengths[:, None])
     padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
     counts = session.ragged(lengths + (slots - 1))
-    drafts = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(-1)
+    drafts: torch.Tensor = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(
+        -1
+    )
     session.forwards += 1
     cache.commit_(lengths)
-    return drafts.tolist()
+    rows: list[list[int]] = drafts.tolist()
+    return rows
 
 
 def _room(limits: Limits, max_new_tokens: int) -> int:

@@ -6,9 +6,12 @@ forwards, draw the same tokens and accept the same part of every draft.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 
 from pdkernels._validation import check
+from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import (
     OWN,
     check_sampling,
@@ -18,6 +21,8 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     draw,
+    noise,
+    statistics,
     uniforms,
     without_,
 )
@@ -25,16 +30,18 @@ from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.result import LinearStep
 from pdkernels.masks import full
-from pdkernels.ops import verify_draft
+from pdkernels.ops import unmask_, verify_draft
 
 _OP = "decoding.linear_self_speculation"
+
+Verification = Literal["compare", "rejection"]
 
 
 class LinearSteps(Steps):
     """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
     block, what the verifier said to it.
 
-    Options:
+    Args:
         block_size: the known token and the masks that are drafted behind it; 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and the best
             one anyway, until none is open. Whether another pass is needed only the confidences say, so the host asks behind each
@@ -43,9 +50,6 @@ class LinearSteps(Steps):
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
-        mask_token: id of open slots; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class LinearSteps(Steps):
         block_size: int = 32,
         threshold: float = 0.0,
         temperature: float = 0.0,
-        verification: str = "compare",
+        verification: Verification = "compare",
         mask_token: int | None = None,
         seed: int = 0,
         page_size: int | None = None,
@@ -63,7 +67,7 @@ class LinearSteps(Steps):
         checked_size(_OP, "block_size", block_size)
         check_sampling(_OP, temperature, seed)
         checked_number(_OP, "threshold", threshold)
-        checked_name(_OP, "verification", verification, ("compare", "rejection"))
+        checked_name(_OP, "verification", verification, get_args(Verification))
         check(
             verification == "compare" or threshold == 0,
             _OP,
@@ -116,14 +120,12 @@ class LinearSteps(Steps):
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
         predictions = draw(judged, positions, self.temperature, self.seed, OWN)
-        if self.rejection:
+        if logits is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
-            p, q = (
-                distribution(judged[:, :tested], self.temperature),
-                distribution(logits[:, :tested], self.temperature),
-            )
             guesses = self.block[:, 1 : tested + 1]
-            predictions[:, :tested] = _verdicts(p, q, guesses, positions[:, :tested], self.seed, self.forward)
+            predictions[:, :tested] = self._verdicts(
+                judged[:, :tested], logits[:, :tested], guesses, positions[:, :tested]
+            )
         verdict = verify_draft(draft, predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
 
@@ -136,37 +138,57 @@ class LinearSteps(Steps):
         self.predictions[:, :width] = predictions
 
     def _draft(self) -> torch.Tensor | None:
-        """Fills the block behind its known token, and returns the logits of the last pass over it."""
+        """Fills the block after its known token; returns the last pass's logits where their distribution is asked for."""
         self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
-        self.block[:, 1:] = self.mask_token
-        unfilled = (self.draft_lengths > 0)[:, None].expand(-1, self.block_size - 1)
-        logits = None
+        masks = self.block[:, 1:].fill_(self.mask_token)
+        drafting = (self.draft_lengths > 0).long()
+        windows = torch.stack([self.nothing, drafting * (self.block_size - 1)], 1)
         for more in reversed(range(self.most_passes)):
-            self.forward += unfilled.any(1)
+            self.forward += drafting
             # It only reads the cache: of a draft pass nothing but the draft survives.
-            logits = self.model(
-                self.block,
-                cache=self.cache,
-                counts=self.nothing,
-                mask=self.everything,
-                rows=slice(1, None),
-                adapted=self.model.has_adapter,
-            )
-            without_(logits, self.mask_token)
-            positions = self.cache.lengths[:, None] + self.slot[1:]
-            guesses = draw(logits, positions, self.temperature, self.seed, self.forward[:, None])
-            if self.threshold == 0:
-                self.block[:, 1:] = guesses
-                break
+            hidden = self.model.hidden(
+                self.block, cache=self.cache, counts=self.nothing, mask=self.everything, adapted=self.model.has_adapter
+            )[:, 1:]
+            positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
+            if self.rejection:  # which asks for the probabilities of all tokens
+                logits = without_(self.model.logits(hidden), self.mask_token)
+                masks.copy_(draw(logits, positions, self.temperature, self.seed, numbers))
+                return logits
             # Neither temperature nor noise enters the confidence.
-            confidence = distribution(logits, 1.0).gather(-1, guesses[..., None])[..., 0].masked_fill_(~unfilled, -1)
-            best = self.slot[:-1] == confidence.argmax(1, keepdim=True)
-            chosen = unfilled & (best | (confidence >= self.threshold))
-            self.block[:, 1:] = torch.where(chosen, guesses, self.block[:, 1:])
-            unfilled = unfilled & ~chosen
-            if more and not unfilled.any():  # the read of the device in a draft pass
+            draws = noise(self.temperature, self.seed, numbers, positions)
+            guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
+            if self.threshold == 0:
+                masks.copy_(guesses.ids)
                 break
-        return logits
+            remaining = unmask_(
+                masks,
+                guesses.ids,
+                guesses.probs,
+                mask_token=self.mask_token,
+                windows=windows,
+                threshold=self.threshold,
+                backend=backend_of(guesses.probs.dtype),
+            ).remaining
+            if more and not remaining.any():  # the read of the device in a draft pass
+                break
+            drafting = (remaining > 0).long()
+        return None
+
+    def _verdicts(
+        self, judged: torch.Tensor, drafted: torch.Tensor, guesses: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
+
+        All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
+        decoding", algorithm 1. It takes the probabilities of all tokens, and their difference, so fp64.
+        """
+        p, q = distribution(judged, self.temperature), distribution(drafted, self.temperature)
+        u = uniforms(self.seed, self.forward[:, None], positions, 1)[..., 0]
+        at = guesses[..., None]
+        # No row where p equals q, but there the guess is right. Logarithms need no more digits than logits have.
+        rest = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
+        others = draw(rest, positions, 1.0, self.seed, OWN)
+        return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
@@ -188,17 +210,3 @@ class LinearSteps(Steps):
 
 
 decode = decoder(LinearSteps)
-
-
-def _verdicts(
-    p: torch.Tensor, q: torch.Tensor, guesses: torch.Tensor, positions: torch.Tensor, seed: int, forward: torch.Tensor
-) -> torch.Tensor:
-    """The tokens that stand at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
-
-    All ``(batch, R)``, the distributions ``(batch, R, V)``; `forward` ``(batch,)`` names the test. Leviathan et al., "Fast inference
-    from transformers via speculative decoding", algorithm 1.
-    """
-    u = uniforms(seed, forward[:, None], positions, 1)[..., 0]
-    at = guesses[..., None]
-    others = draw((p - q).clamp(min=0).log(), positions, 1.0, seed, OWN)
-    return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)

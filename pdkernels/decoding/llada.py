@@ -1,19 +1,30 @@
 """LLaDA's sampler: a fixed number of forwards fills a canvas, the surest guesses of each first, for good.
 
 Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
-says where that code differs; both take the same forwards, draw the same tokens and fill the same places.
+says where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 from pdkernels._validation import check
-from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked import (
+    Canvas,
+    SamplingOptions,
+    WholeCanvas,
+    Window,
+    blocks_of,
+    checked_masked_model,
+    share,
+)
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.llada"
+
+Remasking = Literal["low_confidence", "random"]
 
 
 def decode(
@@ -21,7 +32,7 @@ def decode(
     *,
     block_size: int | None = None,
     steps: int | None = None,
-    remasking: str = "low_confidence",
+    remasking: Remasking = "low_confidence",
     guidance: float = 0.0,
     no_end: bool = False,
     late_end: bool = False,
@@ -31,7 +42,7 @@ def decode(
 ) -> int:
     """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled together; None: all of them.
         steps: forwards, shared evenly by the blocks; None: one for each token. More than a block has places are not run.
         remasking: "low_confidence" fills the surest places, "random" any.
@@ -40,8 +51,6 @@ def decode(
         no_end: end tokens are never guessed.
         late_end: end tokens have confidence 0, so that they come last.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -68,19 +77,19 @@ def begin(
     *,
     block_size: int | None,
     steps: int | None,
-    remasking: str,
+    remasking: Remasking,
     guidance: float,
     no_end: bool,
     late_end: bool,
     temperature: float,
     mask_token: int | None,
     seed: int,
-) -> tuple[Canvas, list[tuple[int, int]]]:
-    """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its places."""
+) -> tuple[Canvas, list[Window]]:
+    """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its positions."""
     mask_token = checked_masked_model(op, session, mask_token)
     if block_size is not None:
         checked_size(op, "block_size", block_size)
-    checked_name(op, "remasking", remasking, ("low_confidence", "random"))
+    checked_name(op, "remasking", remasking, get_args(Remasking))
     checked_number(op, "guidance", guidance)
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)
@@ -110,17 +119,16 @@ def begin(
     return Canvas(session, mask_token, sampling), blocks
 
 
-def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[tuple[int, int]], steps: int | None, random: bool) -> int:
-    """The loop of the sampler with any forward: block after block, an equal share of its places in each of its steps."""
+def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
+    """The loop of the sampler with any forward: block after block, an equal share of its positions in each of its steps."""
     for first, last in blocks:
         masks = last - first
         runs = masks if steps is None else min(masks, steps // len(blocks))
         for quota in [share(masks, runs, run) for run in range(runs)]:
             canvas.begin()
-            windows = canvas.windows(first, last)
-            places = canvas.open_places(windows, masks)
-            guesses = canvas.guess(forward(), places, forward.first_row)
-            canvas.commit(windows, places, guesses.ids, None if random else guesses.probs, quota=quota)
+            step = canvas.open_on_device(first, last, masks, full=True)
+            guesses = canvas.guess(forward(), step, forward.first_row)
+            canvas.commit(step, guesses.ids, None if random else guesses.probs, quota=quota)
             masks -= quota
             if canvas.needs_polls:
                 canvas.poll()

@@ -1,9 +1,9 @@
-"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every place where judging may stop.
+"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every position where judging may stop.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. The plain form is reference/quadratic_self_speculation.py; both take the
 same forwards, draw the same tokens and accept the same part of every draft.
 
-Draft tokens come first and the groups of masks behind them, so the cache keeps draft tokens alone and accepting them is a
+Draft tokens come first and the groups of masks after them, so the cache keeps draft tokens alone and accepting them is a
 change of its lengths. The language model head runs twice, over the draft tokens and then over the group that goes on: it
 never sees the masks of other groups.
 """
@@ -11,6 +11,7 @@ never sees the masks of other groups.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Literal, get_args
 
 import torch
 
@@ -22,13 +23,18 @@ from pdkernels.decoding._sampling import (
     checked_size,
     distribution,
     draw,
+    noise,
+    statistics,
     without_,
 )
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
+from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
+
+Ensemble = Literal["probability", "logit"]
 
 
 def decode(
@@ -37,9 +43,9 @@ def decode(
     block_size: int = 16,
     masks_per_group: int | None = None,
     label_shift: int = 0,
-    in_group: str = "bidirectional",
+    in_group: InGroup = "bidirectional",
     ensemble_weight: float = 1.0,
-    ensemble: str = "probability",
+    ensemble: Ensemble = "probability",
     temperature: float = 0.0,
     mask_token: int | None = None,
     seed: int = 0,
@@ -47,7 +53,7 @@ def decode(
 ) -> None:
     """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
 
-    Options:
+    Args:
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
         masks_per_group: at least ``block_size - label_shift``, by default that.
         label_shift: 0 where a mask's row is about its own position, 1 where it is about the next one.
@@ -55,9 +61,6 @@ def decode(
         ensemble_weight: of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
-        mask_token: id of the masks; None: the model's.
-        seed: of the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
     check_type(
@@ -72,7 +75,7 @@ def decode(
         ensemble_weight,
         "No mask is about the verifier's position.",
     )
-    check(ensemble in ("probability", "logit"), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
+    check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
     check_sampling(_OP, temperature, seed)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)
@@ -89,19 +92,19 @@ def decode(
     slot = torch.arange(slots, device=device)
     guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
 
-    # The prompt and one group behind its last token, whose masks happen to stand at their positions.
+    # The prompt and one group after its last token, whose masks happen to be at their positions.
     width = session.longest + masks
     tokens, prompt_lengths = session.packed_prompts(width, device)
-    places = prompt_lengths[:, None] + torch.arange(masks, device=device)
-    tokens.scatter_(1, places, mask_token)
+    positions = prompt_lengths[:, None] + torch.arange(masks, device=device)
+    tokens.scatter_(1, positions, mask_token)
     rows = torch.cat([(prompt_lengths - 1)[:, None], prompt_lengths[:, None] + guessing], 1)
-    adapted = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, places, True) if model.has_adapter else False
+    adapted = torch.zeros_like(tokens, dtype=torch.bool).scatter_(1, positions, True) if model.has_adapter else False
     plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, in_group, device)
     logits = model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
     session.forwards += 1
     first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seed, OWN)
-    guesses = without_(logits[:, 1:], mask_token)
-    draft = torch.cat([first, draw(guesses, prompt_lengths[:, None] + 1 + slot[:-1], temperature, seed, 1)], 1)
+    positions = prompt_lengths[:, None] + 1 + slot[:-1]
+    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seed, 1, suppress=(mask_token,))], 1)
     cache.commit_(prompt_lengths)
 
     remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
@@ -138,9 +141,9 @@ def decode(
 
         group = (verdict.accepted - 1).clamp_(min=0)
         rows = width + group[:, None] * masks + guessing
-        logits = model.logits(hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1])))
-        places = lengths[:, None] + 1 + slot[:-1]
-        guesses = draw(without_(logits, mask_token), places, temperature, seed, session.forwards)
+        hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        draws = noise(temperature, seed, session.forwards, lengths[:, None] + 1 + slot[:-1])
+        guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws).ids
         # -1 in a finished sequence is no id.
         draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)
         remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
@@ -165,14 +168,14 @@ def decode(
 
 
 @lru_cache(maxsize=64)
-def _layout(width: int, masks: int, in_group: str, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
+def _layout(width: int, masks: int, in_group: InGroup, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
     """Plan and positions of a step; they know nothing of the prefix, so they serve all steps of their width."""
     mask = quadratic(width, masks, in_group)
     return mask.plan(64, 64, device), mask.positions.to(device)
 
 
-def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.device) -> TilePlan | None:
-    """Each prompt causal, a group of masks behind it that sees it all, then padding that is seen by none of them."""
+def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torch.device) -> TilePlan | None:
+    """Each prompt causal, a group of masks after it that sees it all, then padding that is seen by none of them."""
     if masks == 0:
         return None
     width = max(lengths) + masks
@@ -186,8 +189,9 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: str, device: torch.de
     return TilePlan.stack([plans[n] for n in lengths]).to(device)
 
 
-def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str) -> torch.Tensor:
-    """Logits of the verifier out of those of the draft tokens and of the first masks behind them, fp64."""
+def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
+    """Logits of the verifier out of those of the draft tokens and of the first masks after them, fp64: the sum of two
+    distributions over the whole vocabulary, which no op gives."""
     if weight == 0:
         return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
     if form == "logit":
@@ -195,11 +199,11 @@ def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: str)
     return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
 
 
-def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: str) -> int:
+def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: int, in_group: InGroup) -> int:
     """Masks of a group."""
     checked_size(_OP, "block_size", block_size)
     check(type(label_shift) is int and label_shift in (0, 1), _OP, "label_shift", "be 0 or 1", label_shift)
-    check(in_group in ("bidirectional", "causal"), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
+    check(in_group in get_args(InGroup), _OP, "in_group", "be 'bidirectional' or 'causal'", repr(in_group))
     least = block_size - label_shift
     if masks_per_group is None:
         return least
@@ -210,6 +214,6 @@ def _checked_masks(block_size: int, masks_per_group: int | None, label_shift: in
         "masks_per_group",
         f"be at least {least}",
         masks_per_group,
-        "Every draft token behind the first comes from a mask.",
+        "Every draft token after the first comes from a mask.",
     )
     return masks_per_group

@@ -9,6 +9,7 @@ In a batch a sequence that has settled keeps its state, and its rows stop counti
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 
@@ -22,7 +23,8 @@ from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"
 
-THRESHOLDS = {
+Criterion = Literal["latent-diff", "cosine", "entropy-diff", "kl", "minp-kl", "argmax-stability"]
+THRESHOLDS: dict[Criterion, float] = {
     "latent-diff": 0.03,
     "cosine": 1e-3,
     "entropy-diff": 1e-3,
@@ -36,7 +38,7 @@ _LATENT = ("latent-diff", "cosine")  # the others need the coda at every check
 def decode(
     session: Session,
     *,
-    criterion: str = "latent-diff",
+    criterion: Criterion = "latent-diff",
     threshold: float | None = None,
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
@@ -55,7 +57,7 @@ def decode(
     token has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed when
     one more token has been begun, which is in the stats' seconds alone.
 
-    Options:
+    Args:
         criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of distributions without
             unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that have not
@@ -66,15 +68,11 @@ def decode(
             compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
-        temperature: 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
-    checked_name(_OP, "criterion", criterion, tuple(THRESHOLDS))
+    checked_name(_OP, "criterion", criterion, get_args(Criterion))
     limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
     check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
@@ -82,30 +80,31 @@ def decode(
     checked_size(_OP, "check_every", check_every)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
-    active = ~ended
+    cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
+    active_rows = ~ended
     unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
-        if not any(going):
+        if not any(active):
             break
-        counts = None if all(going) else active.to(cache.lengths.dtype)
+        counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
         state, term = model.begin(model.prelude(token, context), context, seed)
         divergence = Divergence(criterion, state)
-        open_rows, still_open = active, list(going)  # whose recurrence goes on: on the device, and on the host
-        needed, values = [0] * session.batch, [[] for _ in going]
+        open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
+        needed = [0] * session.batch
+        values: list[list[float]] = [[] for _ in active]
         count, logits, polled = 0, None, False
         while count < most and any(still_open):
             run = min(check_every, most - count)
             # A settled row runs too, but nothing of it is stored.
             current_context = (
-                context if still_open == going else context._replace(counts=open_rows.to(cache.lengths.dtype))
+                context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
             )
             refined = state
             for _ in range(run):
                 refined = model.core(refined, term, current_context)
-            state = refined if still_open == going else torch.where(open_rows[:, None, None], refined, state)
+            state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
             counted = count >= min_recurrences  # what this check is compared with has had so many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
@@ -117,7 +116,7 @@ def decode(
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
                 logits = (
                     seen
-                    if logits is None or still_open == going
+                    if logits is None or still_open == active
                     else torch.where(open_rows[:, None, None], seen, logits)
                 )
             value = divergence.measure(state, logits)
@@ -129,48 +128,48 @@ def decode(
                 poll = torch.stack([token[:, 0].double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
-                    _record(session, going, [int(row[0]) for row in poll], *unread)
+                    _record(session, active, [int(row[0]) for row in poll], *unread)
                     unread = None
                 for sequence, (_, is_open, number) in enumerate(poll):
                     if still_open[sequence]:
                         values[sequence].append(number if counted else math.inf)
                         still_open[sequence] = is_open != 0
-        if not any(going):
+        if not any(active):
             break  # begun before the host knew that nothing was to come
 
         if logits is None:
             logits = model.coda(state, context)
-        cache.commit_(active.to(cache.lengths.dtype))
+        cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
-            active = active & ~is_end(token[:, 0], ends)
+            active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
         if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
-            _record(session, going, token[:, 0].tolist(), *unread)
+            _record(session, active, token[:, 0].tolist(), *unread)
             unread = None
 
 
 def _record(
-    session: Session, going: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
+    session: Session, active: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
 ) -> None:
-    """Puts the next token of every sequence in `going` on record, and takes out of it those that end with theirs."""
+    """Puts the next token of every sequence in `active` on record, and takes out of it those that end with theirs."""
     for sequence, token in enumerate(tokens):
-        if going[sequence]:
+        if active[sequence]:
             known = session.tokens[sequence]
             before = known[-1]
             if session.trace is not None:
                 cursor = len(session.prompts[sequence]) + len(known) - 1
                 session.trace[sequence].append(AdaptiveStep(cursor, before, token, needed[sequence], values[sequence]))
             session.log_step(sequence, [before], None, accepted=1, next_token=token)
-            going[sequence] = token not in session.end_tokens
+            active[sequence] = token not in session.end_tokens
 
 
 class Divergence:
     """What a criterion compares between the checks of one token."""
 
-    def __init__(self, criterion: str, state: torch.Tensor) -> None:
+    def __init__(self, criterion: Criterion, state: torch.Tensor) -> None:
         self.criterion = criterion
         self.state = state.clone()
         self.logits: torch.Tensor | None = None
@@ -185,7 +184,8 @@ class Divergence:
             now, then = _wide(state[:, 0]), _wide(self.state[:, 0])
             self.state = state
             if self.criterion == "cosine":
-                return 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+                moved: torch.Tensor = 1 - (now * then).sum(-1) / now.norm(dim=-1) / then.norm(dim=-1)
+                return moved
             over = (now - then).norm(dim=-1)
             return torch.where(over == 0, 0.0, over / now.norm(dim=-1))
         divergence = logit_divergence(logits[:, 0], self.logits, backend=backend_of(logits.dtype))

@@ -1,4 +1,4 @@
-"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the one before.
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences after the one before.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
 and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, draw the same tokens and
@@ -8,20 +8,20 @@ freeze the same rows. Where the paper and its code part ways is said there.
 from __future__ import annotations
 
 import math
+from typing import Literal, get_args
 
 import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._recurrent_wave import Wave, WaveOptions
+from pdkernels.decoding._recurrent_wave import Mixer, NewState, Rule, Schedule, Wave, WaveOptions
 from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
 
-EXITS = ("latent-diff", "fixed", "token-stability", "latent-acceleration")
-SCHEDULES = ("linear", "root", "harmonic", "constant")  # the released code has the last two
+Exit = Literal["latent-diff", "fixed", "token-stability", "latent-acceleration"]
 _COMPARED = {"latent-diff": 1, "latent-acceleration": 2}  # earlier states that an exit test needs
 
 
@@ -30,15 +30,15 @@ def decode(
     *,
     inner_recurrence: int = 4,
     threshold: float = 0.03,
-    exit: str = "latent-diff",
+    exit: Exit = "latent-diff",
     noise: float = 0.0,
-    schedule: str | None = None,
-    mixer: str = "linear",
+    schedule: Schedule | None = None,
+    mixer: Mixer = "linear",
     momentum: float = 0.1,
     headway: int = 1,
     max_wavefront: int = 128,
-    rule: str = "prefix",
-    new_state: str = "fresh",
+    rule: Rule = "prefix",
+    new_state: NewState = "fresh",
     guard: bool = True,
     recurrences: int | None = None,
     max_recurrences: int | None = None,
@@ -52,7 +52,7 @@ def decode(
 ) -> int:
     """Fill `session` from a wave of positions: a step refines all of them, freezes those in front that are ready, appends new ones.
 
-    Options:
+    Args:
         inner_recurrence: recurrences of a step.
         threshold: a row is ready if its state has moved by less since the last step, relative to its norm.
         exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three steps;
@@ -70,10 +70,7 @@ def decode(
         recurrences: of the prompt; None: those the model was trained for.
         max_recurrences: a row is ready at the latest after so many; None: 4 * `recurrences`; 0: never, if the model does not settle.
         stability: None: ``recurrences // inner_recurrence + 1``.
-        temperature: 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens; None: from all.
         seed: of states, noise, draws and guesses.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -83,7 +80,7 @@ def decode(
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
-    checked_name(_OP, "exit", exit, EXITS)
+    checked_name(_OP, "exit", exit, get_args(Exit))
     if max_recurrences is not None:
         check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
         check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
@@ -95,15 +92,15 @@ def decode(
         inner_recurrence=inner_recurrence,
         threshold=checked_number(_OP, "threshold", threshold),
         noise=checked_number(_OP, "noise", noise),
-        schedule=checked_name(_OP, "schedule", "linear" if schedule is None else schedule, SCHEDULES),
-        mixer=checked_name(_OP, "mixer", mixer, ("linear", "sqrt")),
+        schedule=checked_name(_OP, "schedule", "linear" if schedule is None else schedule, get_args(Schedule)),
+        mixer=checked_name(_OP, "mixer", mixer, get_args(Mixer)),
         momentum=checked_number(_OP, "momentum", momentum, 1.0),
         headway=headway,
         max_wavefront=max_wavefront,
-        new_state=checked_name(_OP, "new_state", new_state, ("fresh", "copied")),
+        new_state=checked_name(_OP, "new_state", new_state, get_args(NewState)),
         compared=_COMPARED.get(exit, 0),
         horizon=recurrences,
-        rule=checked_name(_OP, "rule", rule, ("prefix", "last")),
+        rule=checked_name(_OP, "rule", rule, get_args(Rule)),
         guard=checked_flag(_OP, "guard", guard),
         max_recurrences=most,
         stability=steady if exit == "token-stability" else 0,
@@ -112,7 +109,7 @@ def decode(
     if session.max_new_tokens == 0:
         return 0
     start = prefill(session, recurrences, sampling, page_size)
-    return run(session, Wave(session, start, options, sampling), [int(going) for going in start.going])
+    return run(session, Wave(session, start, options, sampling), [int(active) for active in start.active])
 
 
 def run(session: Session, wave: Wave, widths: list[int]) -> int:

@@ -36,14 +36,11 @@ def decode(
     after as many recurrences as it has run itself; `recurrent_static` reads them after all of them. So the tokens are the same
     where states have converged, and not by construction.
 
-    Options:
+    Args:
         block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
         draft_recurrences: of these forwards.
         recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
         temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -57,7 +54,7 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return 0
-    cache, first, ended, ends, _, going = prefill(session, recurrences, sampling, page_size)
+    cache, first, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
     lengths = cache.lengths  # grows in place with every commit
     # No row for tokens that nobody asked for.
     slots = max(1, min(1 + block_size, limit - 1))
@@ -69,7 +66,7 @@ def decode(
     )  # tokens still to come; 0 once a sequence is done
     draft_lengths = remaining.clamp(max=slots)
 
-    host_lengths = [slots if more else 0 for more in going]
+    host_lengths = [slots if more else 0 for more in active]
     taken_part = session.batch
     while (width := max(host_lengths)) > 0:
         cursor = lengths.clone()

@@ -29,40 +29,33 @@ def decode(
     """Fill `session` with one token per forward.
 
     The cache keeps one row per position, whatever the recurrences: later tokens read the last one's in all of theirs.
-
-    Options:
-        recurrences: of the prompt and of every token; None: those the model was trained for.
-        temperature: 0 is greedy.
-        top_p, min_p, top_k: draw only from likely tokens, see `_recurrent.filtered`; None: from all.
-        seed: of the initial states and the draws.
-        page_size: rows per cache page; None keeps the cache contiguous.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
     sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
     if session.max_new_tokens == 0:
         return
-    cache, token, ended, ends, current, going = prefill(session, recurrences, sampling, page_size)
-    active = (~ended).to(cache.lengths.dtype)  # 1 while a sequence goes on, then 0: its cache stands still
+    cache, token, ended, ends, current, active = prefill(session, recurrences, sampling, page_size)
+    active_rows = (~ended).to(cache.lengths.dtype)  # 1 while a sequence goes on, then 0: its cache stands still
 
     for step in range(session.max_new_tokens - 1):
-        if not any(going):
+        if not any(active):
             break
         # A finished sequence goes through the model too, but its row is never committed.
         logits = model(token, cache=cache, recurrences=recurrences, seed=seed)
-        cache.commit_(active)
+        cache.commit_(active_rows)
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
-            active = active.masked_fill(is_end(token[:, 0], ends), 0)
+            active_rows = active_rows.masked_fill(is_end(token[:, 0], ends), 0)
         session.forwards += 1
         session.recurrences += recurrences
         following = token[:, 0].tolist()  # the one read of the device in a step
         for sequence in range(session.batch):
-            if going[sequence]:
+            if active[sequence]:
                 if session.trace is not None:
                     cursor = len(session.prompts[sequence]) + step
                     one, other = [current[sequence]], [following[sequence]]
                     session.trace[sequence].append(RecurrentStep(cursor, one, other, [math.inf], 1))
                 session.log_step(sequence, [current[sequence]], None, accepted=1, next_token=following[sequence])
-                going[sequence] = following[sequence] not in session.end_tokens
+                active[sequence] = following[sequence] not in session.end_tokens
         current = following

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 import torch
+from typing_extensions import TypeVar
 
 # on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts)
 OnTokens = Callable[[int, list[int], int], None]
@@ -110,9 +111,13 @@ class DecodeStats:
         return self.tokens / self.seconds if self.tokens else 0.0
 
 
+Tokens = TypeVar("Tokens", bound=torch.Tensor | list[torch.Tensor], default=torch.Tensor | list[torch.Tensor])
+Text = TypeVar("Text", bound=str | list[str], default=str | list[str])
+
+
 @dataclass(frozen=True)
-class DecodeResult:
-    """New tokens, without the prompt.
+class DecodeResult(Generic[Tokens, Text]):
+    """New tokens, without the prompt. Of one prompt it is a ``DecodeResult[Tensor, str]``, of a batch one of lists.
 
     Attributes:
         tokens: int64 ``(length,)`` on the CPU, or a list of those for a batch. An end token that stopped a
@@ -121,6 +126,6 @@ class DecodeResult:
         stats: see `DecodeStats`.
     """
 
-    tokens: torch.Tensor | list[torch.Tensor]
-    text: str | list[str] | None
+    tokens: Tokens
+    text: Text | None
     stats: DecodeStats

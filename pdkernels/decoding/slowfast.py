@@ -1,29 +1,30 @@
-"""SlowFast Sampling: explore until the place is stable up to which the model is sure, then fill everything before it quickly.
+"""SlowFast Sampling: explore until the position is stable up to which the model is sure, then fill everything before it quickly.
 
 Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and its
 released code. The plain form is reference/slowfast.py, which says where they differ; both take the same forwards, draw the
-same tokens and fill the same places.
+same tokens and fill the same positions.
 
-A cycle starts at some place. Its slow steps fill the surest places behind that, one forward after the other, and note how far
-the model has an opinion. Where that settles, the span ends; fast steps fill the span, all sure places at once, and the next
-cycle starts behind it. Every sequence of a batch is in its own cycle: where it stands is kept on the device.
+A cycle starts at some position. Its slow steps fill the surest positions after it, one forward after the other, and note how far
+the model has an opinion. Where that settles, the span ends; fast steps fill the span, all sure positions at once, and the next
+cycle starts after it. Every sequence of a batch is in its own cycle.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, checked_masked_model
+from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, Window, checked_masked_model
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.ops import TokenStatistics
 
 _OP = "decoding.slowfast"
 
-CYCLES = ("last", "mean", "published")
+Cycle = Literal["last", "mean", "published"]
 
 
 class Options(NamedTuple):
@@ -37,7 +38,7 @@ class Options(NamedTuple):
     tau_high: float
     k_slow: int
     k_fast: int
-    cycle: str
+    cycle: Cycle
     drop_suffix: bool
 
 
@@ -52,7 +53,7 @@ def decode(
     tau_high: float = 0.85,
     k_slow: int = 1,
     k_fast: int = 1,
-    cycle: str = "last",
+    cycle: Cycle = "last",
     drop_suffix: bool = True,
     prompt_interval: int | None = None,
     gen_interval: int = 1,
@@ -63,7 +64,7 @@ def decode(
 ) -> int:
     """Fill `session` span by span, each explored slowly and filled fast. What a place holds is never judged again.
 
-    Options:
+    Args:
         block_size: new places that are filled before those behind them; None: all of them.
         max_exploration: K_max, most slow steps of a cycle. 0: every span is a whole block.
         window: W_hist, how many of the last candidates for the span's end are compared.
@@ -79,8 +80,6 @@ def decode(
         prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then does the forwards;
             without a `prompt_interval` nothing is kept from one to the next.
         temperature: of the guesses; places are chosen by the confidence without it.
-        mask_token: id of open places; None: the model's.
-        seed: of the draws.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -100,7 +99,7 @@ def decode(
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
-    checked_name(_OP, "cycle", cycle, CYCLES)
+    checked_name(_OP, "cycle", cycle, get_args(Cycle))
     checked_flag(_OP, "drop_suffix", drop_suffix)
     if prompt_interval is not None:
         checked_size(_OP, "prompt_interval", prompt_interval)
@@ -123,121 +122,90 @@ def decode(
     if prompt_interval is None:
         forward = WholeCanvas(session, canvas)
     else:
-        kept = {"prompt_interval": prompt_interval, "gen_interval": gen_interval, "transfer_ratio": transfer_ratio}
-        forward = KeptCanvas(session, canvas, **kept)
+        forward = KeptCanvas(
+            session, canvas, prompt_interval=prompt_interval, gen_interval=gen_interval, transfer_ratio=transfer_ratio
+        )
     size = limit if block_size is None else block_size
-    spans = Spans(
-        canvas,
-        limit,
-        Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix),
-    )
-    masks, width = min(size, limit), forward.width
+    options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
+    spans = [Span(limit, options) for _ in canvas.starts]
+    published = cycle == "published"
     while canvas.unfinished:
         canvas.begin()
-        windows = spans.windows()
-        places = canvas.open_places(windows, masks)
-        guesses = canvas.guess(forward(spans.ends(), width), places, forward.first_row)
-        spans.step(windows, places, guesses)
-        facts = canvas.poll(spans.masks(), spans.ends())
-        going = [fact for fact, running in zip(facts, canvas.running, strict=True) if running]
-        masks, width = (max((fact[part] for fact in going), default=0) for part in range(2))
+        # A canvas that is done costs little.
+        ends = [
+            start + on * span.shown(limit) for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)
+        ]
+        # No number of sure positions lets a slow step of the paper fill more than its few.
+        need = [1 if published or span.fast else limit + 1 for span in spans]
+        quota = [k_fast if span.fast else k_slow for span in spans]
+        step = canvas.open([span.window for span in spans], [ends, need, quota])
+        visible, needs, quotas = step.columns
+        width = max(end for end, on in zip(ends, canvas.active, strict=True) if on)
+        guesses = canvas.guess(forward(visible, width), step, forward.first_row)
+        if step.positions.shape[1]:
+            sure = guesses.probs >= tau_min if published else guesses.probs > tau_min
+            canvas.fact.copy_(torch.where(sure, step.positions, -1).amax(1))
+        else:
+            canvas.fact.fill_(-1)
+        canvas.commit(
+            step, guesses.ids, guesses.probs, quota=quotas, need=needs, threshold=tau_high, strict=not published
+        )
+        furthest = canvas.poll()
+        for sequence, span in enumerate(spans):
+            if canvas.active[sequence]:
+                span.step(furthest[sequence] - canvas.starts[sequence], partial(canvas.is_open, sequence))
     return canvas.finish()
 
 
-class Spans:
-    """Where each sequence stands in its cycle; places count from the end of its prompt.
+class Span:
+    """A sequence's cycle; positions count from the end of its prompt.
 
     Attributes:
-        start, end: ``(batch,)`` int64, the span: where the cycle started, and where its fast steps end.
-        last: ``(batch,)`` int64, the end of the block.
-        fast: ``(batch,)`` bool, whether the next step is a fast one.
-        taken: ``(batch,)`` int64, steps of this kind that the cycle has had.
+        start, end: the span: where the cycle started, and where its fast steps end.
+        last: the end of the block.
+        fast: whether the next step is a fast one.
+        taken: steps of this kind that the cycle has had.
     """
 
-    def __init__(self, canvas: Canvas, limit: int, options: Options) -> None:
-        self._canvas, self._limit, self._options = canvas, limit, options
-        self.start = torch.zeros_like(canvas.totals)
-        self.last = torch.full_like(canvas.totals, min(options.block_size, limit))
-        self.end = self.last.clone()
-        self.fast = torch.full_like(canvas.going, options.max_exploration == 0)
-        self.taken = torch.zeros_like(canvas.totals)
-        self._settled = torch.zeros_like(canvas.going)
-        self._candidates = canvas.totals.new_zeros(canvas.totals.shape[0], options.window)  # the newest one last
-        self._newest_first = torch.arange(options.window - 1, -1, -1, device=canvas.totals.device)
+    def __init__(self, limit: int, options: Options) -> None:
+        self._limit, self._options = limit, options
+        self.start, self.taken = 0, 0
+        self.last = self.end = min(options.block_size, limit)
+        self.fast = options.max_exploration == 0
+        self._settled = False
+        self._candidates: list[int] = []  # of the cycle's slow steps, as many as are compared
 
-    def windows(self) -> torch.Tensor:
-        """Where the next step fills places."""
-        return self._canvas.windows(self.start, torch.where(self.fast, self.end, self.last))
+    @property
+    def window(self) -> Window:
+        """Where the next step fills positions."""
+        return self.start, self.end if self.fast else self.last
 
-    def masks(self) -> torch.Tensor:
-        """``(batch,)``: open places in `windows`."""
-        return self._canvas.masked(self.windows()).sum(1)
+    def shown(self, limit: int) -> int:
+        """Where the canvas of the next step ends."""
+        return self.end if self._options.drop_suffix and self.fast and self.taken > 0 else limit
 
-    def ends(self) -> torch.Tensor:
-        """``(batch,)``: where the canvas of the next step ends."""
-        canvas = self._canvas
-        shown = canvas.totals
-        if self._options.drop_suffix:
-            shown = torch.where(self.fast & (self.taken > 0), canvas.prompt_lengths + self.end, shown)
-        return torch.where(canvas.going, shown, canvas.prompt_lengths)  # those that are done cost little
-
-    def step(self, windows: torch.Tensor, places: torch.Tensor, guesses: TokenStatistics) -> None:
-        """Commit what the step of each sequence commits, then move it on."""
-        options, canvas = self._options, self._canvas
-        published = options.cycle == "published"
-        slow = ~self.fast
-        candidate = self._candidate(places, guesses.probs)
-        # No number of sure places lets a slow step of the paper fill more than its few.
-        need = torch.ones_like(self.taken) if published else torch.where(slow, canvas.tokens.shape[1] + 1, 1)
-        done = canvas.commit(
-            windows,
-            places,
-            guesses.ids,
-            guesses.probs,
-            quota=torch.where(slow, options.k_slow, options.k_fast),
-            need=need,
-            threshold=options.tau_high,
-            strict=not published,
-        ).done
-        self.taken = self.taken + 1
-
-        # Slow steps: where does the span end?
-        moved = torch.cat([self._candidates[:, 1:], candidate[:, None]], 1)
-        self._candidates = torch.where(slow[:, None], moved, self._candidates)
-        known = self.taken.clamp(max=options.window)
-        seen = self._candidates * (self._newest_first < known[:, None])
-        total = seen.sum(1)
-        spread = known * (seen * seen).sum(1) - total * total  # the variance, times known ** 2: whole numbers
-        stable = (self.taken >= options.window) & (spread < options.variance * (known * known).double())
-        end = total // known
-        if options.cycle != "mean":
-            end = torch.where(stable, candidate, end)
-        self.end = torch.where(slow & ~self._settled, end, self.end)
-        self._settled = self._settled | (slow & stable)
-        over = self.taken >= options.max_exploration
-        if not published:
-            over = over | stable | done
-        turned = slow & over
-        self.fast, self.taken = self.fast | turned, self.taken.masked_fill(turned, 0)
-
-        # Fast steps: is the span full, and with it the block?
-        full = self.fast & ~self._any_open(self.end)
-        self.start = torch.where(full, self.end, self.start)
-        left = full & ~self._any_open(self.last)
-        self.start = torch.where(left, self.last, self.start)
-        self.last = torch.where(left, (self.last + options.block_size).clamp(max=self._limit), self.last)
-        self.end = torch.where(full, self.last, self.end)
-        self.fast, self.taken = self.fast & (~full | (options.max_exploration == 0)), self.taken.masked_fill(full, 0)
-        self._settled = self._settled & ~full
-
-    def _candidate(self, places: torch.Tensor, confidence: torch.Tensor) -> torch.Tensor:
-        """The place behind the furthest one with an opinion, or behind the first one if there is none."""
+    def step(self, furthest: int, is_open: Callable[[int, int], bool]) -> None:
+        """Moves on after a step. `furthest` is the last position with an opinion, if there is one."""
         options = self._options
-        sure = confidence >= options.tau_min if options.cycle == "published" else confidence > options.tau_min
-        furthest = (places - self._canvas.prompt_lengths[:, None]).masked_fill(~sure | (places < 0), -1)
-        if furthest.shape[1] == 0:
-            return self.start + 1
-        return torch.maximum(furthest.amax(1), self.start) + 1
+        self.taken += 1
+        if not self.fast:
+            self._explored(max(furthest, self.start) + 1, not is_open(self.start, self.last))
+        if self.fast and not is_open(self.start, self.end):  # the span is full, and with it the block?
+            self.start = self.end
+            if not is_open(self.start, self.last):
+                self.start, self.last = self.last, min(self.last + options.block_size, self._limit)
+            self.end, self.fast, self.taken = self.last, options.max_exploration == 0, 0
+            self._settled, self._candidates = False, []
 
-    def _any_open(self, last: torch.Tensor) -> torch.Tensor:
-        return self._canvas.masked(self._canvas.windows(self.start, last)).any(1)
+    def _explored(self, candidate: int, done: bool) -> None:
+        """A slow step: where does the span end?"""
+        options = self._options
+        seen = self._candidates = [*self._candidates, candidate][-options.window :]
+        spread = len(seen) * sum(n * n for n in seen) - sum(seen) ** 2  # the variance, times len(seen) ** 2
+        stable = len(seen) == options.window and spread < options.variance * len(seen) ** 2
+        if not self._settled:
+            self.end = candidate if stable and options.cycle != "mean" else sum(seen) // len(seen)
+            self._settled = stable
+        over = self.taken >= options.max_exploration
+        if over or (options.cycle != "published" and (stable or done)):
+            self.fast, self.taken = True, 0

@@ -1,5 +1,8 @@
 """Accuracy and speed of decoding methods side by side: the measurements and the plot of `python -m pdkernels eval`."""
 
+from typing import TYPE_CHECKING
+
+from pdkernels._renamed import renamed
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
@@ -25,3 +28,6 @@ __all__ = [
     "plot_recurrent",
     "plot_wave",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from pdkernels import decoding
+from pdkernels.decoding.methods import METHODS
 
-# The option that says how many tokens a method drafts or fills in at once.
-WIDTH_OPTIONS = {
-    "jacobi": "block_size",
-    "jacobi_multiblock": "block_size",
-    "linear_self_speculation": "block_size",
-    "quadratic_self_speculation": "block_size",
-    "block_diffusion": "block_size",
-}
+
+def colours_of(family: str, *colours: str) -> dict[str, str]:
+    """A colour for each method of a family, in the registry's order; grey for those that come after the last colour."""
+    names = [name for name, method in METHODS.items() if method.family == family]
+    return dict(zip_longest(names, colours[: len(names)], fillvalue="#bbbbbb"))
 
 
 class Candidate(NamedTuple):
     """A model's name, a method, its width, and further options of it.
 
-    The width is that of a block or draft in tokens. None: the method has none, or it is to be found out.
+    The width is the `block_size`. None: the method has none, or it is to be found out.
     """
 
     model: str
@@ -42,7 +41,7 @@ class Candidate(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """What `decoding.generate` takes."""
-        width = {} if self.width is None else {WIDTH_OPTIONS[self.method]: self.width}
+        width = {} if self.width is None else {"block_size": self.width}
         return {**width, **dict(self.settings)}
 
     @property

@@ -15,24 +15,27 @@ from pdkernels import decoding
 from pdkernels._host import cpu_isa
 from pdkernels._validation import check
 from pdkernels._version import __version__
+from pdkernels.decoding._method import FAMILIES as MODELS
+from pdkernels.decoding._method import family_of
+from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
-from pdkernels.evaluation.candidate import WIDTH_OPTIONS, Candidate
+from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.masked import masked_candidates
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
 from pdkernels.evaluation.tasks import TASKS, Task
-from pdkernels.models.recurrent_depth import RecurrentDepth
 
 _OP = "evaluation"
 
-# What is shown of the trained transformers: plain decoding, Jacobi decoding before and after Jacobi Forcing, and a tri-mode model's ways.
+_Results = DecodeResult[list[torch.Tensor], list[str]]
+
+# What is shown of the trained transformers.
 DEFAULT_METHODS = {
-    "tiny-code": ("autoregressive", "jacobi"),
-    "tiny-jacobi": ("autoregressive", "jacobi", "jacobi_multiblock"),
-    "tiny-trimode": ("autoregressive", "linear_self_speculation", "quadratic_self_speculation", "block_diffusion"),
+    model: tuple(name for name, method in METHODS.items() if method.shown and model in method.models)
+    for model in dict.fromkeys(model for method in METHODS.values() for model in method.models)
 }
 
 
-class Family(NamedTuple):
+class Defaults(NamedTuple):
     """What `eval` takes where nothing is given."""
 
     models: tuple[str, ...]
@@ -41,31 +44,15 @@ class Family(NamedTuple):
     """New tokens that its models were trained to write; None: any number."""
 
 
-FAMILIES = {
-    "transformer": Family(tuple(DEFAULT_METHODS), TASKS),
+FAMILIES: dict[str, Defaults] = {
+    "transformer": Defaults(tuple(DEFAULT_METHODS), TASKS),
     # On source text nothing is right or wrong, and these methods are about how much thinking it takes to be right.
-    "recurrent": Family(("tiny-recurrent",), ("sums",)),
-    "masked": Family(("tiny-masked",), ("sums",), canvas=128),
+    "recurrent": Defaults((MODELS["recurrent"].example,), ("sums",)),
+    "masked": Defaults((MODELS["masked"].example,), ("sums",), canvas=128),
 }
 
-# With this method, as it is, the candidates of a model of such a family begin: its tokens and its speed are what the others are
-# compared with.
-_BASELINES = {"transformer": "autoregressive", "recurrent": "recurrent_static", "masked": "llada"}
-# Those that draft tokens and judge the drafts.
-_JUDGING = (
-    "jacobi",
-    "jacobi_multiblock",
-    "linear_self_speculation",
-    "quadratic_self_speculation",
-    "recurrent_self_speculation",
-)
-# The widths a method is shown with. None: the one of `_TRIED` that is fastest on prompts that are not counted, so that no model is
-# held to a width that supports another one.
-_WIDTHS: dict[str, tuple[int | None, ...]] = {
-    "linear_self_speculation": (4, 8, 16),
-    "quadratic_self_speculation": (4, 8, 16),
-    "block_diffusion": (16,),
-}
+# Widths that are tried on prompts that are not counted where the fastest one is wanted, so that no model is held to a width that
+# suits another one.
 _TRIED = (4, 8, 16, 32)
 # New tokens of a generation whose memory is watched.
 _WATCHED_TOKENS = 160
@@ -148,16 +135,9 @@ class Row:
         return f"{'no, ' if self.lossless else ''}{self.identical} of {self.problems}"
 
 
-def family_of(model: Any) -> str:
-    """Which of `FAMILIES` a model belongs to.
-
-    >>> import pdkernels as pd
-    >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
-    ('transformer', 'recurrent')
-    """
-    if isinstance(model, RecurrentDepth):
-        return "recurrent"
-    return "masked" if model.config.attention == "bidirectional" else "transformer"
+def baseline_of(model: Any) -> str:
+    """The method that the candidates of a model begin with, as it is: its tokens and its speed are what the others are compared with."""
+    return next(name for name, method in METHODS.items() if method.family == family_of(model))
 
 
 def candidates(
@@ -175,9 +155,7 @@ def candidates(
     """
     for width in widths:
         check(width >= 1, _OP, "width", "be at least 1", width)
-    fills_masks = {
-        method: "mask_token" in decoding.method_options(method) for method in methods or decoding.available()
-    }
+    known = [decoding.find(method) for method in methods or decoding.available()]
     found: list[Candidate] = []
     skipped = []
     for name, model in models.items():
@@ -188,23 +166,21 @@ def candidates(
         if not methods and family == "masked":
             found += masked_candidates(name)
             continue
-        able = [method for method, needed in fills_masks.items() if not needed or model.mask_token is not None]
-        shown = methods or DEFAULT_METHODS.get(name, [method for method in able if decoding.supports(method, model)])
-        for method in dict.fromkeys([_BASELINES[family], *shown]):
-            if not decoding.supports(method, model):
+        able = [method for method in known if not method.needs_mask_token or model.mask_token is not None]
+        shown = methods or DEFAULT_METHODS.get(name, [method.name for method in able if method.supports(model)])
+        for method in map(decoding.find, dict.fromkeys([baseline_of(model), *shown])):
+            if not method.supports(model):
                 skipped.append(
-                    f"{name} with {method}: that method is for models of another kind, such as {_fitting(method)}"
+                    f"{name} with {method.name}: that method is for models of another kind, such as {method.example}"
                 )
-            elif fills_masks.get(method) and method not in able:
+            elif method in known and method not in able:
                 skipped.append(
-                    f"{name} with {method}: the model has no mask token; a tri-mode model such as tiny-trimode has one"
+                    f"{name} with {method.name}: the model has no mask token; "
+                    f"a tri-mode model such as {method.example} has one"
                 )
-            elif method in WIDTH_OPTIONS:
-                found += [
-                    Candidate(name, method, width) for width in dict.fromkeys(widths or _WIDTHS.get(method, (None,)))
-                ]
             else:
-                found.append(Candidate(name, method))
+                chosen = dict.fromkeys(widths or method.widths) if method.widths else [None]
+                found += [Candidate(name, method.name, width) for width in chosen]
     return found, skipped
 
 
@@ -250,10 +226,10 @@ def evaluate(
         baselines.setdefault(candidate.model, candidate)
     for name, first in baselines.items():
         check(
-            first.method == _BASELINES[family_of(models[name])] and not first.settings,
+            first.method == baseline_of(models[name]) and not first.settings,
             _OP,
             "competing",
-            f"begin with {_BASELINES[family_of(models[name])]} for {name}",
+            f"begin with {baseline_of(models[name])} for {name}",
             first.label,
         )
         check(
@@ -268,11 +244,11 @@ def evaluate(
     for candidate in competing:
         progress(f"{candidate.model}: {candidate.label}, warm-up", 0.0)
         _run(models, candidate, task, (task.warm_up * batch_size)[:batch_size])
-        if candidate.width is None and candidate.method in WIDTH_OPTIONS:
+        if candidate.width is None and decoding.find(candidate.method).widths:
             candidate = candidate._replace(width=_fastest_width(models, candidate, task))
         settled.append(candidate)
 
-    results: dict[Candidate, list[DecodeResult]] = {candidate: [] for candidate in settled}
+    results: dict[Candidate, list[_Results]] = {candidate: [] for candidate in settled}
     batches = [task.prompts[first : first + batch_size] for first in range(0, len(task.prompts), batch_size)]
     for number, batch in enumerate(batches):
         begin = number % len(settled)
@@ -338,18 +314,11 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
     return {"benchmarks": benchmarks, "skipped": list(skipped)}
 
 
-def _fitting(method: str) -> str:
-    """A model that shows what `method` is for."""
-    if method.startswith("recurrent_"):
-        return "tiny-recurrent"
-    return "tiny-trimode" if method in DEFAULT_METHODS["tiny-trimode"] or method == "fast_dllm_v2" else "tiny-masked"
-
-
-def _run(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: list[str]) -> DecodeResult:
+def _run(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: list[str]) -> _Results:
     return decoding.generate(
         models[candidate.model],
         prompts,
-        candidate.method,
+        decoding.find(candidate.method),
         max_new_tokens=task.limit,
         end_tokens=task.end_tokens,
         **candidate.options,
@@ -370,11 +339,11 @@ def _row(
     candidate: Candidate,
     task: Task,
     batch_size: int,
-    results: list[DecodeResult],
-    greedy: list[DecodeResult],
+    results: list[_Results],
+    greedy: list[_Results],
     memory: int | None,
 ) -> Row:
-    texts = [text for result in results for text in result.text]
+    texts = [text for result in results for text in result.text or ()]
     answers = [[ids for result in side for ids in result.tokens] for side in (results, greedy)]
     differing = [triple for triple in zip(task.prompts, *answers, strict=True) if not torch.equal(*triple[1:])]
     lossless = candidate.is_lossless
@@ -405,7 +374,7 @@ def _row(
         cost["tokens_per_second"] = tokens / sum(seconds)
         cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
         accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
-        if accepted and candidate.method in _JUDGING:
+        if accepted and decoding.find(candidate.method).judges:
             # The first token of a sequence comes from the prompt's forward, and the first of a draft is known already.
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1

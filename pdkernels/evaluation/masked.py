@@ -14,7 +14,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.decoding.result import MaskedStep
-from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.candidate import Candidate, colours_of
 
 # Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, stand first.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
@@ -38,15 +38,7 @@ _COMPETING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("slowfast", {**_SURE, "block_size": 16}),
     ("slowfast", {**_SURE, "block_size": 16, "prompt_interval": 100, "gen_interval": 2, "transfer_ratio": 0.25}),
 )
-_COLOURS = {
-    "llada": "#777777",
-    "dream": "#b279a2",
-    "dllm_cache": "#e39c37",
-    "fast_dllm": "#54a24b",
-    "slowfast": "#4c78a8",
-}
-METHODS = tuple(_COLOURS)
-"""Those of masked-diffusion models."""
+_COLOURS = colours_of("masked", "#777777", "#b279a2", "#4c78a8", "#e39c37", "#54a24b")
 
 
 def masked_candidates(name: str) -> list[Candidate]:
@@ -121,6 +113,7 @@ def plot_canvas(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Rectangle
 
     check(bool(trace), "evaluation.plot_canvas", "trace", "hold steps", "an empty one")
     first = 0 if mask_token is None else trace[0].tokens.index(mask_token)
@@ -140,7 +133,7 @@ def plot_canvas(
             axis.plot([edge - first - 0.5] * 2, [number - 0.5, number + 0.5], color="#c44e52", linewidth=1.4)
         for place, token in step.committed.items():
             axis.add_patch(
-                plt.Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9)
+                Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9)
             )
             text = str(token) if tokenizer is None else tokenizer.decode([token])
             if text.isprintable() and columns <= 140:

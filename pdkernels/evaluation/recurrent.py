@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.result import RecurrentStep
-from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.candidate import Candidate, colours_of
 
 # What is swept, one thing at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
@@ -28,12 +28,7 @@ _SAMPLER: dict[str, tuple[Any, ...]] = {
     "momentum": (0.0,),
     "max_wavefront": (1, 2, 4, 8),
 }
-_COLOURS = {
-    "recurrent_static": "#777777",
-    "recurrent_adaptive": "#e39c37",
-    "recurrent_self_speculation": "#b279a2",
-    "recurrent_diffusion": "#4c78a8",
-}
+_COLOURS = colours_of("recurrent", "#777777", "#e39c37", "#b279a2", "#4c78a8")
 
 
 def recurrent_candidates(name: str) -> list[Candidate]:
@@ -75,9 +70,9 @@ class _Live(TorchDispatchMode):
     """Bytes of the memory that ops made and that is still alive, and the most there ever were."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.held: dict[int, tuple[Any, int]] = {}
-        self.peak = 0
+        self.peak: int = 0
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = op(*args, **(kwargs or {}))
@@ -106,9 +101,11 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
         True
     """
     # What a first call makes and keeps, such as rotation tables, is the model's, not the generation's.
-    decoding.generate(model, prompt, method, **options)
-    with _Live() as live:
-        decoding.generate(model, prompt, method, **options)
+    chosen = decoding.find(method)
+    decoding.generate(model, prompt, chosen, **options)
+    live = _Live()
+    with live:
+        decoding.generate(model, prompt, chosen, **options)
     return live.peak
 
 
@@ -144,7 +141,7 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _share(row: Mapping[str, Any]) -> float:
-    return 100 * row["right"] / row["problems"]
+    return float(100 * row["right"] / row["problems"])
 
 
 def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check, check_type, message
-from pdkernels.decoding import STEPS, DecodeResult, OnTokens, check_options
+from pdkernels.decoding import DecodeResult, OnTokens, check_options
 from pdkernels.decoding._request import Prompts, finished, open_session
 from pdkernels.decoding._session import Session
 from pdkernels.decoding._steps import run
+from pdkernels.decoding.methods import METHODS
 from pdkernels.integrations.while_graph import WhileGraph, capture, require
 from pdkernels.ops import log_step_
 from pdkernels.ops._library import DEBUG_CHECKS
@@ -43,7 +44,7 @@ class DeviceLoop:
 
     Args:
         model: a model on a GPU, as for `generate`. Its weights are read in place for as long as this object lives.
-        method: ``autoregressive``, ``jacobi`` or ``linear_self_speculation`` (with threshold 0).
+        method: one that has `steps` (``autoregressive``, ``jacobi``, ``linear_self_speculation`` with threshold 0).
         batch: sequences of every generation.
         longest_prompt: most tokens that a prompt may have.
         max_new_tokens, end_tokens: as in `generate`.
@@ -77,17 +78,18 @@ class DeviceLoop:
         end_tokens: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
-        if method not in STEPS:
+        steps = {name: known.steps for name, known in METHODS.items() if known.steps}
+        if method not in steps:
             raise NotImplementedError(
                 message(
                     _OP,
                     "method",
-                    f"be one of {', '.join(STEPS)}",
+                    f"be one of {', '.join(steps)}",
                     repr(method),
                     "Others decide between steps on the host: use pdkernels.decoding.generate.",
                 )
             )
-        check_options(method, options)
+        check_options(METHODS[method], options)
         # The prompts' forward gives the first token, and a loop is for more.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
         for name, (size, least) in sizes.items():
@@ -101,7 +103,7 @@ class DeviceLoop:
         with torch.inference_mode(), torch.cuda.device(model.device):
             # Sizes are all that counts of this session.
             self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
-            self._steps = STEPS[method](self._largest, **options)
+            self._steps = steps[method](self._largest, **options)
             if self._steps.needs_host:
                 raise NotImplementedError(
                     message(

@@ -101,7 +101,7 @@ def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
     q_tiles, kv_tiles = -(-q_len // block_q), -(-kv_len // block_k)
     partial = _tiles(block_mask.kv_num_blocks, block_mask.kv_indices, batch, q_tiles, kv_tiles)
     full = torch.zeros_like(partial)
-    if block_mask.full_kv_num_blocks is not None:
+    if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
         full = _tiles(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, batch, q_tiles, kv_tiles)
     rows, columns = partial.nonzero(as_tuple=True)
     q = (rows[:, None] * block_q + torch.arange(block_q, device=device))[:, :, None]

@@ -21,7 +21,7 @@ import torch
 from pdkernels._validation import message
 
 try:
-    from cuda.bindings import driver
+    from cuda.bindings import driver  # type: ignore[import-untyped, import-not-found, unused-ignore]
 except ImportError:
     driver = None
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from pdkernels._validation import fail
 from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, flag, integer, inverse
 
+InGroup = Literal["bidirectional", "causal"]
+
 
 class QuadraticMask(SegmentMask):
     """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64 and count in the mask's order.
@@ -22,7 +24,7 @@ class QuadraticMask(SegmentMask):
 
     block_size: int
     masks_per_group: int
-    in_group: Literal["bidirectional", "causal"]
+    in_group: InGroup
     layout: Literal["spec_first", "interleaved"]
     anchor_group: bool
 
@@ -62,7 +64,7 @@ class QuadraticMask(SegmentMask):
 def quadratic(
     block_size: int,
     masks_per_group: int | None = None,
-    in_group: Literal["bidirectional", "causal"] = "bidirectional",
+    in_group: InGroup = "bidirectional",
     layout: Literal["spec_first", "interleaved"] = "spec_first",
     anchor_group: bool = True,
 ) -> QuadraticMask:

@@ -1,5 +1,8 @@
 """A lean transformer and a recurrent-depth model on our caches, the tiny trained models, and real checkpoints from local folders."""
 
+from typing import TYPE_CHECKING
+
+from pdkernels._renamed import renamed
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
@@ -35,3 +38,6 @@ __all__ = [
     "to_huginn_state_dict",
     "to_llada_state_dict",
 ]
+
+if not TYPE_CHECKING:
+    __getattr__ = renamed(__name__)

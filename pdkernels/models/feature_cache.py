@@ -12,7 +12,7 @@ form is reference/dllm_cache.py. What the code keeps and never reads has no plac
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from pdkernels.models.transformer import Transformer
 from pdkernels.ops.feature_cache import add_cached_rows_, gather_rows, select_stale_rows_
 
 _OP = "FeatureCache"
+
+Baseline = Literal["last", "recomputed"]
 
 
 class _Step(NamedTuple):
@@ -94,7 +96,7 @@ class FeatureCache:
         prompt_interval: int,
         gen_interval: int,
         transfer_ratio: float,
-        baseline: Literal["last", "recomputed"] = "last",
+        baseline: Baseline = "last",
         page_size: int | None = None,
     ) -> None:
         sizes = {
@@ -111,7 +113,7 @@ class FeatureCache:
             type(transfer_ratio) in (int, float), _OP, "transfer_ratio", "be a number", type(transfer_ratio).__name__
         )
         check(0 <= transfer_ratio <= 1, _OP, "transfer_ratio", "be in 0 .. 1", transfer_ratio)
-        check(baseline in ("last", "recomputed"), _OP, "baseline", "be 'last' or 'recomputed'", repr(baseline))
+        check(baseline in get_args(Baseline), _OP, "baseline", "be 'last' or 'recomputed'", repr(baseline))
         check_type(isinstance(model, Transformer), _OP, "model", "be a Transformer", type(model).__name__)
         attention = model.config.attention
         check(attention == "bidirectional", _OP, "model", "be bidirectional", f"attention {attention!r}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import INDEX_DTYPES, check, check_index, check_type, fail, message
+from pdkernels.backends import backend_of
 from pdkernels.cache import Cache
 from pdkernels.masks import TilePlan
 from pdkernels.models import fused
@@ -33,6 +34,8 @@ from pdkernels.models.fused import add_norm, rms_norm
 from pdkernels.models.layer import Layer
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
+from pdkernels.ops.linear_token_statistics import linear_token_statistics
+from pdkernels.ops.token_statistics import TokenStatistics
 
 if TYPE_CHECKING:
     from pdkernels.models.tokenizers import Tokenizer
@@ -192,6 +195,12 @@ class Transformer(nn.Module):
         """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
         head = self.embedding if self.head is None else self.head
         return F.linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+
+    def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
+        """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never stored."""
+        head = self.embedding if self.head is None else self.head
+        normed = rms_norm(hidden, self.norm, self.config.norm_eps)
+        return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **options)
 
     def hidden(
         self,

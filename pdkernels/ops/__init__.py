@@ -2,7 +2,9 @@
 
 # ruff: noqa: F403
 import types as _types
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from pdkernels._renamed import renamed as _renamed
 from pdkernels.ops.block_sparse_attention import *
 from pdkernels.ops.feature_cache import *
 from pdkernels.ops.kv_cache import *
@@ -20,3 +22,6 @@ from pdkernels.ops.verify_draft import *
 vars()["__all__"] = sorted(
     name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _types.ModuleType)
 )
+
+if not _TYPE_CHECKING:
+    __getattr__ = _renamed(__name__)

@@ -137,6 +137,8 @@ def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a row of more."""
+    if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
+        return token_statistics_op(linear(hidden, weight), *options)
     shape = rows_shape(hidden, options.row_index)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     rows = len(hidden)

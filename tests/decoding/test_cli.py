@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 from pdkernels import cli, decoding, evaluation, models
+from pdkernels.decoding import Method
 from pdkernels.decoding._session import Session
+from pdkernels.decoding.methods import METHODS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
 
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
@@ -82,8 +85,10 @@ def test_check_compares_with_greedy() -> None:
 
 
 def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
-    monkeypatch.setitem(decoding._METHODS, "fast_dllm_v2", lambda session: session.record_first(0, 65))
+    monkeypatch.setitem(
+        METHODS, "quadratic_self_speculation", replace(METHODS["jacobi"], name="quadratic_self_speculation")
+    )
+    monkeypatch.setitem(METHODS, "fast_dllm_v2", Method("fast_dllm_v2", lambda session: session.record_first(0, 65)))
     result = run(
         *GENERATE, "--method", "quadratic_self_speculation", "--method", "fast_dllm_v2", "--check", COLUMNS="80"
     )
@@ -101,7 +106,7 @@ def test_a_difference_is_told_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPa
         session.forwards += 1
         session.record_first(0, 65)
 
-    monkeypatch.setitem(decoding._METHODS, "wrong", wrong)
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong", wrong, lossless=True))
     result = run(*GENERATE, "--method", "wrong", "--check")
     assert result.exit_code == 1
     assert re.search(r"wrong .* no", result.stdout)
@@ -160,7 +165,7 @@ def test_a_fault_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) ->
     def broken(session: Session) -> None:
         raise ValueError("something else")
 
-    monkeypatch.setitem(decoding._METHODS, "broken", broken)
+    monkeypatch.setitem(METHODS, "broken", Method("broken", broken, lossless=True))
     result = run(*GENERATE, "--method", "broken")
     assert isinstance(result.exception, ValueError) and str(result.exception) == "something else"
 
@@ -182,8 +187,9 @@ def test_eval_shows_a_row_for_each_candidate() -> None:
 
 
 def test_eval_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(decoding._METHODS, "quadratic_self_speculation", decoding._METHODS["jacobi"])
-    monkeypatch.setitem(evaluation.candidate.WIDTH_OPTIONS, "quadratic_self_speculation", "block_size")
+    monkeypatch.setitem(
+        METHODS, "quadratic_self_speculation", replace(METHODS["jacobi"], name="quadratic_self_speculation")
+    )
     monkeypatch.setattr(evaluation.tasks, "_SUMS_LIMIT", 12)
     arguments = ["--task", "sums", "--method", "quadratic_self_speculation", "--width", "16"]
     result = run("eval", "--model", "tiny-code", *arguments, "--problems", "2", COLUMNS="80")
@@ -223,7 +229,7 @@ def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
         session.forwards += 1
         session.record_first(0, 65)
 
-    monkeypatch.setitem(decoding._METHODS, "wrong", wrong)
+    monkeypatch.setitem(METHODS, "wrong", Method("wrong", wrong, lossless=True))
     result = run(*EVAL, "--method", "wrong", "--method", "jacobi", "--width", "4")
     assert result.exit_code == 1
     assert re.search(r"^ +wrong +- +- +- +- +no, 0 of 2 *$", result.stdout, re.M)

@@ -16,8 +16,6 @@ import pdkernels as pd
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
-MODELS = {"recurrent_": "tiny-recurrent"} | dict.fromkeys(("linear_", "quadratic_", "block_"), "tiny-trimode")
-MODELS |= {"fast_dllm_v2": "tiny-trimode", "autoregressive": "tiny-code", "jacobi": "tiny-jacobi"}
 MASKED = "tiny-masked"
 
 CASES: list[tuple[str, dict[str, Any]]] = [(method, {}) for method in pd.decoding.available()]
@@ -41,7 +39,7 @@ CASES += [
 
 
 def model_of(method: str) -> str:
-    return next((name for start, name in MODELS.items() if method.startswith(start)), MASKED)
+    return pd.decoding.find(method).example
 
 
 @pytest.fixture

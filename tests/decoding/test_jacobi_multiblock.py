@@ -209,12 +209,12 @@ def test_a_step_is_one_rectangle() -> None:
 def test_logits_only_where_an_answer_is_wanted() -> None:
     """Accepted tokens of pseudo blocks are context. What stands behind the last wanted answer does not even run."""
     real = [[1, 2, 3]]
-    assert in_progress(real, [PseudoBlock([4], [5, 6]), PseudoBlock([7, 7], [8])]).behind() == ([4, 5], [4])
-    assert in_progress(real, [PseudoBlock([4, 5, 6], []), PseudoBlock([], [7, 8, 9])]).behind() == (
+    assert in_progress(real, [PseudoBlock([4], [5, 6]), PseudoBlock([7, 7], [8])]).following() == ([4, 5], [4])
+    assert in_progress(real, [PseudoBlock([4, 5, 6], []), PseudoBlock([], [7, 8, 9])]).following() == (
         [4, 5, 6, 7, 8],
         [6, 7],
     )
-    assert in_progress(real, [PseudoBlock([4, 5], [6])]).behind() == ([], [])
+    assert in_progress(real, [PseudoBlock([4, 5], [6])]).following() == ([], [])
 
 
 def test_a_candidate_wins() -> None:

@@ -243,7 +243,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
     (
         {"block_size": 4, "masks_per_group": 3},
-        "masks_per_group must be at least 4, got 3. Every draft token behind the first comes from a mask.",
+        "masks_per_group must be at least 4, got 3. Every draft token after the first comes from a mask.",
     ),
     ({"masks_per_group": 20.0}, "TypeError: masks_per_group must be an int, got float."),
     ({"label_shift": 2}, "label_shift must be 0 or 1, got 2."),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import RecurrentStep, available, generate, is_lossless, supports
 from pdkernels.decoding._recurrent import filtered
+from pdkernels.decoding.methods import METHODS
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
@@ -20,7 +21,7 @@ from tests.support.errors import kind_of
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_static"
-RECURRENT = [method for method in available() if method.startswith("recurrent_")]
+RECURRENT = [name for name, method in METHODS.items() if method.family == "recurrent"]
 
 
 @settings(max_examples=50, deadline=None)

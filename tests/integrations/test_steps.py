@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import pdkernels as pd
 from pdkernels import backends
-from pdkernels.decoding import STEPS
+from pdkernels.decoding import find
 from pdkernels.decoding._request import finished, open_session
 from pdkernels.models.attention import _causal_plan
 
@@ -68,7 +68,7 @@ def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[st
 
     # The same steps serve several sessions, of which the first was the largest.
     largest, _ = open_session(model, [[1] * 20] * len(prompts), limit, ends)
-    steps = STEPS[method](largest, **options)
+    steps = find(method).steps(largest, **options)
     for batch in (prompts, prompts[::-1]):
         result = by_the_log(model, steps, batch, limit, ends)
         expected = pd.decoding.generate(
@@ -111,7 +111,7 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
     model = copy.deepcopy(pd.models.load(name)).to("meta")
     session, _ = open_session(model, [[1, 2, 3], [1]], 12, None)
     with torch.inference_mode():
-        steps = STEPS[method](session, **options, page_size=page_size)
+        steps = find(method).steps(session, **options, page_size=page_size)
         assert steps.entry.device.type == "meta"
         steps.start(session)
         steps.step()
@@ -123,7 +123,7 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
 
 
 def test_threshold_is_what_needs_the_host(a_device_without_memory: None) -> None:
-    model, steps = pd.models.load("tiny-trimode"), STEPS["linear_self_speculation"]
+    model, steps = pd.models.load("tiny-trimode"), find("linear_self_speculation").steps
     session, _ = open_session(model, [[1]], 4, None)
     assert not steps(session, block_size=4).needs_host
     assert (

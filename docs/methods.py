@@ -1,0 +1,131 @@
+"""What is made out of the registry of decoding methods: tables of the docs, and signatures for type checkers.
+
+``python -m docs.methods`` writes them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pdkernels.decoding._method import FAMILIES, SHARED
+from pdkernels.decoding.methods import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "decoding.md"
+REGISTRY = ROOT / "pdkernels" / "decoding" / "methods.py"
+
+REQUEST = {
+    "max_new_tokens": "int",
+    "end_tokens": "Sequence[int] | None",
+    "on_tokens": "OnTokens | None",
+    "trace": "bool",
+}
+KINDS = {"Prompt": "One", "Batch": "Many"}  # what there is one of, and its result
+
+
+def methods_table() -> str:
+    """Every method, the models that it is for, its promise and its options."""
+    lines = ["| method | for | as greedy | what it does | options |", "|---|---|---|---|---|"]
+    for method in METHODS.values():
+        models = ", ".join(FAMILIES[family].description for family in (method.family, *method.also))
+        own = [f"`{option}`" for option in method.options.values() if not option.shared]
+        own += [f"*{name}*" for name in SHARED if name in method.options and method.options[name].shared]
+        promise = "yes" if method.lossless else "no"
+        lines.append(f"| `{method.name}` | {models} | {promise} | {method.summary} | {', '.join(own)} |")
+    return "\n".join(lines)
+
+
+def options_table() -> str:
+    """Every option: those of one method, then those that several share."""
+    lines = ["| method | option | |", "|---|---|---|"]
+    for method in METHODS.values():
+        name = f"`{method.name}`"
+        for option in method.options.values():
+            if not option.shared:
+                lines.append(f"| {name} | `{option}` | {_cell(option.help)} |")
+                name = ""
+    name = "shared"
+    for option, text in SHARED.items():
+        lines.append(f"| {name} | `{option}` | {_cell(text)} |")
+        name = ""
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def page(text: str) -> str:
+    """A page with its tables made anew."""
+    for name, made in (("methods", methods_table), ("options", options_table)):
+        text = re.sub(f"(<!-- {name} -->\n).*?(?=<!-- /{name} -->)", _filled(made), text, flags=re.DOTALL)
+    return text
+
+
+def _filled(made: Callable[[], str]) -> Callable[[re.Match[str]], str]:
+    return lambda match: f"{match[1]}{made()}\n"
+
+
+def registry(text: str) -> str:
+    """The registry's source with its signatures made anew."""
+    return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
+
+
+def signatures() -> str:
+    """Options as `TypedDict`, a class for each method, and `generate` with each of them.
+
+    A class inherits from the largest one before it all of whose options it has with the same types.
+    """
+    classes: dict[str, dict[str, str]] = {"Request": REQUEST}
+    lines = ["", "One = DecodeResult[Tensor, str]", "Many = DecodeResult[list[Tensor], list[str]]"]
+    lines += ["", "", "class Request(TypedDict, total=False):", *_fields(REQUEST)]
+    calls = []
+    for method in METHODS.values():
+        name = "".join(part.title() for part in method.name.split("_"))
+        fields = REQUEST | {option.name: option.type for option in method.options.values()}
+        base = max(
+            (other for other in classes if classes[other].items() <= fields.items()), key=lambda n: len(classes[n])
+        )
+        own = {field: kind for field, kind in fields.items() if field not in classes[base]}
+        classes[name] = fields
+        lines += ["", "", f"class {name}({base}, total=False):", *_fields(own)]
+        default = ' = "autoregressive"' if method.name == "autoregressive" else ""
+        options = f'method: Literal["{method.name}"]{default}, **options: Unpack[{name}]'
+        calls += [_call(prompt, options, result) for prompt, result in KINDS.items()]
+    calls += [_call(prompt, "method: Method, **options: Any", result) for prompt, result in KINDS.items()]
+    lines += ["", "", "class Generate(Protocol):", '    """The type of `pdkernels.decoding.generate`."""']
+    return "\n".join([*lines, "", *(line for call in calls for line in call), ""])
+
+
+def _fields(fields: dict[str, str]) -> list[str]:
+    return [f"    {name}: {kind}" for name, kind in fields.items()] or ["    pass"]
+
+
+def _call(prompt: str, options: str, result: str) -> list[str]:
+    """`generate` for one kind of prompt and one method, with the line breaks of the project's formatter."""
+    arguments, end = ["self", "model: Any", f"prompt: {prompt}", *options.split(", ")], f") -> {result}: ..."
+    line = f"    def __call__({', '.join(arguments)}{end}"
+    second = f"        {', '.join(arguments)}"
+    if len(line) <= 120:
+        return ["    @overload", line]
+    return [
+        "    @overload",
+        "    def __call__(",
+        *([second] if len(second) <= 120 else _broken(arguments)),
+        f"    {end}",
+    ]
+
+
+def _broken(arguments: list[str]) -> list[str]:
+    return [f"        {argument}," for argument in arguments]
+
+
+def main() -> None:
+    for path, made in ((PAGE, page), (REGISTRY, registry)):
+        path.write_text(made(path.read_text()))
+
+
+if __name__ == "__main__":
+    main()

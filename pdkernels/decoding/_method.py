@@ -1,0 +1,176 @@
+"""What the registry knows of a decoding method: a few facts that it is given, and what the decoder's signature and docstring say."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
+
+from pdkernels.decoding._steps import Steps
+from pdkernels.models.recurrent_depth import RecurrentDepth
+
+Family = Literal["transformer", "recurrent", "masked"]
+
+
+class FamilyFacts(NamedTuple):
+    """What the models of a family are called, and a trained one of the package."""
+
+    description: str
+    example: str
+
+
+FAMILIES: dict[Family, FamilyFacts] = {
+    "transformer": FamilyFacts("causal models", "tiny-code"),
+    "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent"),
+    "masked": FamilyFacts("models that see both sides", "tiny-masked"),
+}
+
+
+def family_of(model: object) -> Family:
+    """The family of a model.
+
+    >>> import pdkernels as pd
+    >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
+    ('transformer', 'recurrent')
+    """
+    if isinstance(model, RecurrentDepth):
+        return "recurrent"
+    attention = getattr(getattr(model, "config", None), "attention", "causal")
+    return "masked" if attention == "bidirectional" else "transformer"
+
+
+class SharedOptions:
+    """Options that mean the same in every method whose docstring does not describe them.
+
+    Args:
+        mask_token: id of masked positions; None: the model's own.
+        temperature: of the draws; 0 is greedy.
+        top_p, min_p, top_k: draw from likely tokens only; None: from all.
+        seed: of all random numbers.
+        recurrences: of the prompt and of every token; None: those the model was trained for.
+        page_size: rows per page of the KV cache; None keeps the cache contiguous.
+    """
+
+
+class Option(NamedTuple):
+    """A keyword-only parameter of a decoder."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    shared: bool
+    """Whether `SharedOptions` describes it, not the decoder."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The strings that it may be, if these are a closed set."""
+        return tuple(re.findall(r'"([^"]*)"', self.type)) if "Literal" in self.type else ()
+
+    def __str__(self) -> str:
+        return self.name if self.default is None else f"{self.name}={self.default!r}".replace("'", '"')
+
+
+def described(docstring: str | None) -> dict[str, str]:
+    """The arguments that a docstring describes, each with its description in one line.
+
+    >>> described('''Fill a session.
+    ...
+    ...     Args:
+    ...         block_size: tokens of a draft,
+    ...             the first included.
+    ...         top_p, top_k: filters.
+    ...
+    ...     Returns:
+    ...         Nothing.
+    ... ''')
+    {'block_size': 'tokens of a draft, the first included.', 'top_p': 'filters.', 'top_k': 'filters.'}
+    """
+    section = re.search(r"^Args:\n((?:    .*\n?|\n(?=    ))*)", inspect.cleandoc(docstring or ""), re.MULTILINE)
+    found: dict[str, str] = {}
+    for names, text in re.findall(
+        r"^    (\w+(?:, \w+)*): *((?:.*\n?)(?:^     +.*\n?|^\n)*)", section[1] if section else "", re.MULTILINE
+    ):
+        found |= dict.fromkeys(names.split(", "), " ".join(text.split()))
+    return found
+
+
+SHARED = described(SharedOptions.__doc__)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A decoding method. All that is known about it is here, in its decoder's signature and in the docstrings of its decoder.
+
+    Attributes:
+        name: what `generate` is asked for.
+        decode: fills a session; its keyword-only parameters are the options. One that spends more than a forward on a draft
+            returns in how many forwards its sequences took part, all together.
+        family: the models that it is for. The first method of a family is what an evaluation compares the others with.
+        also: other families that it runs on.
+        lossless: whether it promises the tokens of greedy decoding, with default options and at temperature 0.
+        steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
+        judges: whether it drafts tokens and judges the drafts.
+        models: the trained models that show it; none: its family's example.
+        widths: values of `block_size` that an evaluation shows; None is the fastest one.
+        shown: whether an evaluation that is not told which methods to compare shows it.
+    """
+
+    name: str
+    decode: Callable[..., int | None]
+    family: Family = "transformer"
+    also: tuple[Family, ...] = ()
+    lossless: bool = False
+    steps: type[Steps] | None = None
+    judges: bool = False
+    models: tuple[str, ...] = ()
+    widths: tuple[int | None, ...] = ()
+    shown: bool = True
+
+    @property
+    def example(self) -> str:
+        """A trained model that it is for."""
+        return self.models[0] if self.models else FAMILIES[self.family].example
+
+    @property
+    def summary(self) -> str:
+        """What it does: the first sentence of its decoder's module."""
+        return (sys.modules[self.decode.__module__].__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+
+    @cached_property
+    def options(self) -> dict[str, Option]:
+        """By name."""
+        own = described(self.decode.__doc__)
+        texts = SHARED | own
+        return {
+            item.name: Option(
+                item.name, _written(item.annotation), item.default, texts.get(item.name, ""), item.name not in own
+            )
+            for item in inspect.signature(self.decode, eval_str=True).parameters.values()
+            if item.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+    @property
+    def needs_mask_token(self) -> bool:
+        """Whether it asks a model about masks."""
+        return "mask_token" in self.options
+
+    def supports(self, model: object) -> bool:
+        """Whether it is for models of this kind."""
+        return family_of(model) in (self.family, *self.also)
+
+
+def _written(annotation: Any) -> str:
+    """A type as it is written in Python."""
+    if annotation is type(None):
+        return "None"
+    if isinstance(annotation, type):
+        return annotation.__name__
+    if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
+        return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
+    return " | ".join(map(_written, get_args(annotation)))  # what is left are unions

@@ -1,0 +1,130 @@
+"""The registry of methods: what it says is complete, nothing says it twice, and a name that is gone tells its successor."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import pdkernels as pd
+from docs import methods as made
+from pdkernels import _renamed
+from pdkernels.decoding._method import FAMILIES, SHARED, described
+from pdkernels.decoding.methods import METHODS
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+OPTIONS = [(method, option) for method in METHODS.values() for option in method.options.values()]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "expected"),
+    [
+        (None, {}),
+        ("", {}),
+        ("Nothing to describe.", {}),
+        ("Text.\n\n    Args:\n        a: one.\n", {"a": "one."}),
+        (
+            "Text.\n\nArgs:\n    a: one.\n    b, c: two: with a colon\n        and a second line.",
+            dict(zip("abc", ["one."] + ["two: with a colon and a second line."] * 2)),
+        ),
+        (
+            "Text.\n\n    Args:\n        a: one,\n            two.\n\n            A paragraph.\n        b:\n            below.\n\n    Returns:\n        c: not an argument.\n",
+            {"a": "one, two. A paragraph.", "b": "below."},
+        ),
+        ("Args: of a sentence.\n\n    Text: of another.\n", {}),
+    ],
+)
+def test_arguments_of_a_docstring(docstring: str | None, expected: dict[str, str]) -> None:
+    assert described(docstring) == expected
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_option_is_described_and_nothing_else_is(name: str) -> None:
+    method = METHODS[name]
+    assert method.name == name and method.summary.endswith(".") and method.options
+    assert [option.name for option in method.options.values() if not option.help] == []
+    assert set(described(method.decode.__doc__)) <= set(method.options)
+    assert not any(text == SHARED.get(option) for option, text in described(method.decode.__doc__).items())
+
+
+def test_first_method_of_a_family_is_its_baseline() -> None:
+    first = {method.family: method for method in reversed(METHODS.values())}
+    assert {family: method.name for family, method in first.items()} == {
+        "transformer": "autoregressive",
+        "recurrent": "recurrent_static",
+        "masked": "llada",
+    }
+    assert set(first) == set(FAMILIES)
+    assert all(method.supports(pd.models.load(method.example)) for method in METHODS.values())
+
+
+@pytest.mark.parametrize(
+    ("method", "option"), [(method.name, option.name) for method, option in OPTIONS if option.choices]
+)
+def test_options_with_choices_take_no_other_string(method: str, option: str) -> None:
+    found = pd.decoding.find(method)
+    model = pd.models.load(found.example)
+    with pytest.raises(ValueError, match=f"{option} must be .*, got 'neither'") as raised:
+        pd.decoding.generate(model, [1], found, max_new_tokens=1, **{option: "neither"})
+    assert all(repr(choice) in str(raised.value) for choice in found.options[option].choices)
+
+
+def test_generate_describes_all_methods_and_options() -> None:
+    text = inspect.getdoc(pd.decoding.generate)
+    assert text is not None
+    for method, option in OPTIONS:
+        assert f"{method.name}: {method.summary}" in text
+        assert option.help in text and str(option) in text
+
+
+def test_signatures_are_those_of_the_decoders() -> None:
+    source = made.REGISTRY.read_text()
+    assert made.registry(source) == source, "run: python -m docs.methods"
+
+
+def names_in(path: Path) -> int:
+    """The most names of methods that a collection in a file lists."""
+    lists = [
+        node.keys if isinstance(node, ast.Dict) else node.elts
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Dict, ast.List, ast.Set, ast.Tuple))
+    ]
+    return max(
+        [0, *(sum(isinstance(item, ast.Constant) and item.value in METHODS for item in items) for items in lists)]
+    )
+
+
+def test_no_other_table_of_methods() -> None:
+    files = [path for folder in ("pdkernels", "bench", "docs") for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path.relative_to(ROOT)) for path in files if names_in(path) > 2] == []
+
+
+# ---- names that are gone
+
+
+@pytest.mark.parametrize("module", _renamed.RENAMED)
+def test_former_names_tell_the_present_ones(module: str) -> None:
+    loaded = importlib.import_module(module)
+    for former, present in _renamed.RENAMED[module].items():
+        with pytest.raises(AttributeError) as raised:
+            getattr(loaded, former)
+        assert str(raised.value) == f"module '{module}' has no attribute '{former}'. It is {module}.{present} now."
+        assert getattr(loaded, present) is not None
+    with pytest.raises(AttributeError) as raised:
+        getattr(loaded, "nothing")  # noqa: B009
+    assert str(raised.value) == f"module '{module}' has no attribute 'nothing'"
+
+
+def test_former_options_tell_the_present_ones() -> None:
+    model = pd.models.load("tiny-code")
+    with pytest.raises(TypeError, match=r"'jacobi', got 'draft_len'. It is block_size now\."):
+        pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), draft_len=4)
+    with pytest.raises(TypeError, match=r"got 'draft_len'. It accepts: temperature, seed, page_size\."):
+        pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), draft_len=4)
+    with pytest.raises(TypeError, match=r"got 'published'. The steps of the released code are pdkernels\.reference\."):
+        pd.decoding.generate(
+            pd.models.load("tiny-recurrent"), [1], pd.decoding.find("recurrent_diffusion"), published=True
+        )
