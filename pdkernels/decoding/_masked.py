@@ -364,10 +364,11 @@ class WholeCanvas:
         self._counts = session.ragged(self._visible)
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, width, hidden_size)``. The canvases are cut at `ends` ``(batch,)`` and at `width`; None: they are not."""
+        """``(batch, width, hidden_size)``. The canvases, without guidance, are cut at `ends` ``(batch,)`` and at `width`; None: they
+        are not."""
         visible, counts = self._visible, self._counts
         if ends is not None:
-            visible = counts = ends.clamp(max=width).repeat(self._copies)
+            visible = counts = ends.clamp(max=width)
         hidden: torch.Tensor = self._model.recompute(
             self._tokens()[:, :width], self._cache, self._starts, counts=counts, visible=visible
         )
