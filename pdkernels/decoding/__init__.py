@@ -289,7 +289,7 @@ def _method(method: str) -> Callable[..., int | None]:
 
 # Former options, and where what they did is now.
 MOVED = {
-    ("recurrent_diffusion", "published"): "The steps of the released code are pdkernels.reference.recurrent_published.",
+    ("recurrent_diffusion", "published"): "The steps of the released code are pdkernels.reference.recurrent_published."
 }
 
 

@@ -85,7 +85,7 @@ TRACED = {
     "plan must be of 20 rows and columns, the new tokens, got 20 and 44. Build the mask for the new tokens alone; the prefix is seen by all.": {
         "plan": masks.causal(20, 44).plan(16, 32)
     },
-    "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples split.": {
+    "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.": {
         "plan": masks.TilePlan.stack([PLAN] * 3)
     },
     "plan must be on cpu like q, got meta. Move it with plan.to('cpu').": {"plan": PLAN.to("meta")},
