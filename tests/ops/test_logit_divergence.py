@@ -272,26 +272,25 @@ X = torch.zeros(2, 4)
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        ({"logits": [1.0]}, r"TypeError: logit_divergence: logits must be a tensor, got list"),
-        ({"logits": X[0, 0]}, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
-        ({"logits": X[:, :0]}, r"V at least 1, got \(2, 0\)"),
-        ({"logits": X.int()}, r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"logits": X.double()}, r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'"),
-        ({"previous": X[:1]}, r"previous must have shape \(2, 4\) like logits, got \(1, 4\)"),
-        ({"previous": X.half()}, r"TypeError: previous must be torch\.float32 like the others, got torch\.float16"),
-        ({"previous": X.to("meta")}, r"previous must be on cpu, got meta"),
-        ({"previous": 1.0}, r"TypeError: previous must be a tensor, got float"),
-        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1\.5"),
-        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0\.1"),
-        ({"min_p": NAN}, r"min_p must be in \[0, 1\], got nan"),
-        ({"min_p": None}, r"TypeError: min_p must be a number, got NoneType"),
-        (
-            {"backend": "triton"},
-            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
-        ),
-    ],
+    "text, call",
+    {
+        r"TypeError: logit_divergence: logits must be a tensor, got list": {"logits": [1.0]},
+        r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)": {"logits": X[0, 0]},
+        r"V at least 1, got \(2, 0\)": {"logits": X[:, :0]},
+        r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32": {"logits": X.int()},
+        r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'": {"logits": X.double()},
+        r"previous must have shape \(2, 4\) like logits, got \(1, 4\)": {"previous": X[:1]},
+        r"TypeError: previous must be torch\.float32 like the others, got torch\.float16": {"previous": X.half()},
+        r"previous must be on cpu, got meta": {"previous": X.to("meta")},
+        r"TypeError: previous must be a tensor, got float": {"previous": 1.0},
+        r"min_p must be in \[0, 1\], got 1\.5": {"min_p": 1.5},
+        r"min_p must be in \[0, 1\], got -0\.1": {"min_p": -0.1},
+        r"min_p must be in \[0, 1\], got nan": {"min_p": NAN},
+        r"TypeError: min_p must be a number, got NoneType": {"min_p": None},
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_call(call: dict[str, object], text: str) -> None:
     with refused(text) as error:
