@@ -29,9 +29,8 @@ def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
     rows, columns = (slice(data.draw(edge), data.draw(edge)) for _ in range(2))
     part = mask[rows, columns]
     assert torch.equal(part.dense(), mask.dense()[rows, columns])
-    assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(
-        part.kv_positions, mask.kv_positions[columns]
-    )
+    assert torch.equal(part.positions, mask.positions[rows])
+    assert torch.equal(part.kv_positions, mask.kv_positions[columns])
     assert torch.equal(part[1:, 1:].dense(), mask.dense()[rows, columns][1:, 1:])
 
 

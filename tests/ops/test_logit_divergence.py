@@ -100,11 +100,8 @@ def test_masked_tokens(impl) -> None:
     logits[3::4, 77] = 0.5
     divergence = run(impl, logits, previous)
     check(divergence, logits, previous)
-    assert (
-        divergence.kl.view(25, 4)[:, :2].isfinite().all()
-        and (divergence.kl.view(25, 4)[:, 2:] == INF).all()
-        and divergence.minp_kl.isfinite().all()
-    )
+    assert divergence.kl.view(25, 4)[:, :2].isfinite().all() and (divergence.kl.view(25, 4)[:, 2:] == INF).all()
+    assert divergence.minp_kl.isfinite().all()
     assert (divergence.argmax[3::4] == 77).all() and (divergence.entropy[3::4].abs() < 1e-6).all()
     check(run(impl, logits), logits, None)
 
@@ -120,12 +117,8 @@ def test_rows_without_a_distribution(impl, width: int) -> None:
     previous[4] = -INF
     previous[5, 1] = NAN
     divergence = run(impl, logits, previous)
-    assert torch.equal(divergence.argmax, logits.argmax(-1)) and divergence.argmax[:4].tolist() == [
-        0,
-        min(3, width // 2),
-        width - 1,
-        0,
-    ]
+    assert torch.equal(divergence.argmax, logits.argmax(-1))
+    assert divergence.argmax[:4].tolist() == [0, min(3, width // 2), width - 1, 0]
     assert divergence.entropy[:4].isnan().all() and divergence.entropy[4:].isfinite().all()
     for t in (divergence.kl, divergence.minp_kl):
         assert t[:6].isnan().all() and t[6].isfinite()
@@ -169,21 +162,15 @@ def test_any_layout(impl, dtype: torch.dtype) -> None:
         assert torch.equal(divergence.argmax, expected.argmax)
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(divergence[1:], expected[1:]))
     last = impl.logit_divergence(logits[1, 2], previous[1, 2])
-    assert (
-        last.kl.shape == ()
-        and torch.equal(last.kl, expected.kl[1, 2])
-        and torch.equal(last.argmax, expected.argmax[1, 2])
-    )
+    assert last.kl.shape == () and torch.equal(last.kl, expected.kl[1, 2])
+    assert torch.equal(last.argmax, expected.argmax[1, 2])
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (1, 1)])
 def test_empty_and_single(impl, shape: tuple[int, ...]) -> None:
     divergence = impl.logit_divergence(torch.zeros(shape, device=impl.device))
-    assert (
-        all(t.shape == shape[:-1] for t in divergence)
-        and divergence.argmax.dtype == torch.int64
-        and divergence.kl.dtype == torch.float32
-    )
+    assert all(t.shape == shape[:-1] for t in divergence) and divergence.argmax.dtype == torch.int64
+    assert divergence.kl.dtype == torch.float32
 
 
 def test_a_row_does_not_depend_on_the_others(impl) -> None:

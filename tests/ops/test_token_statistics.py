@@ -70,9 +70,8 @@ def test_by_hand(impl) -> None:
     found = run(impl, torch.tensor([[math.log(2), math.log(6), -INF, 0.0, 0.0]]), top_k=5)
     assert found.ids.item() == 1 and found.top_ids.tolist() == [[1, 0, 3, 4, 2]]
     assert found.top_probs[0].tolist() == pytest.approx([0.6, 0.2, 0.1, 0.1, 0.0], rel=1e-6)
-    assert found.margin.item() == pytest.approx(0.4, rel=1e-6) and found.logsumexp.item() == pytest.approx(
-        math.log(10), rel=1e-6
-    )
+    assert found.margin.item() == pytest.approx(0.4, rel=1e-6)
+    assert found.logsumexp.item() == pytest.approx(math.log(10), rel=1e-6)
     assert found.entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (0.6, 0.2, 0.1, 0.1)), rel=1e-6)
 
 
@@ -83,9 +82,8 @@ def test_sure_rows(impl) -> None:
     logits[2] = -INF
     logits[2, 5] = -1e4
     found = run(impl, logits)
-    assert (
-        found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3 and found.margin.tolist() == [1.0] * 3
-    )
+    assert found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3
+    assert found.margin.tolist() == [1.0] * 3
     assert found.entropy.tolist() == [0.0] * 3 and found.logsumexp.tolist() == [1.0, 1.0, -1e4]
     assert found.top_ids[2].tolist() == [5, 0, 1, 2, 3] and found.top_probs[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -93,11 +91,8 @@ def test_sure_rows(impl) -> None:
 def test_equals(impl) -> None:
     for width in (3, 40, 8193):
         found = run(impl, torch.full((2, width), -7.5), top_k=3)
-        assert (
-            found.ids.tolist() == [0, 0]
-            and found.top_ids.tolist() == [[0, 1, 2]] * 2
-            and found.margin.tolist() == [0.0, 0.0]
-        )
+        assert found.ids.tolist() == [0, 0] and found.top_ids.tolist() == [[0, 1, 2]] * 2
+        assert found.margin.tolist() == [0.0, 0.0]
         assert found.entropy[0].item() == pytest.approx(math.log(width), rel=1e-6)
     assert run(impl, torch.tensor([[-0.0, 0.0, -0.0]]), top_k=3).top_ids.tolist() == [[0, 1, 2]]
 
