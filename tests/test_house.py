@@ -81,8 +81,14 @@ def room_of(module: str) -> str:
     return parts[1] if parts[1] in RANKS else "base"
 
 
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
 def imported(path: Path, module: str) -> Iterator[str]:
-    """Dotted names of ours that a file imports, wherever in the file it does."""
+    """Modules and names of ours that a file imports, wherever in the file it does, for types too."""
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -90,17 +96,36 @@ def imported(path: Path, module: str) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*parents, *filter(None, [node.module])])
-            # `from pdkernels import ops` names a module, `from pdkernels.ops import x` an object in one.
-            names = [f"{source}.{alias.name}" for alias in node.names] if source == "pdkernels" else [source]
+            # `from pdkernels.models import fused` names a module, `from pdkernels.ops import x` an object in one.
+            full = [f"{source}.{alias.name}" for alias in node.names]
+            names = [name if name in MODULES or source == "pdkernels" else source for name in full]
         else:
             continue
         yield from (name for name in names if name.partition(".")[0] == "pdkernels")
 
 
+def test_no_import_circle() -> None:
+    """Type-only imports count as well."""
+    graph = {module: set(imported(path, module)) & set(MODULES) for module, path in MODULES.items()}
+    left = dict(graph)
+    while free := {module for module, needs in left.items() if not needs & left.keys()}:
+        left = {module: needs for module, needs in left.items() if module not in free}
+    assert {module: sorted(needs & left.keys()) for module, needs in left.items()} == {}
+
+
+def test_only_ops_know_the_reference() -> None:
+    """The package itself hands it to users."""
+    assert [
+        f"{relative(path)} imports {name}"
+        for module, path in MODULES.items()
+        for name in imported(path, module)
+        if room_of(name) == "reference" and room_of(module) != "ops" and module != "pdkernels"
+    ] == []
+
+
 def test_import_arrows_point_one_way() -> None:
     wrong = []
-    for path in PACKAGE.rglob("*.py"):
-        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for module, path in MODULES.items():
         room = "top" if path.parent == PACKAGE and path.stem in TOP else room_of(module)
         for name in imported(path, module):
             if room_of(name) != room and RANKS[room_of(name)] >= RANKS[room]:

@@ -82,10 +82,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     together = generate(model_of(0), batch, METHOD, **options)
     for index, prompt in enumerate(batch):
         alone = generate(model_of(0), prompt, METHOD, **options)
-        assert (
-            torch.equal(alone.tokens, together.tokens[index])
-            and alone.stats.accepted[0] == together.stats.accepted[index]
-        )
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.accepted[0] == together.stats.accepted[index]
 
 
 @pytest.mark.parametrize("page_size", [None, 3])

@@ -174,9 +174,8 @@ def test_candidates_share_one_prefix_and_few_plans() -> None:
         if mask is None:
             assert width <= 24
         else:
-            assert width == mask.q_len and any(
-                width % (count * jacobi_multiblock.BRANCH_STEP) == 0 for count in (2, 3, 4)
-            )
+            assert width == mask.q_len
+            assert any(width % (count * jacobi_multiblock.BRANCH_STEP) == 0 for count in (2, 3, 4))
 
 
 def in_progress(rows: list[list[int]], pseudo: list[PseudoBlock]) -> Progress:

@@ -274,26 +274,25 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
 # ---- errors
 
 OP = "pdkernels.decoding.linear_self_speculation: "
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"block_size": 0}, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
-    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-    ({"temperature": "hot"}, "TypeError: temperature must be a number, got str."),
-    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
-    ({"threshold": -0.5}, "threshold must be at least 0, got -0.5."),
-    ({"threshold": None}, "TypeError: threshold must be a number, got NoneType."),
-    ({"verification": "trust"}, "verification must be one of 'compare', 'rejection', got 'trust'."),
+ERRORS: dict[str, Any] = {
+    "block_size must be at least 1, got 0.": {"block_size": 0},
+    "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
+    "temperature must be finite and at least 0, got -1.0.": {"temperature": -1.0},
+    "TypeError: temperature must be a number, got str.": {"temperature": "hot"},
+    "TypeError: seed must be an int, got float.": {"seed": 1.5},
+    "threshold must be at least 0, got -0.5.": {"threshold": -0.5},
+    "TypeError: threshold must be a number, got NoneType.": {"threshold": None},
+    "verification must be one of 'compare', 'rejection', got 'trust'.": {"verification": "trust"},
     (
-        {"verification": "rejection", "threshold": 0.5},
         "threshold must be 0 with verification='rejection', got 0.5. Slots filled in later passes depend on others; "
-        "use verification='compare'.",
-    ),
-    ({"mask_token": 24}, "mask_token must be an id in 0 .. 23, got 24."),
-    ({"mask_token": "x"}, "TypeError: mask_token must be an int, got str."),
-]
+        "use verification='compare'."
+    ): {"verification": "rejection", "threshold": 0.5},
+    "mask_token must be an id in 0 .. 23, got 24.": {"mask_token": 24},
+    "TypeError: mask_token must be an int, got str.": {"mask_token": "x"},
+}
 
 
-@pytest.mark.parametrize("options, text", ERRORS)
+@pytest.mark.parametrize("text, options", ERRORS.items())
 @pytest.mark.parametrize("limit", [0, 4])
 def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     error, text = kind_of(text)

@@ -238,30 +238,30 @@ def test_the_head_runs_on_rows_that_are_needed() -> None:
 # ---- errors
 
 OP = "pdkernels.decoding.quadratic_self_speculation: "
-ERRORS: list[tuple[dict[str, Any], str]] = [
-    ({"block_size": 0}, "block_size must be at least 1, got 0."),
-    ({"block_size": 2.0}, "TypeError: block_size must be an int, got float."),
-    (
-        {"block_size": 4, "masks_per_group": 3},
-        "masks_per_group must be at least 4, got 3. Every draft token after the first comes from a mask.",
-    ),
-    ({"masks_per_group": 20.0}, "TypeError: masks_per_group must be an int, got float."),
-    ({"label_shift": 2}, "label_shift must be 0 or 1, got 2."),
-    ({"in_group": "none"}, "in_group must be 'bidirectional' or 'causal', got 'none'."),
-    ({"ensemble_weight": 1.5}, "ensemble_weight must be in [0, 1], got 1.5."),
-    ({"ensemble_weight": None}, "TypeError: ensemble_weight must be a number, got NoneType."),
-    (
-        {"ensemble_weight": 0.5, "label_shift": 1},
-        "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position.",
-    ),
-    ({"ensemble": "mean"}, "ensemble must be 'probability' or 'logit', got 'mean'."),
-    ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
-    ({"mask_token": -1}, "mask_token must be an id in 0 .. 23, got -1."),
-]
+ERRORS: dict[str, Any] = {
+    "block_size must be at least 1, got 0.": {"block_size": 0},
+    "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
+    "masks_per_group must be at least 4, got 3. Every draft token after the first comes from a mask.": {
+        "block_size": 4,
+        "masks_per_group": 3,
+    },
+    "TypeError: masks_per_group must be an int, got float.": {"masks_per_group": 20.0},
+    "label_shift must be 0 or 1, got 2.": {"label_shift": 2},
+    "in_group must be 'bidirectional' or 'causal', got 'none'.": {"in_group": "none"},
+    "ensemble_weight must be in [0, 1], got 1.5.": {"ensemble_weight": 1.5},
+    "TypeError: ensemble_weight must be a number, got NoneType.": {"ensemble_weight": None},
+    "ensemble_weight must be 1 with label_shift=1, got 0.5. No mask is about the verifier's position.": {
+        "ensemble_weight": 0.5,
+        "label_shift": 1,
+    },
+    "ensemble must be 'probability' or 'logit', got 'mean'.": {"ensemble": "mean"},
+    "temperature must be finite and at least 0, got -1.0.": {"temperature": -1.0},
+    "TypeError: seed must be an int, got float.": {"seed": 1.5},
+    "mask_token must be an id in 0 .. 23, got -1.": {"mask_token": -1},
+}
 
 
-@pytest.mark.parametrize("options, text", ERRORS)
+@pytest.mark.parametrize("text, options", ERRORS.items())
 @pytest.mark.parametrize("limit", [0, 4])
 def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
     error, text = kind_of(text)

@@ -107,18 +107,17 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, text",
-    [
-        (
-            {"method": "llada"},
-            "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'",
-        ),
-        ({"window": 3}, "TypeError: options must be options of method 'autoregressive', got 'window'"),
-        ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"longest_prompt": 1.5}, "TypeError: longest_prompt must be an int, got float"),
-        ({"max_new_tokens": 1}, "max_new_tokens must be at least 2, got 1"),
-        ({}, "NotImplementedError: the model must be on a GPU, got cpu"),
-    ],
+    "text, changed",
+    {
+        "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'": {
+            "method": "llada"
+        },
+        "TypeError: options must be options of method 'autoregressive', got 'window'": {"window": 3},
+        "batch must be at least 1, got 0": {"batch": 0},
+        "TypeError: longest_prompt must be an int, got float": {"longest_prompt": 1.5},
+        "max_new_tokens must be at least 2, got 1": {"max_new_tokens": 1},
+        "NotImplementedError: the model must be on a GPU, got cpu": {},
+    }.items(),
 )
 def test_bad_call(changed: dict[str, Any], text: str) -> None:
     with refused(text):

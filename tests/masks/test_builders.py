@@ -152,9 +152,8 @@ def test_blocks_of_one_token_are_causal(length: int) -> None:
 def test_a_tree_that_is_one_chain_is_causal(length: int) -> None:
     chain = masks.tree(list(range(-1, length - 1)))
     assert len(chain.segments) <= 1
-    assert torch.equal(chain.dense(), masks.causal(length).dense()) and torch.equal(
-        chain.positions, masks.causal(length).positions
-    )
+    assert torch.equal(chain.dense(), masks.causal(length).dense())
+    assert torch.equal(chain.positions, masks.causal(length).positions)
 
 
 @given(st.integers(0, 4), st.integers(0, 5))

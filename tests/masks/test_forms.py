@@ -29,9 +29,8 @@ def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
     rows, columns = (slice(data.draw(edge), data.draw(edge)) for _ in range(2))
     part = mask[rows, columns]
     assert torch.equal(part.dense(), mask.dense()[rows, columns])
-    assert torch.equal(part.positions, mask.positions[rows]) and torch.equal(
-        part.kv_positions, mask.kv_positions[columns]
-    )
+    assert torch.equal(part.positions, mask.positions[rows])
+    assert torch.equal(part.kv_positions, mask.kv_positions[columns])
     assert torch.equal(part[1:, 1:].dense(), mask.dense()[rows, columns][1:, 1:])
 
 
@@ -79,26 +78,20 @@ def test_block_mask(mask: masks.SegmentMask, block_size: int | tuple[int, int]) 
 
 
 @pytest.mark.parametrize(
-    "call, sentence",
-    [
-        (
-            lambda: to_block_mask(masks.causal(8).plan()),
-            r"TypeError: to_block_mask: mask must be a SegmentMask, got TilePlan\.",
+    "sentence, call",
+    {
+        r"TypeError: to_block_mask: mask must be a SegmentMask, got TilePlan\.": lambda: to_block_mask(
+            masks.causal(8).plan()
         ),
-        (lambda: to_block_mask(masks.causal(0)), r"mask must have at least one row, .* got \(0, 0\)\."),
-        (
-            lambda: from_block_mask(masks.causal(8)),
-            r"TypeError: from_block_mask: block_mask must be a BlockMask, got SegmentMask\.",
+        r"mask must have at least one row, .* got \(0, 0\)\.": lambda: to_block_mask(masks.causal(0)),
+        r"TypeError: from_block_mask: block_mask must be a BlockMask, got SegmentMask\.": lambda: from_block_mask(
+            masks.causal(8)
         ),
-        (
-            lambda: from_block_mask(tiles_of(20)),
-            r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\.",
+        r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(20, 20\)\.": lambda: from_block_mask(tiles_of(20)),
+        r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\.": lambda: from_block_mask(
+            tiles_of(2048)
         ),
-        (
-            lambda: from_block_mask(tiles_of(2048)),
-            r"BLOCK_SIZE must be multiples of 16 in \[16, 1024\], got \(2048, 2048\)\.",
-        ),
-    ],
+    }.items(),
 )
 def test_errors_of_flex_attention(call, sentence: str) -> None:
     with refused(sentence):
@@ -174,106 +167,86 @@ Segment = masks.Segment
 
 
 @pytest.mark.parametrize(
-    "make, sentence",
-    [
-        (lambda: masks.causal(-1), r"masks.causal: q_len must be 0 or more, got -1\."),
-        (lambda: masks.causal(2.5), r"TypeError: masks.causal: q_len must be an integer, got float\."),
-        (lambda: masks.full(True), r"TypeError: masks.full: q_len must be an integer, got bool\."),
-        (
-            lambda: masks.dual_stream(2**40, 32),
-            r"masks.dual_stream: length must be less than 2\*\*31, got 1099511627776\.",
+    "sentence, make",
+    {
+        r"masks.causal: q_len must be 0 or more, got -1\.": lambda: masks.causal(-1),
+        r"TypeError: masks.causal: q_len must be an integer, got float\.": lambda: masks.causal(2.5),
+        r"TypeError: masks.full: q_len must be an integer, got bool\.": lambda: masks.full(True),
+        r"masks.dual_stream: length must be less than 2\*\*31, got 1099511627776\.": lambda: masks.dual_stream(
+            2**40, 32
         ),
-        (lambda: masks.block_causal(4, 0), r"masks.block_causal: block_size must be 1 or more, got 0\."),
-        (lambda: masks.block_causal(4, 2, 5), r"prefix_len must be at most length \(4\), got 5\."),
-        (
-            lambda: masks.noise_aware_causal(4, 2, 2, "dirty"),
-            r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'",
+        r"masks.block_causal: block_size must be 1 or more, got 0\.": lambda: masks.block_causal(4, 0),
+        r"prefix_len must be at most length \(4\), got 5\.": lambda: masks.block_causal(4, 2, 5),
+        r"conditioning must be one of 'noisy', 'clean', 'window', got 'dirty'": lambda: masks.noise_aware_causal(
+            4, 2, 2, "dirty"
         ),
-        (
-            lambda: masks.noise_aware_causal(4, 2, 2, layout="x"),
-            r"layout must be one of 'streams', 'interleaved', got 'x'",
+        r"layout must be one of 'streams', 'interleaved', got 'x'": lambda: masks.noise_aware_causal(
+            4, 2, 2, layout="x"
         ),
-        (
-            lambda: masks.noise_aware_causal(4, 2, 2, "window"),
-            r'window must be given with conditioning="window", got None\.',
+        r'window must be given with conditioning="window", got None\.': lambda: masks.noise_aware_causal(
+            4, 2, 2, "window"
         ),
-        (
-            lambda: masks.noise_aware_causal(4, 2, 2, window=3),
-            r"window must be None with conditioning='noisy', got 3\.",
+        r"window must be None with conditioning='noisy', got 3\.": lambda: masks.noise_aware_causal(4, 2, 2, window=3),
+        r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]": lambda: masks.dual_stream(
+            4, 2, noisy_positions=[2, 1]
         ),
-        (
-            lambda: masks.dual_stream(4, 2, noisy_positions=[2, 1]),
-            r"noisy_positions must ascend within \[0, 4\), got \[2, 1\]",
+        r"ascend within \[1, 4\), got \[0\]": lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1),
+        r"TypeError: noisy_positions must be int32 or int64, got torch.float32\.": lambda: masks.dual_stream(
+            4, 2, noisy_positions=[0.5, 2]
         ),
-        (lambda: masks.dual_stream(4, 2, noisy_positions=[0], prefix_len=1), r"ascend within \[1, 4\), got \[0\]"),
-        (
-            lambda: masks.dual_stream(4, 2, noisy_positions=[0.5, 2]),
-            r"TypeError: noisy_positions must be int32 or int64, got torch.float32\.",
+        r"TypeError: stages must hold stages \(plan, chunks, sync\), got 3\.": lambda: masks.planned([3]),
+        r"TypeError: chunks must be a tuple of lengths, got 4\.": lambda: masks.planned([(3, 4)]),
+        r"chunks must be 0 or more, got -4\.": lambda: masks.planned([(3, (-4,))]),
+        r"TypeError: sync must be a bool, got str\.": lambda: masks.planned([(3, (4,), "no")]),
+        r"TypeError: sparse must be a bool, got int\.": lambda: masks.planned([(3, (4,))], sparse=2),
+        r"TypeError: anchor_group must be a bool, got str\.": lambda: masks.quadratic(2, anchor_group="no"),
+        r"block_size must be 1 or more, got 0\.": lambda: masks.quadratic(0),
+        r"come before their child, so be in \[-1, 0\] for token 1, got 1\.": lambda: masks.tree([-1, 1]),
+        r"TypeError: masks.tree: parents must be an integer, got float\.": lambda: masks.tree([-1, 0.5]),
+        r"TypeError: masks must be a list of masks, got one mask\. Write pack\(\[mask\]": lambda: masks.pack(
+            masks.causal(3), 4
         ),
-        (lambda: masks.planned([3]), r"TypeError: stages must hold stages \(plan, chunks, sync\), got 3\."),
-        (lambda: masks.planned([(3, 4)]), r"TypeError: chunks must be a tuple of lengths, got 4\."),
-        (lambda: masks.planned([(3, (-4,))]), r"chunks must be 0 or more, got -4\."),
-        (lambda: masks.planned([(3, (4,), "no")]), r"TypeError: sync must be a bool, got str\."),
-        (lambda: masks.planned([(3, (4,))], sparse=2), r"TypeError: sparse must be a bool, got int\."),
-        (lambda: masks.quadratic(2, anchor_group="no"), r"TypeError: anchor_group must be a bool, got str\."),
-        (lambda: masks.quadratic(0), r"block_size must be 1 or more, got 0\."),
-        (lambda: masks.tree([-1, 1]), r"come before their child, so be in \[-1, 0\] for token 1, got 1\."),
-        (lambda: masks.tree([-1, 0.5]), r"TypeError: masks.tree: parents must be an integer, got float\."),
-        (
-            lambda: masks.pack(masks.causal(3), 4),
-            r"TypeError: masks must be a list of masks, got one mask\. Write pack\(\[mask\]",
+        r"length must be at least the 3 tokens of the masks, got 2\.": lambda: masks.pack([masks.causal(3)], 2),
+        r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first": lambda: masks.pack(
+            [masks.causal(3)[1:]]
         ),
-        (lambda: masks.pack([masks.causal(3)], 2), r"length must be at least the 3 tokens of the masks, got 2\."),
-        (
-            lambda: masks.pack([masks.causal(3)[1:]]),
-            r"masks must be whole masks, got a slice of shape \(2, 3\)\. Pack first",
+        r"TypeError: masks must be segment masks, got int\.": lambda: masks.pack([3]),
+        r"rows must have step 1, got 2\.": lambda: masks.causal(3)[::2],
+        r"TypeError: slices must be of rows and columns, got 3 slices\.": lambda: masks.causal(3)[:1, :1, :1],
+        r"TypeError: rows must be a slice, got 1\. Write mask\[a:b\]": lambda: masks.causal(3)[1],
+        r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\.": lambda: masks.causal(3).plan(
+            100, 128
         ),
-        (lambda: masks.pack([3]), r"TypeError: masks must be segment masks, got int\."),
-        (lambda: masks.causal(3)[::2], r"rows must have step 1, got 2\."),
-        (lambda: masks.causal(3)[:1, :1, :1], r"TypeError: slices must be of rows and columns, got 3 slices\."),
-        (lambda: masks.causal(3)[1], r"TypeError: rows must be a slice, got 1\. Write mask\[a:b\]"),
-        (
-            lambda: masks.causal(3).plan(100, 128),
-            r"masks.plan: block_q must be a multiple of 16 in \[16, 1024\], got 100\.",
+        r"TypeError: masks.plan: block_q must be an integer, got str\.": lambda: masks.causal(3).plan("cuda"),
+        r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\.": lambda: masks.causal(3).plan(128, 2048),
+        r"segment 0 must have a length of 0 or more, got -1\.": lambda: masks.SegmentMask([Segment(-1, "full")]),
+        r"TypeError: segments must be Segments with int lengths, got \(1, 'full'\)\.": lambda: masks.SegmentMask(
+            [(1, "full")]
         ),
-        (lambda: masks.causal(3).plan("cuda"), r"TypeError: masks.plan: block_q must be an integer, got str\."),
-        (lambda: masks.causal(3).plan(128, 2048), r"block_k must be a multiple of 16 in \[16, 1024\], got 2048\."),
-        (lambda: masks.SegmentMask([Segment(-1, "full")]), r"segment 0 must have a length of 0 or more, got -1\."),
-        (
-            lambda: masks.SegmentMask([(1, "full")]),
-            r"TypeError: segments must be Segments with int lengths, got \(1, 'full'\)\.",
+        r"TypeError: segments must be Segments with int lengths, got Segment\(length=1.5": lambda: masks.SegmentMask(
+            [Segment(1.5, "full")]
         ),
-        (
-            lambda: masks.SegmentMask([Segment(1.5, "full")]),
-            r"TypeError: segments must be Segments with int lengths, got Segment\(length=1.5",
+        r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0": lambda: masks.SegmentMask(
+            [Segment(1, "some")]
         ),
-        (
-            lambda: masks.SegmentMask([Segment(1, "some")]),
-            r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0",
+        r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)": lambda: masks.SegmentMask(
+            [Segment(1, "full", (range(1),))]
         ),
-        (
-            lambda: masks.SegmentMask([Segment(1, "full", (range(1),))]),
-            r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)",
+        r"below 1, got range\(1, 3, 1\)": lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]),
+        r"TypeError: sees must be a tuple of ranges, got <class 'tuple'> in segment 0": lambda: masks.SegmentMask(
+            [Segment(1, "full", ((0, 1),))]
         ),
-        (lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]), r"below 1, got range\(1, 3, 1\)"),
-        (
-            lambda: masks.SegmentMask([Segment(1, "full", ((0, 1),))]),
-            r"TypeError: sees must be a tuple of ranges, got <class 'tuple'> in segment 0",
+        r"positions must have shape \(2,\), got \(3,\)": lambda: masks.SegmentMask(
+            [Segment(2, "full")], torch.zeros(3).long()
         ),
-        (
-            lambda: masks.SegmentMask([Segment(2, "full")], torch.zeros(3).long()),
-            r"positions must have shape \(2,\), got \(3,\)",
+        r"TypeError: positions must be an int64 tensor, got": lambda: masks.SegmentMask(
+            [Segment(1, "full")], torch.zeros(1)
         ),
-        (
-            lambda: masks.SegmentMask([Segment(1, "full")], torch.zeros(1)),
-            r"TypeError: positions must be an int64 tensor, got",
+        r"stack: plans must hold at least one plan, got none\.": lambda: masks.TilePlan.stack([]),
+        r"agree in q_len \(3\), got 4\. Lengthen": lambda: masks.TilePlan.stack(
+            [masks.causal(n).plan() for n in (3, 4)]
         ),
-        (lambda: masks.TilePlan.stack([]), r"stack: plans must hold at least one plan, got none\."),
-        (
-            lambda: masks.TilePlan.stack([masks.causal(n).plan() for n in (3, 4)]),
-            r"agree in q_len \(3\), got 4\. Lengthen",
-        ),
-    ],
+    }.items(),
 )
 def test_errors(make, sentence: str) -> None:
     with refused(sentence) as raised:

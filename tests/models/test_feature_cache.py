@@ -206,22 +206,21 @@ SIZES: dict[str, Any] = dict(
 
 
 @pytest.mark.parametrize(
-    "changed, text",
-    [
-        ({"batch": 0}, "batch must be at least 1, got 0."),
-        ({"prompt_capacity": 0}, "prompt_capacity must be at least 1, got 0."),
-        ({"generated": 2.0}, "TypeError: generated must be an int, got float."),
-        ({"prompt_interval": 0}, "prompt_interval must be at least 1, got 0."),
-        ({"gen_interval": True}, "TypeError: gen_interval must be an int, got bool."),
-        ({"transfer_ratio": 1.5}, "transfer_ratio must be in 0 .. 1, got 1.5."),
-        ({"transfer_ratio": "all"}, "TypeError: transfer_ratio must be a number, got str."),
-        ({"baseline": "first"}, "baseline must be 'last' or 'recomputed', got 'first'."),
-        (
-            {"model": Transformer(TransformerConfig(**CONFIG | {"attention": "causal"}))},
-            "model must be bidirectional, got attention 'causal'.",
-        ),
-        ({"model": torch.nn.Linear(1, 1)}, "TypeError: model must be a Transformer, got Linear."),
-    ],
+    "text, changed",
+    {
+        "batch must be at least 1, got 0.": {"batch": 0},
+        "prompt_capacity must be at least 1, got 0.": {"prompt_capacity": 0},
+        "TypeError: generated must be an int, got float.": {"generated": 2.0},
+        "prompt_interval must be at least 1, got 0.": {"prompt_interval": 0},
+        "TypeError: gen_interval must be an int, got bool.": {"gen_interval": True},
+        "transfer_ratio must be in 0 .. 1, got 1.5.": {"transfer_ratio": 1.5},
+        "TypeError: transfer_ratio must be a number, got str.": {"transfer_ratio": "all"},
+        "baseline must be 'last' or 'recomputed', got 'first'.": {"baseline": "first"},
+        "model must be bidirectional, got attention 'causal'.": {
+            "model": Transformer(TransformerConfig(**CONFIG | {"attention": "causal"}))
+        },
+        "TypeError: model must be a Transformer, got Linear.": {"model": torch.nn.Linear(1, 1)},
+    }.items(),
 )
 def test_errors_of_sizes(changed: dict[str, Any], text: str) -> None:
     error, text = kind_of(text)

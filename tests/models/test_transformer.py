@@ -342,24 +342,20 @@ def test_initial_loss_is_that_of_a_uniform_guess() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"layers": 0}, "pdkernels.TransformerConfig: layers must be at least 1, got 0."),
-        ({"heads": 4.0}, "TypeError: pdkernels.TransformerConfig: heads must be an int, got float."),
-        ({"kv_heads": 3}, "pdkernels.TransformerConfig: kv_heads must divide heads (4), got 3."),
-        ({"head_dim": 7}, "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7."),
-        (
-            {"rope_style": "neox"},
-            "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'.",
-        ),
-        ({"rope_theta": 0.0}, "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0."),
-        (
-            {"rope_scaling": {"factor": 2.0}},
-            "TypeError: pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict.",
-        ),
-        ({"qk_norm": "both"}, "TypeError: pdkernels.TransformerConfig: qk_norm must be a bool, got str."),
-        ({"norm_eps": -1.0}, "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0."),
-    ],
+    "message, changes",
+    {
+        "pdkernels.TransformerConfig: layers must be at least 1, got 0.": {"layers": 0},
+        "TypeError: pdkernels.TransformerConfig: heads must be an int, got float.": {"heads": 4.0},
+        "pdkernels.TransformerConfig: kv_heads must divide heads (4), got 3.": {"kv_heads": 3},
+        "pdkernels.TransformerConfig: head_dim must be even (RoPE rotates pairs), got 7.": {"head_dim": 7},
+        "pdkernels.TransformerConfig: rope_style must be 'half' or 'interleaved', got 'neox'.": {"rope_style": "neox"},
+        "pdkernels.TransformerConfig: rope_theta must be positive, got 0.0.": {"rope_theta": 0.0},
+        "TypeError: pdkernels.TransformerConfig: rope_scaling must be a RopeScaling or None, got dict.": {
+            "rope_scaling": {"factor": 2.0}
+        },
+        "TypeError: pdkernels.TransformerConfig: qk_norm must be a bool, got str.": {"qk_norm": "both"},
+        "pdkernels.TransformerConfig: norm_eps must not be negative, got -1.0.": {"norm_eps": -1.0},
+    }.items(),
 )
 def test_config_errors(changes: dict[str, Any], message: str) -> None:
     error, message = kind_of(message)

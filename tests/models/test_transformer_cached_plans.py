@@ -231,9 +231,8 @@ def test_hidden_rows_and_their_logits() -> None:
     assert hidden.shape == (2, 6, CONFIG.hidden_size)
     close(model.logits(hidden[:, 2:5]), model(tokens, rows=slice(2, 5)))
     trained = build().requires_grad_(True)
-    assert (
-        trained.hidden(tokens).requires_grad and not trained.hidden(tokens, cache=trained.new_cache(2, 6)).requires_grad
-    )
+    assert trained.hidden(tokens).requires_grad
+    assert not trained.hidden(tokens, cache=trained.new_cache(2, 6)).requires_grad
 
 
 # ---- errors

@@ -131,24 +131,22 @@ X, INDEX = torch.zeros(2, 3, 4), torch.tensor([[0, 2], [-1, 1]])
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        ({"x": [1.0]}, r"TypeError: gather_rows: x must be a tensor, got list"),
-        ({"x": X[0, 0]}, r"x must have shape \(B, G, \.\.\.\), got \(4,\)"),
-        ({"index": INDEX.float()}, r"TypeError: index must be an int32 or int64 tensor, got torch\.float32"),
-        ({"index": INDEX[:1]}, r"index must have shape \(2, any\), got \(1, 2\)"),
-        ({"index": INDEX.to("meta")}, r"index must be on cpu, got meta"),
-        (
-            {"index": filled(INDEX, (1, 0), 3)},
-            r"index\[1, 0\] must be in \[-1, 2\], got 3 for sequence 1\. -1 gives a row of zeros",
-        ),
-        ({"index": filled(INDEX, (0, 1), -2)}, r"index\[0, 1\] must be in \[-1, 2\], got -2 for sequence 0"),
-        ({"x": X.clone().requires_grad_()}, r"NotImplementedError: x must not require a gradient"),
-        (
-            {"backend": "triton"},
-            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
-        ),
-    ],
+    "text, call",
+    {
+        r"TypeError: gather_rows: x must be a tensor, got list": {"x": [1.0]},
+        r"x must have shape \(B, G, \.\.\.\), got \(4,\)": {"x": X[0, 0]},
+        r"TypeError: index must be an int32 or int64 tensor, got torch\.float32": {"index": INDEX.float()},
+        r"index must have shape \(2, any\), got \(1, 2\)": {"index": INDEX[:1]},
+        r"index must be on cpu, got meta": {"index": INDEX.to("meta")},
+        r"index\[1, 0\] must be in \[-1, 2\], got 3 for sequence 1\. -1 gives a row of zeros": {
+            "index": filled(INDEX, (1, 0), 3)
+        },
+        r"index\[0, 1\] must be in \[-1, 2\], got -2 for sequence 0": {"index": filled(INDEX, (0, 1), -2)},
+        r"NotImplementedError: x must not require a gradient": {"x": X.clone().requires_grad_()},
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_gather(call: dict[str, object], text: str) -> None:
     with refused(text):

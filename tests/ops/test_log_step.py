@@ -144,26 +144,25 @@ def test_graph_capture_and_replay_with_changed_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, text",
-    [
-        ({"entry": [1]}, "TypeError: entry must be a tensor, got list"),
-        ({"entry": torch.zeros(2, 4)}, "TypeError: entry must be torch.int64, got torch.float32"),
-        ({"log": torch.zeros(3, 2, 4, dtype=torch.int32)}, "TypeError: log must be torch.int64, got torch.int32"),
-        ({"more": torch.zeros(1)}, "TypeError: more must be torch.bool, got torch.float32"),
-        ({"entry": torch.zeros(2, 4, 1, dtype=torch.int64)}, r"entry must have shape \(batch, columns\)"),
-        ({"entry": torch.zeros(2, 0, dtype=torch.int64)}, r"with a column at least, got \(2, 0\)"),
-        ({"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]}, r"entry must be contiguous, got strides \(8, 2\)"),
-        ({"log": torch.zeros(3, 2, 5, dtype=torch.int64)}, r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)"),
-        ({"count": torch.zeros(2, dtype=torch.int64)}, r"count must have shape \(1\), got \(2,\)"),
-        ({"more": torch.tensor(True)}, r"more must have shape \(1\), got \(\)"),
-        ({"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")}, "log must be on cpu like entry, got meta"),
-        ({"handle": "3"}, "TypeError: handle must be an int, got str"),
-        ({"handle": 3}, "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs."),
-        (
-            {"backend": "triton"},
-            "NotImplementedError: backend must be one of native, reference on cpu|one of auto, native, reference on cpu",
-        ),
-    ],
+    "text, changed",
+    {
+        "TypeError: entry must be a tensor, got list": {"entry": [1]},
+        "TypeError: entry must be torch.int64, got torch.float32": {"entry": torch.zeros(2, 4)},
+        "TypeError: log must be torch.int64, got torch.int32": {"log": torch.zeros(3, 2, 4, dtype=torch.int32)},
+        "TypeError: more must be torch.bool, got torch.float32": {"more": torch.zeros(1)},
+        r"entry must have shape \(batch, columns\)": {"entry": torch.zeros(2, 4, 1, dtype=torch.int64)},
+        r"with a column at least, got \(2, 0\)": {"entry": torch.zeros(2, 0, dtype=torch.int64)},
+        r"entry must be contiguous, got strides \(8, 2\)": {"entry": torch.zeros(2, 8, dtype=torch.int64)[:, ::2]},
+        r"log must have shape \(steps, 2, 4\), got \(3, 2, 5\)": {"log": torch.zeros(3, 2, 5, dtype=torch.int64)},
+        r"count must have shape \(1\), got \(2,\)": {"count": torch.zeros(2, dtype=torch.int64)},
+        r"more must have shape \(1\), got \(\)": {"more": torch.tensor(True)},
+        "log must be on cpu like entry, got meta": {"log": torch.zeros(3, 2, 4, dtype=torch.int64, device="meta")},
+        "TypeError: handle must be an int, got str": {"handle": "3"},
+        "handle must be None on the CPU, got 3. Conditional nodes are parts of CUDA graphs.": {"handle": 3},
+        "NotImplementedError: backend must be one of native, reference on cpu|one of auto, native, reference on cpu": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_call(changed: dict[str, object], text: str) -> None:
     with refused(text):

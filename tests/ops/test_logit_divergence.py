@@ -100,11 +100,8 @@ def test_masked_tokens(impl) -> None:
     logits[3::4, 77] = 0.5
     divergence = run(impl, logits, previous)
     check(divergence, logits, previous)
-    assert (
-        divergence.kl.view(25, 4)[:, :2].isfinite().all()
-        and (divergence.kl.view(25, 4)[:, 2:] == INF).all()
-        and divergence.minp_kl.isfinite().all()
-    )
+    assert divergence.kl.view(25, 4)[:, :2].isfinite().all() and (divergence.kl.view(25, 4)[:, 2:] == INF).all()
+    assert divergence.minp_kl.isfinite().all()
     assert (divergence.argmax[3::4] == 77).all() and (divergence.entropy[3::4].abs() < 1e-6).all()
     check(run(impl, logits), logits, None)
 
@@ -120,12 +117,8 @@ def test_rows_without_a_distribution(impl, width: int) -> None:
     previous[4] = -INF
     previous[5, 1] = NAN
     divergence = run(impl, logits, previous)
-    assert torch.equal(divergence.argmax, logits.argmax(-1)) and divergence.argmax[:4].tolist() == [
-        0,
-        min(3, width // 2),
-        width - 1,
-        0,
-    ]
+    assert torch.equal(divergence.argmax, logits.argmax(-1))
+    assert divergence.argmax[:4].tolist() == [0, min(3, width // 2), width - 1, 0]
     assert divergence.entropy[:4].isnan().all() and divergence.entropy[4:].isfinite().all()
     for t in (divergence.kl, divergence.minp_kl):
         assert t[:6].isnan().all() and t[6].isfinite()
@@ -169,21 +162,15 @@ def test_any_layout(impl, dtype: torch.dtype) -> None:
         assert torch.equal(divergence.argmax, expected.argmax)
         assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(divergence[1:], expected[1:]))
     last = impl.logit_divergence(logits[1, 2], previous[1, 2])
-    assert (
-        last.kl.shape == ()
-        and torch.equal(last.kl, expected.kl[1, 2])
-        and torch.equal(last.argmax, expected.argmax[1, 2])
-    )
+    assert last.kl.shape == () and torch.equal(last.kl, expected.kl[1, 2])
+    assert torch.equal(last.argmax, expected.argmax[1, 2])
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (2, 0, 5), (1, 1)])
 def test_empty_and_single(impl, shape: tuple[int, ...]) -> None:
     divergence = impl.logit_divergence(torch.zeros(shape, device=impl.device))
-    assert (
-        all(t.shape == shape[:-1] for t in divergence)
-        and divergence.argmax.dtype == torch.int64
-        and divergence.kl.dtype == torch.float32
-    )
+    assert all(t.shape == shape[:-1] for t in divergence) and divergence.argmax.dtype == torch.int64
+    assert divergence.kl.dtype == torch.float32
 
 
 def test_a_row_does_not_depend_on_the_others(impl) -> None:
@@ -272,26 +259,25 @@ X = torch.zeros(2, 4)
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        ({"logits": [1.0]}, r"TypeError: logit_divergence: logits must be a tensor, got list"),
-        ({"logits": X[0, 0]}, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
-        ({"logits": X[:, :0]}, r"V at least 1, got \(2, 0\)"),
-        ({"logits": X.int()}, r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"logits": X.double()}, r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'"),
-        ({"previous": X[:1]}, r"previous must have shape \(2, 4\) like logits, got \(1, 4\)"),
-        ({"previous": X.half()}, r"TypeError: previous must be torch\.float32 like the others, got torch\.float16"),
-        ({"previous": X.to("meta")}, r"previous must be on cpu, got meta"),
-        ({"previous": 1.0}, r"TypeError: previous must be a tensor, got float"),
-        ({"min_p": 1.5}, r"min_p must be in \[0, 1\], got 1\.5"),
-        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0\.1"),
-        ({"min_p": NAN}, r"min_p must be in \[0, 1\], got nan"),
-        ({"min_p": None}, r"TypeError: min_p must be a number, got NoneType"),
-        (
-            {"backend": "triton"},
-            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
-        ),
-    ],
+    "text, call",
+    {
+        r"TypeError: logit_divergence: logits must be a tensor, got list": {"logits": [1.0]},
+        r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)": {"logits": X[0, 0]},
+        r"V at least 1, got \(2, 0\)": {"logits": X[:, :0]},
+        r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32": {"logits": X.int()},
+        r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'": {"logits": X.double()},
+        r"previous must have shape \(2, 4\) like logits, got \(1, 4\)": {"previous": X[:1]},
+        r"TypeError: previous must be torch\.float32 like the others, got torch\.float16": {"previous": X.half()},
+        r"previous must be on cpu, got meta": {"previous": X.to("meta")},
+        r"TypeError: previous must be a tensor, got float": {"previous": 1.0},
+        r"min_p must be in \[0, 1\], got 1\.5": {"min_p": 1.5},
+        r"min_p must be in \[0, 1\], got -0\.1": {"min_p": -0.1},
+        r"min_p must be in \[0, 1\], got nan": {"min_p": NAN},
+        r"TypeError: min_p must be a number, got NoneType": {"min_p": None},
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_call(call: dict[str, object], text: str) -> None:
     with refused(text) as error:

@@ -199,21 +199,14 @@ def test_headway_is_capped_by_the_wavefront_and_what_remains(impl) -> None:
     before.remaining[0] = 2
     options = {"settled": torch.tensor([[True, False, False]]), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(before, options))
-    assert (after.width.item(), after.remaining.item()) == (1, 1) and after.recurrences[0].tolist() == [
-        8,
-        0,
-        0,
-        0,
-        0,
-        0,
-    ]
+    assert (after.width.item(), after.remaining.item()) == (1, 1)
+    assert after.recurrences[0].tolist() == [8, 0, 0, 0, 0, 0]
 
 
 def test_a_wave_that_cannot_grow_stands(impl) -> None:
     _, after = settle(impl, "...", max_wavefront=3)
-    assert (
-        after.width.item() == 3 and after.advance.item() == 0 and after.tokens[0, :4].tolist() == [100, 101, 102, 103]
-    )
+    assert after.width.item() == 3 and after.advance.item() == 0
+    assert after.tokens[0, :4].tolist() == [100, 101, 102, 103]
 
 
 @pytest.mark.parametrize(

@@ -70,9 +70,8 @@ def test_by_hand(impl) -> None:
     found = run(impl, torch.tensor([[math.log(2), math.log(6), -INF, 0.0, 0.0]]), top_k=5)
     assert found.ids.item() == 1 and found.top_ids.tolist() == [[1, 0, 3, 4, 2]]
     assert found.top_probs[0].tolist() == pytest.approx([0.6, 0.2, 0.1, 0.1, 0.0], rel=1e-6)
-    assert found.margin.item() == pytest.approx(0.4, rel=1e-6) and found.logsumexp.item() == pytest.approx(
-        math.log(10), rel=1e-6
-    )
+    assert found.margin.item() == pytest.approx(0.4, rel=1e-6)
+    assert found.logsumexp.item() == pytest.approx(math.log(10), rel=1e-6)
     assert found.entropy.item() == pytest.approx(-sum(p * math.log(p) for p in (0.6, 0.2, 0.1, 0.1)), rel=1e-6)
 
 
@@ -83,9 +82,8 @@ def test_sure_rows(impl) -> None:
     logits[2] = -INF
     logits[2, 5] = -1e4
     found = run(impl, logits)
-    assert (
-        found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3 and found.margin.tolist() == [1.0] * 3
-    )
+    assert found.ids.tolist() == [8999, 0, 5] and found.probs.tolist() == [1.0] * 3
+    assert found.margin.tolist() == [1.0] * 3
     assert found.entropy.tolist() == [0.0] * 3 and found.logsumexp.tolist() == [1.0, 1.0, -1e4]
     assert found.top_ids[2].tolist() == [5, 0, 1, 2, 3] and found.top_probs[2].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0]
 
@@ -93,11 +91,8 @@ def test_sure_rows(impl) -> None:
 def test_equals(impl) -> None:
     for width in (3, 40, 8193):
         found = run(impl, torch.full((2, width), -7.5), top_k=3)
-        assert (
-            found.ids.tolist() == [0, 0]
-            and found.top_ids.tolist() == [[0, 1, 2]] * 2
-            and found.margin.tolist() == [0.0, 0.0]
-        )
+        assert found.ids.tolist() == [0, 0] and found.top_ids.tolist() == [[0, 1, 2]] * 2
+        assert found.margin.tolist() == [0.0, 0.0]
         assert found.entropy[0].item() == pytest.approx(math.log(width), rel=1e-6)
     assert run(impl, torch.tensor([[-0.0, 0.0, -0.0]]), top_k=3).top_ids.tolist() == [[0, 1, 2]]
 
@@ -282,42 +277,41 @@ NUMBERS = torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        ({"logits": [1.0]}, r"TypeError: token_statistics: logits must be a tensor, got list"),
-        ({"logits": X[0, 0]}, r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)"),
-        ({"logits": X[:, :0]}, r"V at least 1, got \(2, 0\)"),
-        ({"logits": X.int()}, r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32"),
-        ({"logits": X.double()}, r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'"),
-        ({"temperature": -0.5}, r"temperature must be in \[0, 1e30\], got -0\.5"),
-        ({"temperature": NAN}, r"temperature must be in \[0, 1e30\], got nan"),
-        ({"temperature": "hot"}, r"TypeError: temperature must be a number, got str"),
-        ({"top_p": 1.5}, r"top_p must be in \[0, 1\], got 1\.5"),
-        ({"min_p": -1}, r"min_p must be in \[0, 1\], got -1"),
-        ({"seed": 0.5}, r"TypeError: seed must be an int, got float"),
-        ({"step": -1}, r"step must be in \[0, 2\*\*32\), got -1"),
-        ({"step": NUMBERS.view(1, 2)}, r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)"),
-        ({"step": torch.zeros(2)}, r"TypeError: step must be an int32 or int64 tensor, got torch\.float32"),
-        ({"step": NUMBERS - 1, "temperature": 1.0}, r"step must be in \[0, 4294967295\], got -1 for row 0"),
-        ({"positions": NUMBERS[:1]}, r"positions must have shape \(2\), got \(1,\)"),
-        ({"positions": 3}, r"TypeError: positions must be an int32 or int64 tensor, got int"),
-        ({"positions": NUMBERS - 2, "temperature": 1.0}, r"positions must be in \[0, 4294967295\], got -2 for row 0"),
-        ({"row_index": [0]}, r"TypeError: row_index must be an int32 or int64 tensor, got list"),
-        ({"row_index": NUMBERS + 2}, r"row_index must be in \[-1, 1\], got 2 for row 0"),
-        ({"row_index": NUMBERS - 2}, r"row_index must be in \[-1, 1\], got -2 for row 0"),
-        ({"suppress": "abc"}, r"TypeError: suppress must be an int or a sequence of ints, got 'abc'"),
-        ({"suppress": None}, r"TypeError: suppress must be an int or a sequence of ints, got None"),
-        ({"suppress": 40}, r"suppress must be ids in 0 \.\. 39, got 40"),
-        ({"suppress": list(range(17))}, r"suppress must have at most 16 ids, got 17"),
-        ({"top_k": 0}, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0"),
-        ({"top_k": 17}, r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17"),
-        ({"logits": X[:, :3], "top_k": 4}, r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4"),
-        ({"distribution": "dream"}, r"distribution must be 'model' or 'sampling', got 'dream'"),
-        (
-            {"backend": "triton"},
-            r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
-        ),
-    ],
+    "text, call",
+    {
+        r"TypeError: token_statistics: logits must be a tensor, got list": {"logits": [1.0]},
+        r"logits must have shape \(\.\.\., V\), V at least 1, got \(\)": {"logits": X[0, 0]},
+        r"V at least 1, got \(2, 0\)": {"logits": X[:, :0]},
+        r"TypeError: logits must be float32, float16 or bfloat16, got torch\.int32": {"logits": X.int()},
+        r"TypeError: for the kernels, got torch\.float64\. Pass backend='reference'": {"logits": X.double()},
+        r"temperature must be in \[0, 1e30\], got -0\.5": {"temperature": -0.5},
+        r"temperature must be in \[0, 1e30\], got nan": {"temperature": NAN},
+        r"TypeError: temperature must be a number, got str": {"temperature": "hot"},
+        r"top_p must be in \[0, 1\], got 1\.5": {"top_p": 1.5},
+        r"min_p must be in \[0, 1\], got -1": {"min_p": -1},
+        r"TypeError: seed must be an int, got float": {"seed": 0.5},
+        r"step must be in \[0, 2\*\*32\), got -1": {"step": -1},
+        r"step must broadcast to the shape \(2,\) of the rows, got \(1, 2\)": {"step": NUMBERS.view(1, 2)},
+        r"TypeError: step must be an int32 or int64 tensor, got torch\.float32": {"step": torch.zeros(2)},
+        r"step must be in \[0, 4294967295\], got -1 for row 0": {"step": NUMBERS - 1, "temperature": 1.0},
+        r"positions must have shape \(2\), got \(1,\)": {"positions": NUMBERS[:1]},
+        r"TypeError: positions must be an int32 or int64 tensor, got int": {"positions": 3},
+        r"positions must be in \[0, 4294967295\], got -2 for row 0": {"positions": NUMBERS - 2, "temperature": 1.0},
+        r"TypeError: row_index must be an int32 or int64 tensor, got list": {"row_index": [0]},
+        r"row_index must be in \[-1, 1\], got 2 for row 0": {"row_index": NUMBERS + 2},
+        r"row_index must be in \[-1, 1\], got -2 for row 0": {"row_index": NUMBERS - 2},
+        r"TypeError: suppress must be an int or a sequence of ints, got 'abc'": {"suppress": "abc"},
+        r"TypeError: suppress must be an int or a sequence of ints, got None": {"suppress": None},
+        r"suppress must be ids in 0 \.\. 39, got 40": {"suppress": 40},
+        r"suppress must have at most 16 ids, got 17": {"suppress": list(range(17))},
+        r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 0": {"top_k": 0},
+        r"top_k must be in 1 \.\. min\(V, 16\) = 16, got 17": {"top_k": 17},
+        r"top_k must be in 1 \.\. min\(V, 16\) = 3, got 4": {"logits": X[:, :3], "top_k": 4},
+        r"distribution must be 'model' or 'sampling', got 'dream'": {"distribution": "dream"},
+        r"NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_call(call: dict[str, object], text: str) -> None:
     with refused(text) as error:

@@ -214,32 +214,30 @@ D, P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        ({"draft": [1]}, "TypeError: verify_draft: draft must be a tensor, got list"),
-        ({"draft": D[0]}, r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)"),
-        ({"draft": D.float()}, "TypeError: draft must be an int32 or int64 tensor, got torch.float32"),
-        ({"predictions": P[:, :3]}, r"predictions must have shape \(2, 4\), got \(2, 3\)"),
-        ({"predictions": P.half()}, "TypeError: predictions must be an int32 or int64 tensor"),
-        ({"predictions": P.to("meta")}, "predictions must be on cpu, got meta"),
-        ({"draft_lengths": torch.tensor([4])}, r"draft_lengths must have shape \(2\), got \(1,\)"),
-        (
-            {"draft_lengths": torch.tensor([4, 5])},
-            r"draft_lengths must be in \[0, 4\], got 5 for sequence 1\. A length counts",
-        ),
-        ({"draft_lengths": torch.tensor([-1, 4])}, r"draft_lengths must be in \[0, 4\], got -1 for sequence 0"),
-        ({"end_tokens": 7}, "TypeError: end_tokens must be an int32 or int64 tensor, got int"),
-        ({"end_tokens": D}, r"end_tokens must have shape \(any\), got \(2, 4\)"),
-        ({"refill": D[:, :2]}, r"refill must have shape \(2, 4\), got \(2, 2\)"),
-        (
-            {"draft": D.view(2, 4, 1)[:, :0], "predictions": P.view(2, 4, 1)[:, :0]},
-            "draft must have at least one candidate",
-        ),
-        (
-            {"backend": "triton"},
-            "NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'",
-        ),
-    ],
+    "text, call",
+    {
+        "TypeError: verify_draft: draft must be a tensor, got list": {"draft": [1]},
+        r"draft must have shape \(batch, width\) or \(batch, candidates, width\), got \(4,\)": {"draft": D[0]},
+        "TypeError: draft must be an int32 or int64 tensor, got torch.float32": {"draft": D.float()},
+        r"predictions must have shape \(2, 4\), got \(2, 3\)": {"predictions": P[:, :3]},
+        "TypeError: predictions must be an int32 or int64 tensor": {"predictions": P.half()},
+        "predictions must be on cpu, got meta": {"predictions": P.to("meta")},
+        r"draft_lengths must have shape \(2\), got \(1,\)": {"draft_lengths": torch.tensor([4])},
+        r"draft_lengths must be in \[0, 4\], got 5 for sequence 1\. A length counts": {
+            "draft_lengths": torch.tensor([4, 5])
+        },
+        r"draft_lengths must be in \[0, 4\], got -1 for sequence 0": {"draft_lengths": torch.tensor([-1, 4])},
+        "TypeError: end_tokens must be an int32 or int64 tensor, got int": {"end_tokens": 7},
+        r"end_tokens must have shape \(any\), got \(2, 4\)": {"end_tokens": D},
+        r"refill must have shape \(2, 4\), got \(2, 2\)": {"refill": D[:, :2]},
+        "draft must have at least one candidate": {
+            "draft": D.view(2, 4, 1)[:, :0],
+            "predictions": P.view(2, 4, 1)[:, :0],
+        },
+        "NotImplementedError: backend must be one of auto, native, reference on cpu, got 'triton'": {
+            "backend": "triton"
+        },
+    }.items(),
 )
 def test_bad_call(call: dict[str, object], text: str) -> None:
     with refused(text):

@@ -279,9 +279,8 @@ def test_the_first_row_of_a_window_says_nothing_about_its_place() -> None:
 
 def test_not_a_number() -> None:
     assert shared.surest({1: math.nan, 2: 0.1, 3: math.nan}, quota=3) == [2, 1, 3]
-    assert shared.surest({1: math.nan, 2: 0.1}, threshold=0.0) == [2] and shared.surest(
-        {1: math.nan}, threshold=0.0
-    ) == [1]
+    assert shared.surest({1: math.nan, 2: 0.1}, threshold=0.0) == [2]
+    assert shared.surest({1: math.nan}, threshold=0.0) == [1]
     canvas = Canvas([3], 2, MASK)
     logits = torch.zeros(3, MASK + 1, dtype=torch.float64)
     logits[1, 5] = math.nan

@@ -127,9 +127,8 @@ def test_distribution_of_the_sampled_tokens() -> None:
     )
     results = [run(seed) for seed in range(400)]
     counts = Counter(tuple(result.tokens) for result in results)
-    assert follows(counts, sequence_distribution(model, [1], 3, 1.2)) and not follows(
-        counts, sequence_distribution(model, [1], 3, 0.7)
-    )
+    assert follows(counts, sequence_distribution(model, [1], 3, 1.2))
+    assert not follows(counts, sequence_distribution(model, [1], 3, 0.7))
     assert {step.accepted for result in results for step in result.trace} == {1, 2}
 
 
@@ -260,14 +259,10 @@ def test_both_ensembles() -> None:
     expected = 0.25 * own.double().softmax(-1) + 0.75 * diffusion.double().softmax(-1)
     assert_within_budget(mixed.float(), expected, expected.float(), name="ensemble")
     # Their verdicts differ: sure diffusion rows weigh more among logits.
-    assert (
-        verifier(own, diffusion, 0.6, "logit").argmax() == 0
-        and verifier(own, diffusion, 0.6, "probability").argmax() == 0
-    )
-    assert (
-        verifier(own, diffusion, 0.7, "logit").argmax() == 0
-        and verifier(own, diffusion, 0.7, "probability").argmax() == 1
-    )
+    assert verifier(own, diffusion, 0.6, "logit").argmax() == 0
+    assert verifier(own, diffusion, 0.6, "probability").argmax() == 0
+    assert verifier(own, diffusion, 0.7, "logit").argmax() == 0
+    assert verifier(own, diffusion, 0.7, "probability").argmax() == 1
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])

@@ -59,11 +59,8 @@ class Recorded:
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor, adapted: Tensor | None = None) -> Tensor:
         length = tokens.shape[1]
-        assert (
-            tokens.shape == positions.shape == (1, length)
-            and mask.shape == (length, length)
-            and mask.dtype == torch.bool
-        )
+        assert tokens.shape == positions.shape == (1, length) and mask.shape == (length, length)
+        assert mask.dtype == torch.bool
         assert adapted is None or (adapted.shape == (length,) and adapted.dtype == torch.bool)
         self.calls.append(Call(tokens[0].tolist(), positions[0].tolist(), mask, adapted))
         return self.logits(self.calls[-1])[None]

@@ -257,28 +257,21 @@ COUNTS = torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        (
-            lambda: drafter_loss(ZEROS[0], ZEROS[0], COUNTS),
-            "draft_logits must have shape (blocks, k, vocab), got (3, 5)",
+    "text, call",
+    {
+        "draft_logits must have shape (blocks, k, vocab), got (3, 5)": lambda: drafter_loss(ZEROS[0], ZEROS[0], COUNTS),
+        "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)": lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS),
+        "accepted must have shape (2,), got (1,)": lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]),
+        "TypeError: accepted must be int32 or int64, got torch.float32": lambda: drafter_loss(
+            ZEROS, ZEROS, COUNTS.float()
         ),
-        (lambda: drafter_loss(ZEROS, ZEROS[:, :2], COUNTS), "verifier_logits must have shape (2, 3, 5), got (2, 2, 5)"),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS[:1]), "accepted must have shape (2,), got (1,)"),
-        (
-            lambda: drafter_loss(ZEROS, ZEROS, COUNTS.float()),
-            "TypeError: accepted must be int32 or int64, got torch.float32",
-        ),
-        (
-            lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS),
-            "TypeError: draft_logits must be floating, got torch.int64",
-        ),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0), "temperature must be positive, got 0.0"),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0), "top_k must be at least 1, got 0"),
-        (lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5), "TypeError: top_k must be an int, got float"),
-        (lambda: attach_drafter_(model(), 0), "rank must be at least 1, got 0"),
-        (lambda: attach_drafter_(model(), 1.0), "TypeError: rank must be an int, got float"),
-    ],
+        "TypeError: draft_logits must be floating, got torch.int64": lambda: drafter_loss(ZEROS.long(), ZEROS, COUNTS),
+        "temperature must be positive, got 0.0": lambda: drafter_loss(ZEROS, ZEROS, COUNTS, temperature=0.0),
+        "top_k must be at least 1, got 0": lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=0),
+        "TypeError: top_k must be an int, got float": lambda: drafter_loss(ZEROS, ZEROS, COUNTS, top_k=2.5),
+        "rank must be at least 1, got 0": lambda: attach_drafter_(model(), 0),
+        "TypeError: rank must be an int, got float": lambda: attach_drafter_(model(), 1.0),
+    }.items(),
 )
 def test_errors(call: Any, text: str) -> None:
     error, text = kind_of(text)

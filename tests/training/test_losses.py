@@ -268,33 +268,27 @@ N, M = len(BATCH.ar_rows), len(BATCH.masked_rows)
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        (
-            lambda: dual_stream_loss(torch.zeros(N + 1, 3), torch.zeros(M, 3), BATCH),
-            f"dual_stream_loss: ar_logits must have shape ({N}, vocab), got ({N + 1}, 3). It takes the listed rows only.",
+    "text, call",
+    {
+        f"dual_stream_loss: ar_logits must have shape ({N}, vocab), got ({N + 1}, 3). It takes the listed rows only.": lambda: (
+            dual_stream_loss(torch.zeros(N + 1, 3), torch.zeros(M, 3), BATCH)
         ),
-        (lambda: dual_stream_loss(torch.zeros(N, 3), torch.zeros(1, M, 3), BATCH), "masked_logits must have shape"),
-        (
-            lambda: dual_stream_loss(torch.zeros(N, 3, dtype=torch.int64), torch.zeros(M, 3), BATCH),
-            "TypeError: ar_logits must be floating, got torch.int64",
+        "masked_logits must have shape": lambda: dual_stream_loss(torch.zeros(N, 3), torch.zeros(1, M, 3), BATCH),
+        "TypeError: ar_logits must be floating, got torch.int64": lambda: dual_stream_loss(
+            torch.zeros(N, 3, dtype=torch.int64), torch.zeros(M, 3), BATCH
         ),
-        (
-            lambda: noise_aware_loss(torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(99, 3), torch.zeros(99, 3), NOISY),
-            "noise_aware_loss: student_logits must have shape",
+        "noise_aware_loss: student_logits must have shape": lambda: noise_aware_loss(
+            torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(99, 3), torch.zeros(99, 3), NOISY
         ),
-        (
-            lambda: noise_aware_loss(
-                torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(len(NOISY.student_rows), 3), torch.zeros(99, 3), NOISY
-            ),
-            "teacher_logits must have the shape of student_logits",
+        "teacher_logits must have the shape of student_logits": lambda: noise_aware_loss(
+            torch.zeros(len(NOISY.ar_rows), 3), torch.zeros(len(NOISY.student_rows), 3), torch.zeros(99, 3), NOISY
         ),
-        (lambda: draw_masks(3, generator(0), frozen_prefix=4), "frozen_prefix must lie in 0 .. 3, got 4"),
-        (lambda: draw_masks(-1, generator(0)), "count must be at least 0, got -1"),
-        (lambda: draw_masks(3, generator(0), least=0.0), "least must lie in (0, 1], got 0.0"),
-        (lambda: draw_masks(3, None), "TypeError: generator must be a torch.Generator, got NoneType"),
-        (lambda: draw_masks(3.0, generator(0)), "TypeError: count must be an int, got float"),
-    ],
+        "frozen_prefix must lie in 0 .. 3, got 4": lambda: draw_masks(3, generator(0), frozen_prefix=4),
+        "count must be at least 0, got -1": lambda: draw_masks(-1, generator(0)),
+        "least must lie in (0, 1], got 0.0": lambda: draw_masks(3, generator(0), least=0.0),
+        "TypeError: generator must be a torch.Generator, got NoneType": lambda: draw_masks(3, None),
+        "TypeError: count must be an int, got float": lambda: draw_masks(3.0, generator(0)),
+    }.items(),
 )
 def test_errors(call: Any, text: str) -> None:
     error, text = kind_of(text)

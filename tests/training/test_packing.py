@@ -196,66 +196,52 @@ DUAL = DualStreamSample(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=
 
 
 @pytest.mark.parametrize(
-    "call, message",
-    [
-        (
-            lambda: pack_noise_aware([GOOD._replace(noisy=torch.zeros(2, 2, dtype=torch.int64))]),
-            "pack_noise_aware: noisy must have shape (2, 3), got (2, 2).",
+    "message, call",
+    {
+        "pack_noise_aware: noisy must have shape (2, 3), got (2, 2).": lambda: pack_noise_aware(
+            [GOOD._replace(noisy=torch.zeros(2, 2, dtype=torch.int64))]
         ),
-        (
-            lambda: pack_noise_aware([GOOD._replace(clean=torch.zeros(6, dtype=torch.int64))]),
-            "pack_noise_aware: clean must have shape (any, any), got (6,).",
+        "pack_noise_aware: clean must have shape (any, any), got (6,).": lambda: pack_noise_aware(
+            [GOOD._replace(clean=torch.zeros(6, dtype=torch.int64))]
         ),
-        (
-            lambda: pack_noise_aware([GOOD._replace(prompt=torch.zeros(2))]),
-            "TypeError: pack_noise_aware: prompt must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).",
+        "TypeError: pack_noise_aware: prompt must be an int32 or int64 tensor, got torch.float32. Convert it with .to(torch.int64).": lambda: (
+            pack_noise_aware([GOOD._replace(prompt=torch.zeros(2))])
         ),
-        (
-            lambda: pack_noise_aware([GOOD, GOOD], length=27),
-            "pack_noise_aware: length must be at least the 28 tokens of the samples, got 27.",
+        "pack_noise_aware: length must be at least the 28 tokens of the samples, got 27.": lambda: pack_noise_aware(
+            [GOOD, GOOD], length=27
         ),
-        (
-            lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(3, dtype=torch.bool))], 2, MASK),
-            "pack_dual_stream: masked must have shape (4,), got (3,).",
+        "pack_dual_stream: masked must have shape (4,), got (3,).": lambda: pack_dual_stream(
+            [DUAL._replace(masked=torch.zeros(3, dtype=torch.bool))], 2, MASK
         ),
-        (
-            lambda: pack_dual_stream([DUAL._replace(masked=torch.zeros(4))], 2, MASK),
-            "TypeError: pack_dual_stream: masked must be a bool tensor, got torch.float32.",
+        "TypeError: pack_dual_stream: masked must be a bool tensor, got torch.float32.": lambda: pack_dual_stream(
+            [DUAL._replace(masked=torch.zeros(4))], 2, MASK
         ),
-        (
-            lambda: pack_dual_stream([DUAL._replace(masked=[True] * 4)], 2, MASK),
-            "TypeError: pack_dual_stream: masked must be a bool tensor, got list.",
+        "TypeError: pack_dual_stream: masked must be a bool tensor, got list.": lambda: pack_dual_stream(
+            [DUAL._replace(masked=[True] * 4)], 2, MASK
         ),
-        (
-            lambda: pack_dual_stream([tuple(DUAL)], 2, MASK),
-            "TypeError: pack_dual_stream: samples must hold DualStreamSamples, got tuple.",
+        "TypeError: pack_dual_stream: samples must hold DualStreamSamples, got tuple.": lambda: pack_dual_stream(
+            [tuple(DUAL)], 2, MASK
         ),
-        (
-            lambda: pack_noise_aware([tuple(GOOD)]),
-            "TypeError: pack_noise_aware: samples must hold NoiseAwareSamples, got tuple.",
+        "TypeError: pack_noise_aware: samples must hold NoiseAwareSamples, got tuple.": lambda: pack_noise_aware(
+            [tuple(GOOD)]
         ),
-        (
-            lambda: pack_dual_stream([DUAL], 2, 1.5),
-            "TypeError: pack_dual_stream: mask_token must be an integer, got float.",
+        "TypeError: pack_dual_stream: mask_token must be an integer, got float.": lambda: pack_dual_stream(
+            [DUAL], 2, 1.5
         ),
-        (
-            lambda: pack_dual_stream([DUAL], 2, None),
-            "TypeError: pack_dual_stream: mask_token must be an integer, got NoneType.",
+        "TypeError: pack_dual_stream: mask_token must be an integer, got NoneType.": lambda: pack_dual_stream(
+            [DUAL], 2, None
         ),
-        (lambda: pack_dual_stream([DUAL], 2, -1), "pack_dual_stream: mask_token must be 0 or more, got -1."),
-        (
-            lambda: pack_noise_aware([GOOD], pad_token=0.5),
-            "TypeError: pack_noise_aware: pad_token must be an integer, got float.",
+        "pack_dual_stream: mask_token must be 0 or more, got -1.": lambda: pack_dual_stream([DUAL], 2, -1),
+        "TypeError: pack_noise_aware: pad_token must be an integer, got float.": lambda: pack_noise_aware(
+            [GOOD], pad_token=0.5
         ),
-        (
-            lambda: pack_dual_stream([DUAL._replace(p_mask=0.0)], 2, MASK),
-            "pack_dual_stream: p_mask must lie in (0, 1], got 0.0.",
+        "pack_dual_stream: p_mask must lie in (0, 1], got 0.0.": lambda: pack_dual_stream(
+            [DUAL._replace(p_mask=0.0)], 2, MASK
         ),
-        (
-            lambda: pack_dual_stream([DUAL], 2, MASK, length=7),
-            "pack_dual_stream: length must be at least the 8 tokens of the samples, got 7.",
+        "pack_dual_stream: length must be at least the 8 tokens of the samples, got 7.": lambda: pack_dual_stream(
+            [DUAL], 2, MASK, length=7
         ),
-    ],
+    }.items(),
 )
 def test_errors(call: Any, message: str) -> None:
     error, message = kind_of(message)

@@ -211,33 +211,23 @@ def test_samples_can_be_packed(script: str, block_size: int, window: int, end: i
 
 
 @pytest.mark.parametrize(
-    "call, text",
-    [
-        (lambda: noise_ratios(0), "noise_ratios: window must be at least 1, got 0"),
-        (lambda: noise_ratios(2.0), "TypeError: window must be an int, got float"),
-        (lambda: noise_ratios(2, "linear"), "schedule must be 'code' or 'paper', got 'linear'"),
-        (lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5), "records must hold the fixed point"),
-        (lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5), "records must have shape (any, any)"),
-        (lambda: choose_record(torch.zeros(2, 3), 0.5), "TypeError: records must be an int32 or int64 tensor"),
-        (lambda: noise_aware_sample(sample_of(1), 2, order="backwards"), "order must be 'progressive', 'reverse' or"),
-        (lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1), "block_size must be at least 1"),
-        (
-            lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0),
-            "max_new_tokens must be at least 1",
+    "text, call",
+    {
+        "noise_ratios: window must be at least 1, got 0": lambda: noise_ratios(0),
+        "TypeError: window must be an int, got float": lambda: noise_ratios(2.0),
+        "schedule must be 'code' or 'paper', got 'linear'": lambda: noise_ratios(2, "linear"),
+        "records must hold the fixed point": lambda: choose_record(torch.zeros(0, 3, dtype=torch.int64), 0.5),
+        "records must have shape (any, any)": lambda: choose_record(torch.zeros(3, dtype=torch.int64), 0.5),
+        "TypeError: records must be an int32 or int64 tensor": lambda: choose_record(torch.zeros(2, 3), 0.5),
+        "order must be 'progressive', 'reverse' or": lambda: noise_aware_sample(sample_of(1), 2, order="backwards"),
+        "block_size must be at least 1": lambda: collect_trajectories(None, [[1]], block_size=0, max_new_tokens=1),
+        "max_new_tokens must be at least 1": lambda: collect_trajectories(None, [[1]], block_size=1, max_new_tokens=0),
+        "TypeError: block_size must be an int": lambda: collect_trajectories(
+            None, [[1]], block_size=1.5, max_new_tokens=1
         ),
-        (
-            lambda: collect_trajectories(None, [[1]], block_size=1.5, max_new_tokens=1),
-            "TypeError: block_size must be an int",
-        ),
-        (
-            lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1),
-            "prompts must be a list of prompts",
-        ),
-        (
-            lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1),
-            "list of prompts, got one. Put it",
-        ),
-    ],
+        "prompts must be a list of prompts": lambda: collect_trajectories(None, "text", block_size=1, max_new_tokens=1),
+        "list of prompts, got one. Put it": lambda: collect_trajectories(None, [3, 1], block_size=1, max_new_tokens=1),
+    }.items(),
 )
 def test_errors(call: Any, text: str) -> None:
     error, text = kind_of(text)
