@@ -36,7 +36,7 @@ def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> li
 
 
 def family(row: Row) -> str | None:
-    """Which of the evaluation's families a row is of."""
+    """The evaluation family of a row."""
     if row["op"] != "evaluation":
         return None
     return (
@@ -53,7 +53,7 @@ SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
 
 
 def best_settings(rows: list[Row]) -> list[Row]:
-    """One row for each of `SETTINGS` and each other candidate of a case, named by the thing, with the ``setting`` that won."""
+    """The best row of each candidate and case; those of `SETTINGS` count as one candidate, with the winning ``setting``."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
         name, setting = row["candidate"], ""
