@@ -20,7 +20,7 @@ cudaError_t kv_append(const AppendArgs& args, cudaStream_t stream);
 cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream);
 cudaError_t kv_trim(const IndexView& lengths, const IndexView& new_lengths, int64_t batch, cudaStream_t stream);
 cudaError_t verify_draft(const VerifyArgs& args, cudaStream_t stream);
-// The handle of a graph's conditional node is told whether to go on; none: nullptr.
+// Sets the condition of a graph's conditional node, if there is a handle.
 cudaError_t log_step(const LogStepArgs& args, const uint64_t* handle, cudaStream_t stream);
 cudaError_t recurrence_inject(const InjectArgs& args, cudaStream_t stream);
 cudaError_t recurrence_exit(const ExitArgs& args, cudaStream_t stream);
