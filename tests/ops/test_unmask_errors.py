@@ -27,11 +27,7 @@ BAD = [
     ),
     ({"positions": P[:, :3]}, ValueError, r"positions must have shape \(2, 4\), got \(2, 3\)"),
     ({"positions": P.float()}, TypeError, "positions must be an int32 or int64 tensor, got torch.float32"),
-    (
-        {"positions": P - 1},
-        ValueError,
-        r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 means no candidate",
-    ),
+    ({"positions": P - 1}, ValueError, r"positions must be in \[-1, 3\], got -2 for sequence 1. -1 means no candidate"),
     ({"positions": P + 1}, ValueError, r"positions must be in \[-1, 3\], got 4 for sequence 0"),
     (
         {"positions": P.clamp(min=0)},
