@@ -1,9 +1,9 @@
-"""Block-sparse attention over a tile plan against what else computes the same masks, forward, and forward with backward.
+"""Block-sparse attention over a tile plan against other ways to compute the same masks, forward and backward.
 
 Noise-aware masks as Jacobi Forcing trains on (prompt, 16 or 64 blocks of 32) and the dual stream of block diffusion (1024 tokens,
-blocks of 32), 8 query heads and 2 KV heads. Every candidate gets its inputs in the layout it likes best and its mask prebuilt;
-what it returns, and its gradients, are compared with float64 before it is timed. Candidates run in the streams order but for one:
-FlexAttention in the interleaved order, as published. On the CPU FlexAttention has no backward pass. A baseline runs beside every
+blocks of 32), 8 query heads and 2 KV heads. Every candidate gets its inputs in its preferred layout and its mask prebuilt;
+its results and gradients are compared with float64 before it is timed. Candidates run in the streams order except for one:
+FlexAttention in the interleaved order, as published. On the CPU FlexAttention has no backward pass. A baseline runs before every
 round: scaled dot-product attention under the dense boolean mask. Two threads on the CPU.
 
 On a GPU the sizes are those of models of 7 and 8 billion parameters: 28 query and 4 KV heads of 128 under the noise-aware mask, 32 and
@@ -38,7 +38,7 @@ BLOCK = 32
 THREADS = 2
 # What the baseline may take in all rounds of a candidate together, about; but four rounds at least.
 SECONDS = {"cpu": 2.0, "cuda": 0.3}
-# Longer masks are no place for a whole score matrix in float32.
+# Longer masks are too large for a whole score matrix in float32.
 MOST_EAGER = 10_000
 # Work of a backward pass in forwards: five products of q_len x kv_len against two.
 BACKWARD = 2.5
@@ -111,7 +111,7 @@ class Inputs(NamedTuple):
         return [Inputs(*(x[:, :, head : head + 1] for x, head in zip(self, (i, 0, 0, i)))) for i in range(group)]
 
     def heads_first(self) -> Inputs:
-        """As SDPA and FlexAttention take them, without a copy in their way."""
+        """In the layout of SDPA and FlexAttention, without a copy."""
         return Inputs(*(x.transpose(1, 2).contiguous() for x in self))
 
 
@@ -184,7 +184,7 @@ def split_causal(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...] = 
 
 
 def split_dual(case: Case, inputs: Inputs, backends: tuple[SDPBackend, ...]) -> Candidate:
-    """By hand: the clean stream is causal; the noisy one sees half of all pairs, so it gets its part of the dense mask."""
+    """By hand: the clean stream is causal; half the pairs of the noisy one are visible, so it gets its part of the dense mask."""
     half = case.size[0]
     noisy = case.mask().dense()[:half].to(inputs.q.device)
 
@@ -210,7 +210,7 @@ def flex(case: Case, inputs: Inputs, block: int, layout: str = "streams") -> Can
 
 
 def on(backends: tuple[SDPBackend, ...], attention: Attention) -> Attention:
-    """Under these kernels of SDPA alone; none given: under PyTorch's choice."""
+    """With only these kernels of SDPA; none given: PyTorch's choice."""
     if not backends:
         return attention
 
@@ -267,7 +267,7 @@ def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
         if device == "cpu":
             return run(eager(case, inputs.to(dtype)), case.backward)
         heads = [run(eager(case, part.to(dtype)), case.backward) for part in inputs.first_group()]
-        # Output and dQ of each head stand side by side, dK and dV of one KV head are added up.
+        # Output and dQ of each head are side by side, dK and dV of one KV head are summed.
         joined = [torch.cat(parts, dim=2) for parts in [*zip(*heads)][:2]]
         wide = torch.promote_types(dtype, torch.float32)
         return joined + [torch.stack(parts).sum(0, dtype=wide).to(dtype) for parts in [*zip(*heads)][2:]]

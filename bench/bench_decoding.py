@@ -1,6 +1,6 @@
 """Jacobi decoding against greedy decoding on the tiny trained model: tokens per forward, tokens per second.
 
-One thread: the model is so small that handing work over costs more than it saves. Every candidate's tokens are compared
+One thread: the model is so small that more threads cost more than they save. Every candidate's tokens are compared
 with greedy decoding's before it is timed.
 """
 

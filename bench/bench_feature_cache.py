@@ -24,7 +24,7 @@ CANDIDATES = ("pdkernels", "torch eager", "torch.compile")
 
 
 class Job(NamedTuple):
-    """One op on one set of tensors: what runs it, how it is checked, what undoes it, and how many bytes have to move."""
+    """One op on one set of tensors: how it runs, how it is checked, what resets it, and how many bytes must move."""
 
     ours: Callable[[], object]
     inputs: tuple[object, ...]  # of the functions that PyTorch runs

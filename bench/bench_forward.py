@@ -1,6 +1,6 @@
 """A forward of a transformer on its cache: with one op each between its products, and with the plain form of everything there.
 
-The shipped tiny-trimode behind 40 tokens, on one thread; on a GPU 8 layers of an 8B model in bf16 behind 1024.
+The shipped tiny-trimode after 40 tokens, on one thread; on a GPU 8 layers of an 8B model in bf16 after 1024.
 """
 
 from __future__ import annotations

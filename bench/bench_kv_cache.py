@@ -1,7 +1,7 @@
-"""KV-cache commit against what is done today, and against a plain copy of the same bytes.
+"""KV-cache commit against the usual ways to do it, and against a plain copy of the same bytes.
 
 36 layers x [B, 4096, 8 heads, 128] bf16 (the shape of an 8B model with grouped-query attention), 3000 rows committed, every
-n-th of a draft accepted: 5 of 81 (quadratic, width 8), 16 of 256, 32 of 1024. The first accepted row is in place already.
+n-th of a draft accepted: 5 of 81 (quadratic, width 8), 16 of 256, 32 of 1024. The first accepted row is in its slot already.
 On a GPU up to 64 sequences.
 """
 
@@ -78,7 +78,7 @@ def ours_layers_apart(s: Setup) -> None:
 
 
 def stacked_index_select(s: Setup) -> None:
-    """The best that torch offers: both sides in one tensor each, one gather and one copy."""
+    """The best that torch offers: K and V in one tensor each, one gather and one copy."""
     rows = s.source + s.length
     for side in (s.k, s.v):
         side[:, :, s.length : s.length + s.accepted] = side.index_select(2, rows)
@@ -100,7 +100,7 @@ def per_layer_advanced_index(s: Setup) -> None:
 
 
 def new_cache_by_cat(s: Setup) -> list[Tensor]:
-    """What a list of growing tensors does: prefix and accepted rows concatenated into new ones."""
+    """As with a list of growing tensors: prefix and accepted rows are concatenated into new ones."""
     rows = s.source + s.length
     return [torch.cat([layer[:, : s.length], layer.index_select(1, rows)], dim=1) for layer in s.layers]
 

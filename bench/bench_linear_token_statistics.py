@@ -1,7 +1,7 @@
-"""Statistics of a head's logits: ours, and PyTorch's product with statistics behind it.
+"""Statistics of a head's logits: ours, and PyTorch's product followed by statistics.
 
 A head of 1024 by 32768, 1, 32 and 256 rows, greedy: argmax, its probability, the five most probable tokens, margin, entropy and
-log-sum-exp. On a GPU the sizes are LLaDA's, 4096 by 126464. `torch.compile` sees product and statistics together; it runs beside
+log-sum-exp. On a GPU the sizes are LLaDA's, 4096 by 126464. `torch.compile` sees product and statistics together; it runs next to
 every round as the baseline. Each candidate is compared with float64, or with ours, before it is timed.
 """
 

@@ -1,7 +1,7 @@
 """Planning a noise-aware mask against FlexAttention's `create_block_mask`, at 128x128.
 
 Prompt and blocks of 32 as in Jacobi Forcing: 1152, 4608 and 16384 tokens. FlexAttention gets the mask as its trainer writes
-it: arithmetic on indices, interleaved order. What every first call costs (imports, compilation) stands apart, as
+it: arithmetic on indices, interleaved order. The cost of every first call (imports, compilation) is reported separately, as
 ``first_call_ms``. Eager creation is left out at 16384 tokens: it holds several int64 arrays of all 268 million pairs. On a GPU the
 mask is made there, and our plan, made by the host, is moved there.
 """
@@ -29,7 +29,7 @@ Call = Callable[[], object]
 
 
 def arithmetic(prompt_len: int) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The interleaved noise-aware mask, worked out anew for each pair."""
+    """The interleaved noise-aware mask, computed for each pair."""
 
     def mask_mod(batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
         q_block, k_block = (q - prompt_len) // BLOCK, (k - prompt_len) // BLOCK

@@ -1,11 +1,11 @@
 """The recurrent-depth sampler's step besides the model, on Huginn's rows of 5280: noise and embeddings in, norm and exit test out.
 
 Candidates: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
-one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch draws no numbers by counter.
+one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch has no counter-based draws.
 So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-those that *draw* as many of the same distribution by themselves, by torch.rand and erfinv, whose results are of course not ours.
+those that *draw* as many from the same distribution themselves, with torch.rand and erfinv, so that their results differ from ours.
 
-All rows are where they were (nothing froze): peers would need a gather to find them on the device.
+All rows are where they were (nothing froze): otherwise peers would need a gather to find them on the device.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def inject_torch_drawing(s: Setup) -> Tensor:
 
 
 def inject_drawing(s: Setup) -> Tensor:
-    # Drawn by single ops: the compiler's own random numbers are no vector code and take far longer.
+    # Drawn by single ops: the compiler's own random numbers are not vectorised and take far longer.
     return compiled(mix, False)(s.state, s.embedding, s.previous, s.recurrences, draw(s.state), s.noise)
 
 
@@ -146,7 +146,7 @@ def check_distribution(s: Setup, result: Tensor) -> None:
 
 
 def bytes_of(s: Setup, op: str) -> int:
-    """Half of what a call has to read and write, as one side of a copy."""
+    """Half of the bytes that a call must read and write, as one side of a copy."""
     rows = s.state.numel() * s.state.element_size()
     return rows * 2 if op == "exit" else rows * 5 // 2
 
@@ -188,7 +188,7 @@ def test_recurrence(benchmark, op: str, name: str, dtype: str, width: int, devic
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", NOISE)
 def test_copy(benchmark, op: str, dtype: str, width: int, device: str) -> None:
-    """What memory gives: as many bytes read and written as the op has to, by ``copy_``."""
+    """Memory bandwidth: ``copy_`` of as many bytes as the op must read and write."""
     benchmark.group = f"recurrence {op} {dtype}, width {width}, {device}"
     setup = Setup(width, DTYPES[dtype], NOISE[op], device)
     source, target = (torch.full((bytes_of(setup, op),), i, dtype=torch.uint8, device=device) for i in (1, 2))

@@ -1,8 +1,8 @@
 """A whole step of the recurrent-depth sampler, and how much of it is not matrix products and attention.
 
 A fifth of Huginn-0125's width and all its layers (2, 4, 2; heads of 96), a prefix of 512 tokens, a wave that does not move. "torch ops"
-is the same step with the plain form of everything between the products; both keep the cache in place. On a GPU the model is
-Huginn-0125 in full, in bf16, and what each step costs with all its launches is all that is said.
+is the same step with the plain form of everything between the products; both update the cache in place. On a GPU the model is
+Huginn-0125 in full, in bf16, and only the time of each step with all its launches is reported.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plain() -> Iterator[None]:
 
 
 class Setup:
-    """A wave of so many rows behind a prefix; nothing settles, and it cannot grow."""
+    """A wave of so many rows after a prefix; nothing settles, and it cannot grow."""
 
     def __init__(self, rows: int, device: str) -> None:
         prompt = torch.randint(sizes(device, SIZES)[0], (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -99,7 +99,7 @@ class Setup:
 
 def share_between_products(call: Any) -> float:
     """Of the time of a call, the median of three."""
-    shares = []
+    fractions = []
     for _ in range(3):
         with profile() as seen:
             call()
@@ -109,8 +109,8 @@ def share_between_products(call: Any) -> float:
             if not event.key.startswith("profiler")
         }
         products = sum(time for name, time in times.items() if name.rpartition("::")[2] in PRODUCTS)
-        shares.append(1 - products / sum(times.values()))
-    return median(shares)
+        fractions.append(1 - products / sum(times.values()))
+    return median(fractions)
 
 
 @by_device("rows", ROWS)
@@ -127,7 +127,7 @@ def test_recurrent_step(benchmark, name: str, rows: int, device: str) -> None:
         same = ours.step() == torch_ops()
         assert (
             same.all() if device == "cpu" else same.float().mean() >= 0.75
-        )  # bf16 rounds in other places: near ties differ
+        )  # bf16 rounds at other points: near ties differ
     call = ours.step if name == "pdkernels" else torch_ops
     call()
     share = {"between_products": round(share_between_products(call), 4)} if device == "cpu" else {}

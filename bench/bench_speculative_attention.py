@@ -1,11 +1,11 @@
-"""Attention of a quadratic draft over a cached prefix against what else computes it, and what happens as the prefix grows.
+"""Attention of a quadratic draft over a cached prefix against other ways to compute it, and the cost as the prefix grows.
 
 Draft width 8: 81 new tokens (9 drafts, 9 groups of 8 masks), 32 query heads and 8 KV heads of 128, prefixes of 2048 and 8192 in
-a cache with room for the draft. Candidates get the draft's K and V already behind the prefix and their masks prebuilt, and are
-compared with float64 before they are timed. A baseline runs beside every round: scaled dot-product attention under a dense mask,
-the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU bf16 alone, widths of 4 to 32 and longer prefixes.
+a cache with room for the draft. Candidates start with the draft's K and V after the prefix and with prebuilt masks, and are
+compared with float64 before they are timed. A baseline runs before every round: scaled dot-product attention under a dense mask,
+the query heads of a KV head packed into rows. Two threads on the CPU. On a GPU only bf16, widths of 4 to 32 and longer prefixes.
 
-Then what it costs to store rows on the way, against two calls.
+Then the cost of storing rows in the same pass, against two calls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ CASES = {
 
 
 class Step(NamedTuple):
-    """One decoding step: ``(1, tokens, heads, head_dim)``, the cache with the new tokens' rows behind the prefix."""
+    """One decoding step: ``(1, tokens, heads, head_dim)``, the cache with the new tokens' rows after the prefix."""
 
     q: Tensor
     k_new: Tensor
@@ -128,7 +128,7 @@ def two_parts(step: Step) -> Attention:
     else:
         prefix_attention = aten._scaled_dot_product_flash_attention_for_cpu
         tail_attention = lambda q, k, v, bias: aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias)  # noqa: E731
-    # Rows of the mask begin at multiples of 16 bytes on a GPU: the kernel asks for it.
+    # On a GPU the kernel requires rows of the mask to begin at multiples of 16 bytes.
     seen = F.pad(step.mask.dense(), (0, -new % 8 if step.q.is_cuda else 0)).repeat(GROUP, 1)
     bias = torch.zeros(seen.shape).masked_fill(~seen, -torch.inf).to(step.q)
     bias = bias.expand(1, KV_HEADS, -1, -1).contiguous()[..., :new]
@@ -213,7 +213,7 @@ def test_speculative_attention(benchmark, width: int, prefix: int, dtype: str, n
     torch._dynamo.reset()
     step = make_step(width, prefix, DTYPES[dtype], device)
     baseline = sdpa_packed(step)
-    # The others may round the results of both parts once more.
+    # Peers may round the results of both parts once more.
     exact, eagerly = oracle(width, prefix, DTYPES[dtype], device)
     with refusals(name, device):
         candidate = (CANDIDATES | ON_CUDA)[name](step)

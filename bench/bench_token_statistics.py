@@ -26,7 +26,7 @@ def eager(logits: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, .
 
 
 def without_margin(logits: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """As fast as PyTorch's ops get: no logarithm but one a row, nothing of the distribution is stored."""
+    """As fast as PyTorch's ops get: one logarithm per row, and the distribution is not stored."""
     x = logits.to(dtype)
     largest, ids = x.max(-1)
     below = x - largest[:, None]
@@ -81,7 +81,7 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
     }[name]
     with torch.inference_mode():
         exact = [torch.cat(parts) for parts in zip(*(eager(part, torch.float64) for part in logits.split(32)))]
-        # All but the ids: where logits are equal, others may take any of them.
+        # All but the ids: where logits are equal, peers may take any of them.
         for found, expected in zip(call()[1:], exact[1:]):
             torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
         compare(

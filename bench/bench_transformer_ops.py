@@ -1,4 +1,4 @@
-"""The ops between the matrix products of a sandwich block, in the sizes of Huginn-0125: ours, eager PyTorch, and torch.compile."""
+"""The ops between a transformer's matrix products, in the sizes of Huginn-0125: ours, eager PyTorch, and torch.compile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = {"cpu": (1, 16, 64, 128, 512), "cuda": (1, 16, 128, 512), "dry": (2,)}
 
 
 class Job(NamedTuple):
-    """One op on one set of tensors: what runs it, what it leaves, and how many bytes have to move."""
+    """One op on one set of tensors: how it runs, its results, and how many bytes must move."""
 
     ours: Callable[[], object]
     eager: Callable[..., object]
@@ -98,7 +98,7 @@ def rotation_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[...,
         return fresh[0], fresh[4], fresh[5]
 
     exact, same = expected(torch.float64), expected(dtype)
-    # Rows are rotated once more by every call: norms stay, and so does the work.
+    # Every call rotates the rows again: norms do not change, and neither does the work.
     place = torch.arange(rows, device=device)
     moved = 7 * rows * HEADS * HEAD_DIM * dtype.itemsize  # q, k, v read; q, k written; k, v stored
     return Job(
@@ -118,7 +118,7 @@ def turn_rows_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
 
 
 def turn_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Tensor]) -> Job:
-    """q and k as a view of the product that made them and v."""
+    """q and k as a view of the qkv product."""
     x = draw(1, rows, 3 * HEADS, HEAD_DIM)[:, :, : 2 * HEADS]
     table = rope_tables(2048, HEAD_DIM, theta=50000.0, style="half", device=device)
     positions = torch.arange(1000, 1000 + rows, device=device)
@@ -130,7 +130,7 @@ def turn_job(rows: int, dtype: torch.dtype, device: str, draw: Callable[..., Ten
         return (turned,)
 
     exact, same = expected(torch.float64), expected(dtype)
-    # Rows are rotated once more by every call: norms stay, and so does the work.
+    # Every call rotates the rows again: norms do not change, and neither does the work.
     inputs = (x, table.cos, table.sin, positions)
     moved = 4 * rows * HEADS * HEAD_DIM * dtype.itemsize
     return Job(lambda: pd.apply_rope_(*inputs), turn_rows_, inputs, lambda: (x,), exact, same, moved)

@@ -1,4 +1,4 @@
-"""Committing guesses for masked tokens: ours, the loops that were published, the same rules in torch ops, and torch.compile of those."""
+"""Committing guesses for masked tokens: ours, the published loops, the same rules in torch ops, and torch.compile of those."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = {"cpu": MANY, "cuda": MANY, "dry": [(2, 32)]}
 
 
 class Setup:
-    """A block three quarters of which are masks. One guess in eight passes the threshold, and the quota is as many."""
+    """A block with three quarters masked. One guess in eight passes the threshold, and the quota is as many."""
 
     def __init__(self, batch: int, width: int, device: str) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from bench.gpu_clock import floors, gpu_clock
     ]
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """For benchmarks with the same sizes everywhere; the others have `bench.devices.by_device`."""
+    """For benchmarks with the same sizes everywhere; others use `bench.devices.by_device`."""
     return request.param
 
 
@@ -41,7 +41,7 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: object, output_json: dict) -> None:
-    """Results are committed: statistics stay, single samples and the machine's name do not."""
+    """Results are committed: keep statistics, drop single samples and the machine's name."""
     output_json["machine_info"].pop("node", None)
     for benchmark in output_json["benchmarks"]:
         benchmark["stats"].pop("data", None)

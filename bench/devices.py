@@ -25,7 +25,7 @@ Sizes = Mapping[str, Sequence[Any]]
 
 
 def sizes(device: str, of: Mapping[str, Any]) -> Any:
-    """The row of a table by ``cpu``, ``cuda`` and ``dry`` that holds here."""
+    """The row of a table by ``cpu``, ``cuda`` and ``dry`` that applies here."""
     return of["dry" if DRY_RUN else device]
 
 
@@ -41,7 +41,7 @@ def refusals(name: str, device: str) -> Iterator[None]:
 
 
 def by_device(names: str, table: Sizes) -> pytest.MarkDecorator:
-    """Parametrizes ``device`` and `names`, the values of which stand in `table` by device."""
+    """Parametrizes ``device`` and `names`, whose values are in `table` by device."""
     several = "," in names
     cases = []
     for device in DEVICES:

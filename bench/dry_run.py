@@ -1,6 +1,6 @@
 """The benchmarks of a GPU on a machine without one: every line of them runs, on a pretended GPU, and nothing is timed.
 
-What they ask torch.cuda for is played here, and torch.compile gives the function back.
+Calls of torch.cuda are faked here, and torch.compile returns the function unchanged.
 """
 
 from __future__ import annotations

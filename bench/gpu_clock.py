@@ -1,7 +1,7 @@
-"""Time on a GPU: events around a call, the second-level cache cold, launches taken out by replaying the call's graph.
+"""Time on a GPU: events around a call, cold L2 cache, launch overhead avoided by replaying the call's graph.
 
-Before each call another buffer, several times the cache, is read: nothing of the call's inputs is left in the cache, nothing waits
-to be written back, and for a replay the host is far ahead when the device begins.
+Before each call another buffer, several times the cache, is read: none of the call's inputs remain in the cache, no write-back
+is pending, and for a replay the host is far ahead when the device begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ gpu_clock = GpuClock()
 
 @cache
 def eviction() -> tuple[Tensor, Tensor]:
-    """A buffer of four times the second-level cache, and where its sum goes."""
+    """A buffer of four times the L2 cache, and the destination of its sum."""
     size = 4 * torch.cuda.get_device_properties(0).L2_cache_size
     with torch.inference_mode(False):  # a tensor made in it could not be written outside of it
         return torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
@@ -59,7 +59,7 @@ def evict() -> None:
 
 
 def replay(call: Call, reset: Call = lambda: None) -> Call | None:
-    """The replay of a call captured as a graph, or None where it cannot be captured, for it asks the host."""
+    """The replay of a call captured as a graph, or None if it cannot be captured because it syncs with the host."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # compilation, handles and workspaces come before the capture
@@ -85,7 +85,7 @@ def digits(value: float) -> float:
 
 @cache
 def floors() -> dict[str, object]:
-    """What the device can do at best, measured here and now: bytes a second, products a second, the shortest launch."""
+    """The device's measured limits: bytes per second, products per second, the shortest launch."""
 
     def best(call: Call, rounds: int = 12) -> float:
         call()

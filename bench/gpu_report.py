@@ -1,6 +1,6 @@
-"""Tables and a picture of what was measured on GPUs: every folder of `bench/results` whose JSON tells of floors.
+"""Tables and a picture of GPU measurements: every folder of `bench/results` whose JSON has floors.
 
-One table for each op: candidates down, cases across, and how near ours comes to the floor, which is the bytes that have to move
+One table per op: a row per candidate, a column per case, and how close ours comes to the floor, which is the bytes that must move
 at the speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
 """
 
@@ -38,7 +38,7 @@ def folders(results: Path) -> Iterator[tuple[str, list[Row]]]:
 
 
 def floor_us(row: Row) -> float | None:
-    """The least time for what a row's op has to do; None where nothing was counted."""
+    """The least time a row's op can take; None where nothing was counted."""
     floors, times = row["floors"], []
     if row.get("bytes_moved"):
         times.append(2 * row["bytes_moved"] / floors["copy_gb_per_s"] / 1e3)
@@ -55,7 +55,7 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def name_of(row: Row) -> str:
-    """The op, and which part of it where its benchmark has several."""
+    """The op, with its part if its benchmark has several."""
     part = next(
         (row[key] for key in ("kernel", "rule") if key in row), row.get("case") if row["op"] == "recurrence" else None
     )
@@ -74,12 +74,12 @@ def ours(rows: list[Row]) -> Row | None:
 
 
 def times_ours(row: Row, own: Row) -> float:
-    """Both beside the same baseline, each in its own moment: only these ratios may be compared."""
+    """Each was timed in turn with the same baseline, at different times: only ratios to it may be compared."""
     return row["ratio_to_baseline"] / own["ratio_to_baseline"]
 
 
 def best_peer(rows: list[Row]) -> float | None:
-    """How long the fastest other candidate takes, in times of ours."""
+    """Time of the fastest other candidate, relative to ours."""
     own = ours(rows)
     return min(
         (times_ours(row, own) for row in rows if own and not row["candidate"].startswith("pdkernels")), default=None
@@ -87,7 +87,7 @@ def best_peer(rows: list[Row]) -> float | None:
 
 
 def nearness(rows: list[Row]) -> float | None:
-    """The floor's time by ours."""
+    """The floor's time divided by ours."""
     own = ours(rows)
     least = own and floor_us(own)
     return least / own["median_us"] if least else None
@@ -132,7 +132,7 @@ def span(values: list[float | None], form: str) -> str:
 
 
 def summary(results: Path) -> str:
-    """A line for each op: the fastest peer in times of ours, and the floor by ours, over all cases."""
+    """A line for each op over all cases: the fastest peer relative to ours, and the floor relative to ours."""
     parts = []
     for _, rows in folders(results):
         lines = []
@@ -155,14 +155,14 @@ def pages(results: Path) -> str:
     parts = []
     for _, rows in folders(results):
         parts.append(
-            f"{machine(rows)} Half the spread between quartiles stands behind ±. *: calls by the host, not replays of a graph."
+            f"{machine(rows)} ± is half the interquartile range. *: calls by the host, not replays of a graph."
         )
         parts += [f"**{op}**\n\n{op_table(own)}" for op, own in by_op(rows).items()]
     return "\n\n".join(parts) or NOTHING
 
 
 def plot(results: Path, images: Path) -> None:
-    """How long the fastest peer takes, in times of ours, for every case: ``bench_<folder>.png``."""
+    """Time of the fastest peer, relative to ours, for every case: ``bench_<folder>.png``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -171,9 +171,9 @@ def plot(results: Path, images: Path) -> None:
     for folder, rows in folders(results):
         ops = by_op(rows)
         figure, axis = plt.subplots(figsize=(9, 0.35 * len(ops) + 1.2), layout="constrained")
-        for place, own in enumerate(ops.values()):
+        for y, own in enumerate(ops.values()):
             values = [value for value in map(best_peer, by_case(own).values()) if value is not None]
-            axis.plot(values, [place] * len(values), "o", color="#1f77b4", alpha=0.6)
+            axis.plot(values, [y] * len(values), "o", color="#1f77b4", alpha=0.6)
         axis.axvline(1, color="#d62728", linewidth=1)
         axis.set(
             xscale="log",

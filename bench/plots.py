@@ -75,7 +75,7 @@ def block_sparse_attention(rows: list[Row], path: Path) -> None:
 
 
 def evaluations(rows: list[Row], images: Path) -> None:
-    """The pictures that the command line draws too."""
+    """The same pictures as the command line draws."""
     for name, suffix, draw in (
         ("transformer", "", plot),
         ("recurrent", "_recurrent", plot_recurrent),

@@ -1,7 +1,7 @@
-"""Tables and plots out of benchmark JSON: `python -m bench.report [folder] [--write]`.
+"""Tables and plots from benchmark JSON: `python -m bench.report [folder] [--write]`.
 
-The README and the docs hold tables between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; ``--write`` renews them and the
-plots beside the docs. Without it the tables are printed. No figure is typed by hand.
+The README and the docs hold tables between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; ``--write`` updates them and the
+plots in `docs/images`. Without it the tables are printed. No figure is typed by hand.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def ratio(value: float) -> str:
 
 
 def beside(row: Row, own: Row) -> str:
-    """How many times as long as ours. Both ran beside the same baseline, each in its own moment: only these ratios may be compared."""
+    """How many times as long as ours. Each was timed in turn with the same baseline: only ratios to it may be compared."""
     return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 
 def kv_commit(rows: list[Row], batch: int = 1) -> str:
     rows = [row for row in rows if row["op"] == "kv_commit_" and row["batch"] == batch]
     cases = [(f"{a} of {d}", {"accepted": a, "drafted": d}) for a, d in [(5, 81), (16, 256), (32, 1024)]]
-    header = ["µs, median (times the memcpy beside it)", *(title for title, _ in cases)]
+    header = ["µs, median (ratio to memcpy)", *(title for title, _ in cases)]
     lines = []
     for name, found in by_candidate(rows, cases):
         cells = [
@@ -75,8 +75,7 @@ def decoding(rows: list[Row]) -> str:
             ]
         )
     return table(
-        ["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed of greedy beside it"],
-        lines,
+        ["tiny-code, eight prompts, 64 tokens each", "tokens per forward", "tokens/s", "speed vs greedy"], lines
     )
 
 
@@ -207,7 +206,7 @@ def speculative_attention(rows: list[Row]) -> str:
 
 
 def by_rows(rows: list[Row], count: str = "rows", **wanted: Any) -> str:
-    """All numbers of rows in bf16, then in fp32; below the times the copy speed of pdkernels, where bytes were counted."""
+    """All numbers of rows in bf16, then in fp32; below the times the bandwidth of pdkernels, where bytes were counted."""
     rows = [row for row in rows if wanted.items() <= row.items()]
     if not rows:
         return "not measured"
@@ -268,7 +267,7 @@ def unmask(rows: list[Row], rule: str) -> str:
 
 
 def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str:
-    """A column for all sizes that were measured: `sizes` names them and says how each is written. Nothing where no row is."""
+    """A column for all sizes that were measured, named and formatted by `sizes`. Empty without rows."""
     rows = [row for row in rows if row["op"] == op]
     if not rows:
         return ""
@@ -282,7 +281,7 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
 
 
 def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
-    """A line for each candidate: times as `shown` writes microseconds, and how many times as long as ours they are."""
+    """A line for each candidate: its times, formatted by `shown`, and their ratio to ours."""
     return [
         [
             f"**{name}**" if name == "pdkernels" else name,
@@ -326,7 +325,7 @@ NO_PEERS = ("pdkernels", "a copy of", "a block of")
 
 
 def peers(rows: list[Row]) -> str:
-    """For each op the fastest peer of each case, in times of ours: which ones they were, the median, the span."""
+    """For each op the fastest peer of each case relative to ours: which peers, the median, the range."""
     lines, used = [], []
     for title, wanted in PEERS:
         winners, times = [], []
@@ -395,7 +394,7 @@ TABLES = {
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
-    # Of all folders, whichever was asked for.
+    # Of all folders, regardless of the argument.
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -45,7 +45,7 @@ SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
 
 
 def best_settings(rows: list[Row]) -> list[Row]:
-    """One row for each of `SETTINGS` and each other candidate of a case, named by the thing, with the ``setting`` that won."""
+    """The best row of each candidate and case; those of `SETTINGS` count as one candidate, with the winning ``setting``."""
     best: dict[tuple[str, str], Row] = {}
     for row in rows:
         name, setting = row["candidate"], ""

@@ -1,7 +1,7 @@
 """One way to time a candidate: checked first, interleaved with a baseline, on the clock of the device.
 
 Before every timed round the baseline runs once and is timed too, so that a candidate is always compared with a baseline of
-the same moment: machines are shared and their speed drifts. The ratio of the two medians stands in ``extra_info``.
+the same moment: machines are shared and their speed varies. The ratio of the two medians is in ``extra_info``.
 
 On a GPU both are replays of a captured graph where they can be captured, in a cold cache: see `bench/gpu_clock.py`.
 """
@@ -56,21 +56,21 @@ def compare(
     `bytes_moved`: half of what has to be read and written. `graph`: whether a GPU may replay the call; not where a call asks the
     host, or where its launches are what is to be seen.
     """
-    target, beside_it = call, partial(seconds, baseline)
+    target, time_baseline = call, partial(seconds, baseline)
     if device == "cuda":
         replays = [replay(some, reset) if graph else None for some in (call, baseline)]
-        target, beside_it = (
+        target, time_baseline = (
             partial(gpu_clock.run, again or some, ahead=again is not None)
             for some, again in zip((call, baseline), replays)
         )
         facts["timed_by"] = "graph replay" if replays[0] else "calls"
     if DRY_RUN:
         rounds, warmup = 2, 0
-    beside: list[float] = []
+    baselines: list[float] = []
 
     def before_round() -> None:
         reset()
-        beside.append(beside_it())
+        baselines.append(time_baseline())
         reset()
 
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
@@ -78,7 +78,7 @@ def compare(
     elapsed = time.perf_counter() - started
     if benchmark.stats is None:  # --benchmark-disable: the call was only tried
         return
-    median = statistics.median(beside[warmup:])
+    median = statistics.median(baselines[warmup:])
     ours = benchmark.stats.stats.median
     benchmark.extra_info.update(
         facts,

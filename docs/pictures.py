@@ -203,8 +203,8 @@ lse = peak + log(total)   (-inf there)"""
 
 
 def speculative_attention() -> None:
-    """Left the keys of each new token: the prefix in shares, the plan's tiles of the tail. Right what is computed."""
-    mask, tile, shares, width = pdm.quadratic(4), 4, 3, 5
+    """Left the keys of each new token: the prefix in splits, the plan's tiles of the tail. Right what is computed."""
+    mask, tile, splits, width = pdm.quadratic(4), 4, 3, 5
     dense, new, prefix = mask.dense(), mask.q_len, 3 * 5
     figure, (axis, steps) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained", width_ratios=[1.75, 1])
     for row in range(new):
@@ -213,13 +213,13 @@ def speculative_attention() -> None:
         for key in range(new):
             colour = MODEL if dense[row, key] else FREE
             axis.add_patch(plt.Rectangle((prefix + 1 + key, row), 0.92, 0.92, facecolor=colour, linewidth=0))
-    for share in range(shares):
+    for share in range(splits):
         axis.add_patch(
             plt.Rectangle(
                 (share * width - 0.06, -0.06), width, new + 0.06, facecolor="none", edgecolor="black", linewidth=1.4
             )
         )
-        axis.text((share + 0.5) * width, -0.5, f"share {share}", ha="center", fontsize=9)
+        axis.text((share + 0.5) * width, -0.5, f"split {share}", ha="center", fontsize=9)
     for row in range(0, new, tile):
         for key in range(0, new, tile):
             seen = bool(dense[row : row + tile, key : key + tile].any())
@@ -242,13 +242,13 @@ def speculative_attention() -> None:
     axis.set(xlim=(-0.4, prefix + new + 1.6), ylim=(new + 0.4, -1.8), aspect="equal")
     axis.set_xticks(
         [prefix / 2, prefix + 1 + new / 2],
-        ["cached tokens, lengths[b] of them", "new tokens: 4 drafted, 4 masks behind each"],
+        ["cached tokens, lengths[b] of them", "new tokens: 4 drafted, 4 masks after each"],
     )
     axis.set_yticks([2, 4 + (new - 4) / 2], ["drafted", "masks"])
     axis.tick_params(length=0)
     for side in axis.spines.values():
         side.set_visible(False)
-    names = ((COMMITTED, "seen by all: no mask"), (MODEL, "seen: the plan's bits"), (FREE, "hidden"))
+    names = ((COMMITTED, "visible to all: no mask"), (MODEL, "visible: the plan's bits"), (FREE, "hidden"))
     handles = [plt.Rectangle((0, 0), 1, 1, facecolor=colour) for colour, _ in names]
     axis.legend(
         handles, [name for _, name in names], loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 1.0)
@@ -256,9 +256,9 @@ def speculative_attention() -> None:
 
     steps.set(xlim=(0, 10), ylim=(-10, 3))
     steps.axis("off")
-    code = """for each share, at the same time:
+    code = """for each split, in parallel:
     attend to its cached tokens
-    one share also to the tail:
+    one split also for the tail:
         for key tile in the plan's list:
             attend, masked by its bits
     keep out_s, lse_s      (float32)
@@ -270,8 +270,8 @@ out = sum_s exp(lse_s - lse) * out_s"""
     save(figure, "speculative_attention.png")
 
 
-def sandwich() -> None:
-    """A block from left to right: matrix products in white, the ops of the family in colour."""
+def transformer_ops() -> None:
+    """A layer from left to right: matrix products in white, the ops of the family in colour."""
     figure, axis = canvas(12.5, 2.7, (-0.3, 17.3), (-1.3, 2.3))
     boxes = [
         ("qkv\nproduct", FREE, 1.5),
@@ -353,7 +353,7 @@ def logit_divergence() -> None:
 
 
 def unmask() -> None:
-    """The same canvas filled by three rules; a place is the more certain the more of its neighbours are known."""
+    """The same canvas filled by three rules; confidence grows with the number of known neighbours."""
     words = "the quick brown fox jumps over the lazy dog".split()
     doubt = [0.05, 0.35, 0.3, 0.12, 0.45, 0.3, 0.04, 0.4, 0.14]
     rules = {"quota=2": {"quota": 2}, "threshold=0.85": {"threshold": 0.85}, "factor=1": {"factor": 1.0}}
@@ -421,7 +421,7 @@ def feature_cache() -> None:
     axis.text(
         8.3,
         -2.2,
-        "apply_rope_append_, slots = index: K of rows\n1 and 4 overwrites its place in the cache",
+        "apply_rope_append_, slots = index: K of rows\n1 and 4 overwrites its slot in the cache",
         fontsize=9,
         va="center",
         color="#444444",
@@ -438,7 +438,7 @@ def feature_cache() -> None:
 
 
 def token_statistics() -> None:
-    """Parts of a row, what each leaves behind, and what comes of them."""
+    """Parts of a row, the results of each, and how they merge."""
     figure, axis = canvas(10.5, 3.4, (-2.9, 16.2), (-0.9, 3.9))
     logits = [0.2, 1.9, 0.6, 0.1, 1.2, 0.4, 2.6, 0.3, 0.9, 0.5, 0.2, 1.5, 0.7, 0.1, 0.4, 0.8]
     best = sorted(range(16), key=lambda i: -logits[i])[:2]
@@ -582,7 +582,7 @@ if __name__ == "__main__":
     speculative_attention()
     kv_commit()
     verify_draft()
-    sandwich()
+    transformer_ops()
     logit_divergence()
     feature_cache()
     token_statistics()

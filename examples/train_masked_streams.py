@@ -59,7 +59,7 @@ CONFIG = TransformerConfig(
 )
 TILE = 64
 CORPUS_BYTES = 400_000
-# Jacobi Forcing: noise grows from block to block and starts anew after this many of them.
+# Jacobi Forcing: noise grows from block to block and restarts after this many of them.
 NOISE_WINDOW = 4
 # Nemotron-Labs-Diffusion: weight of the masked loss.
 MASKED_WEIGHT = 0.3
@@ -105,7 +105,7 @@ def corpus() -> Tensor:
     return as_ids(standard_library()[0])[:CORPUS_BYTES].long()
 
 
-def shares(length: int, generator: torch.Generator) -> tuple[int, int]:
+def split(length: int, generator: torch.Generator) -> tuple[int, int]:
     """Tokens of the packed sequence for each of two samples."""
     first = int(torch.randint(length // 4, length // 2, (), generator=generator))
     return first, length - first
@@ -119,7 +119,7 @@ def window(data: Tensor, tokens: int, generator: torch.Generator) -> Tensor:
 def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> NoiseAwareBatch:
     """Noisy blocks keep a prefix of the clean one, as drafts of Jacobi decoding do; the rest is drawn from the text before."""
     samples, ratios = [], noise_ratios(NOISE_WINDOW)
-    for share in shares(length, generator):
+    for share in split(length, generator):
         prompt_len = int(torch.randint(share // 16, share // 4, (), generator=generator))
         blocks = (share - prompt_len) // (2 * block)
         text = window(data, prompt_len + blocks * block, generator)
@@ -136,7 +136,7 @@ def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Ge
 def dual_stream_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> DualStreamBatch:
     """Each sample is masked with a probability of its own."""
     samples = []
-    for share in shares(length, generator):
+    for share in split(length, generator):
         text = window(data, share // 2, generator)
         samples.append(DualStreamSample(text, *draw_masks(len(text), generator)))
     return pack_dual_stream(samples, block, MASK_TOKEN, length)
@@ -239,8 +239,8 @@ def train(
         step = Step(ours.loss, packed.mask.density, plan.nbytes)
         if compare:
             exact.load_state_dict(model.state_dict())
-            beside = (packed.mask.dense().to(device), batch)
-            step = step._replace(**judge(ours, outcome(losses_of, model, *beside), outcome(losses_of, exact, *beside)))
+            dense = (packed.mask.dense().to(device), batch)
+            step = step._replace(**judge(ours, outcome(losses_of, model, *dense), outcome(losses_of, exact, *dense)))
         for parameter, gradient in zip(model.parameters(), ours.gradients, strict=True):
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -315,7 +315,7 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
-    """Train on packed masked streams, step by step beside the dense mask."""
+    """Train on packed masked streams, checking each step against the dense mask."""
     if threads:
         torch.set_num_threads(threads)
     runs: dict[str, list[Step]] = {}

@@ -6,7 +6,7 @@ takes less than half an hour on two CPU cores and writes pdkernels/models/weight
 
 The model decodes prompts with Jacobi iterations; every state that a block went through is kept. Then it learns, from such states
 with more and more noise from block to block, to say what it says from the finished text, and to go on saying that. Between rounds
-the states are collected anew, from the better model.
+the states are collected again, from the better model.
 
 Source: Jacobi Forcing (arXiv 2512.14681), section 3.
 """
@@ -43,7 +43,7 @@ from pdkernels.training import (
 )
 
 NOISE_WINDOW = 4
-"""Blocks over which the noise grows, before it starts anew."""
+"""Blocks over which the noise grows before it restarts."""
 console = Console()
 
 

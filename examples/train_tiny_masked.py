@@ -1,22 +1,22 @@
-"""Train `tiny-masked`: a byte-level masked-diffusion model that works sums out, on canvases that end tokens fill up.
+"""Train `tiny-masked`: a byte-level masked-diffusion model that works out sums, on canvases padded with end tokens.
 
     python examples/train_tiny_masked.py
 
 takes less than half an hour on two CPU cores where they multiply bfloat16 themselves, and writes
 pdkernels/models/weights/tiny-masked.safetensors.
 
-It starts from `tiny-trimode`, whose causal rows can add and whose masks are filled in block by block, and learns to see
-all of a canvas at once. A step adds up three losses:
+It starts from `tiny-trimode`, whose causal rows can add and whose masks are filled in block by block, and learns to attend
+to a whole canvas at once. A step adds three losses:
 
-- Masked diffusion. A canvas is a question, which is always seen, its solution, and end tokens to the end. Of every three one
-  hides each byte behind the question with one probability t, drawn for the canvas and evenly spread over the batch, and weighs
-  the loss of what is hidden by 1 / t: a bound of the log-likelihood. The others hide more and more from left to right.
-- The same on the others once more, where all that the model was sure of is known: as they look while they are filled in.
-- The joint loss of `train_tiny_trimode.py`, under its dual-stream mask. There every byte of a text is one that has to be found
-  knowing what stands left of it; in a canvas a few are. Without it the model forgets how to add.
+- Masked diffusion. A canvas is a question, which is never masked, its solution, then end tokens. One of every three
+  masks each byte after the question with one probability t, drawn for the canvas and evenly spread over the batch, and weights
+  the loss of masked bytes by 1 / t: a bound of the log-likelihood. In the others the masked share grows from left to right.
+- The same on the others again, with the model's confident guesses filled in: as they look during decoding.
+- The joint loss of `train_tiny_trimode.py`, under its dual-stream mask. There every byte of a text must be predicted
+  from everything to its left; in a canvas only a few are. Without it the model forgets how to add.
 
 Source: Nie et al., "Large language diffusion models" (LLaDA), section 2 and algorithms 1 and 2; the even spread: Kingma et al.,
-"Variational diffusion models", appendix I.1; from causal to masked by way of trained weights: Ye et al., "Dream 7B", section 3.
+"Variational diffusion models", appendix I.1; from a causal to a masked model with trained weights: Ye et al., "Dream 7B", section 3.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ LONGEST_PROMPT = 24
 SHORTEST_ROW = 64
 LEAST_MASKED = 0.02
 BEHIND = 0.2
-"""Weight of a hidden byte far behind what is known, in rows that hide more and more; 1 more next to it."""
+"""Weight of a masked byte far after the known ones, in rows with a growing masked share; 1 more next to them."""
 console = Console()
 
 
@@ -72,7 +72,7 @@ class Rows(NamedTuple):
 
 
 def rows_of_sums(problems: Iterator[Problem], count: int, length: int) -> tuple[Tensor, Tensor]:
-    """(count, length) ids of problems that fit, end tokens behind them, and where their solutions begin and end, (count, 2)."""
+    """(count, length) ids of problems that fit, followed by end tokens, and where their solutions begin and end, (count, 2)."""
     rows, spans = [], []
     while len(rows) < count:
         problem = next(problems)
@@ -84,7 +84,7 @@ def rows_of_sums(problems: Iterator[Problem], count: int, length: int) -> tuple[
 
 
 def hide(tokens: Tensor, spans: Tensor, generator: torch.Generator) -> Rows:
-    """Hide tokens behind the questions: with one probability in every third row, with a growing one in the others."""
+    """Mask tokens after the questions: with one probability in every third row, with a growing one in the others."""
     count, length = tokens.shape
     starts, ends = spans[:, :1], spans[:, 1:]
     places, answers = torch.arange(length), length - starts
@@ -147,7 +147,7 @@ def fill(model: Transformer, tokens: Tensor, threshold: float | None = None) -> 
 
 
 def held_out_sums(count: int) -> list[Problem]:
-    """Problems whose solutions fit on the canvas with an end token behind them."""
+    """Problems whose solutions fit on the canvas with an end token after them."""
     return list(islice((problem for problem in arithmetic(0, held_out=True) if len(problem.steps) < CANVAS), count))
 
 

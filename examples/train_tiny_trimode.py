@@ -73,8 +73,8 @@ def with_mask_token(model: Transformer) -> Transformer:
 def hidden_places(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
     """Which tokens of a text its noisy copy hides, and with what probability; never those of the prompt.
 
-    A third of the texts hide all (what a group of masks behind a draft sees), a third all but the first of each block (what a
-    draft pass sees), a third each token by chance (what a half-finished block looks like).
+    A third of the texts hide all (the view of a group of masks after a draft), a third all but the first of each block (the view of a
+    draft pass), a third each token at random (the view of a half-finished block).
     """
     kind = int(torch.randint(3, (), generator=generator))
     places = torch.arange(tokens)
@@ -134,7 +134,7 @@ def joint_step(model: Transformer, batch: DualStreamBatch, masked_weight: float)
 
 
 def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts of the whole blocks behind the prompts of texts that the model wrote, and how far it agrees with them.
+    """Drafts of the whole blocks after the prompts of texts that the model wrote, and how far it agrees with them.
 
     Returns:
         Logits of the draft and of the verifier, each (blocks, width - 1, ids but the mask token), and the accepted tokens, (blocks,).
@@ -151,7 +151,7 @@ def judged_drafts(model: Transformer, texts: list[tuple[Tensor, int]], width: in
     drafting[rows[:, :1] + ahead] = True
     plan = batch.mask.plan(TILE, TILE)
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=plan, adapted=drafting)[0]
-    # A mask says what stands in its own place, a clean row what comes behind it.
+    # A mask predicts its own token, a clean row the next one.
     draft = model.logits(hidden[rows[:, :1] + ahead[1:]])[..., :MASK_TOKEN]
     verifier = model.logits(hidden[rows[:, 1:] + ahead[:-1]])[..., :MASK_TOKEN].detach()
     accepted = (draft.argmax(-1) == verifier.argmax(-1)).long().cumprod(1).sum(1)

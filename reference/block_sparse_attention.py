@@ -14,14 +14,14 @@ def block_sparse_attention(
     Args:
         q: ``(batch, q_len, q_heads, head_dim)``.
         k, v: ``(batch, kv_len, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
-        mask: bool ``(q_len, kv_len)`` or ``(batch, q_len, kv_len)``, True where a query sees a key.
+        mask: bool ``(q_len, kv_len)`` or ``(batch, q_len, kv_len)``, True where a query attends to a key.
         scale: None means ``head_dim ** -0.5``.
 
     Returns:
         ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
-        half precision. Rows that see nothing are zero, with a log-sum-exp of -inf and zero gradients.
+        half precision. Fully masked rows return zeros, a log-sum-exp of -inf and zero gradients.
 
-    The softmax runs in float32 for half precision, all else in the dtype of q.
+    The softmax runs in float32 for half precision, everything else in the dtype of q.
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale

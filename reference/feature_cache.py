@@ -2,7 +2,7 @@
 
 Source: Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3 (V-verify), in the
 order of operations of the published code. Similarities are computed in float32 at least, not in the model's dtype: bfloat16 has
-so few of them around 1 that a choice by it is little better than chance.
+so few numbers just below 1 that its choice is little better than chance.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def select_stale_rows_(
 
 
 def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Of each row, in float32 or float64; NaN where squares are no finite numbers."""
+    """Of each row, in float32 or float64; NaN where squares are not finite."""
     a, b = (t.to(torch.promote_types(t.dtype, torch.float32)).flatten(1) for t in (a, b))
     lengths = a.square().sum(-1).sqrt() * b.square().sum(-1).sqrt()
     return torch.where(lengths.isfinite(), (a * b).sum(-1) / lengths.clamp(min=1e-8), torch.nan)

@@ -1,4 +1,4 @@
-"""Keeping what a decoding step decided, in plain PyTorch."""
+"""Logging the results of a decoding step, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def log_step_(log: Tensor, count: Tensor, more: Tensor, entry: Tensor, handle: int | None = None) -> None:
-    """Shapes as in ``pdkernels.log_step_``. A graph's condition takes a kernel: `handle` must be None."""
+    """Shapes as in ``pdkernels.log_step_``. Only a kernel can set a graph's condition: `handle` must be None."""
     at, steps = int(count), len(log)
     if handle is not None:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""How far the distribution of the next token moved between two recurrences, as plain PyTorch.
+"""How far the distribution of the next token changed between two recurrences, as plain PyTorch.
 
 Source: the exit criteria of Geiping et al., "Scaling up Test-Time Compute with Latent Reasoning: A Recurrent Depth Approach",
 section 6.1, with the constants of the published sampler.
@@ -38,7 +38,7 @@ def _log_distribution(logits: Tensor) -> Tensor:
 
 
 def _levelled(log_distribution: Tensor, min_p: float) -> Tensor:
-    """Every probability below `min_p` times the largest becomes 1 / V; then they are made to sum up to 1."""
+    """Every probability below `min_p` times the largest becomes 1 / V; then all are renormalised to sum to 1."""
     distribution = log_distribution.exp()
     kept = torch.where(
         distribution < min_p * distribution.amax(-1, keepdim=True), 1 / distribution.shape[-1], distribution

@@ -124,9 +124,9 @@ def dual_stream(
 
 
 def planned(stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False) -> Mask:
-    """Planned Diffusion. The mask grows as in the released code, row by row of text:
+    """Planned Diffusion. The mask is built as in the released code, row by row of text:
 
-    plan tokens see what plan tokens have been shown so far, and each other causally; the chunks of a round see all earlier
+    plan tokens attend to what plan tokens have been shown so far, and to each other causally; the chunks of a round see all earlier
     rows, and each other (dense) or only their own chunk (sparse); a sync token sees all earlier rows and shows them to all
     later rows.
     """
@@ -195,7 +195,7 @@ def tree(parents: Sequence[int]) -> Mask:
 
 
 def pack(masks: Sequence[Mask], length: int | None = None) -> Mask:
-    """The same sample, and visible there. Padding sees nothing, nobody sees it, its position is 0."""
+    """The same sample, and visible there. Padding is fully masked, as rows and as columns; its position is 0."""
     used = sum(len(positions) for _, positions in masks)
     tokens = [(sample, i) for sample, (_, positions) in enumerate(masks) for i in range(len(positions))]
     tokens += [(-1, 0)] * ((used if length is None else length) - used)

@@ -1,4 +1,4 @@
-"""A step of the recurrent-depth sampler besides the model, written plainly: what enters it, when a row is done, who moves on.
+"""A step of the recurrent-depth sampler without the model, written plainly: its input, its exit test, and which rows freeze.
 
 Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
 Arguments and results are those of `pdkernels.recurrence_inject`, `recurrence_exit` and `recurrence_advance_`. In float64 all
@@ -26,7 +26,7 @@ DENOMINATOR = (1.0, 249.5244, 17557.633, 389758.62, 2551655.8, 4191461.0, 113660
 
 
 def _powers(coefficients: tuple[float, ...], y: Tensor) -> Tensor:
-    """Horner's rule, a rounding after each multiplication and each addition."""
+    """Horner's rule, rounded after each multiplication and each addition."""
     result = torch.full_like(y, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         result = result * y
@@ -35,10 +35,10 @@ def _powers(coefficients: tuple[float, ...], y: Tensor) -> Tensor:
 
 
 def quantile(words: Tensor) -> Tensor:
-    """A random word as a number with the normal distribution cut at +-3, float32.
+    """A random word as a number of the normal distribution truncated at +-3, float32.
 
     The upper 24 bits of the word are ``t = 2 u - 1`` in steps of 2**-23, halfway between the steps: odd in the word, never 0, and
-    exact in float32. Every operation is rounded by itself, so that all devices get the same bits. The error is below 1e-6.
+    exact in float32. Every operation is rounded separately, so that all devices get the same bits. The error is below 1e-6.
 
     Example:
         >>> quantile(torch.tensor([0, 2**31 - 1, 2**31, 2**32 - 1]))
@@ -51,13 +51,13 @@ def quantile(words: Tensor) -> Tensor:
 
 
 def initial_state(steps: Tensor, positions: Tensor, size: int, seed: int = 0, init_std: float = 0.4**0.5) -> Tensor:
-    """The state that belongs to a step and a position: truncated normal numbers, ``(..., size)`` float32.
+    """The initial state for a step and a position: truncated normal numbers, ``(..., size)`` float32.
 
     Component ``e`` comes from word ``e % 4`` of ``philox4x32((e // 4, position, step, 1), (seed low, seed high))``.
 
     Args:
         steps, positions: integer tensors that broadcast.
-        init_std: of the normal distribution before it is cut at three times that. The published model has sqrt(2 / 5).
+        init_std: of the normal distribution before it is truncated at three times that. The published model has sqrt(2 / 5).
 
     Example:
         >>> initial_state(torch.tensor(0), torch.tensor([7, 8]), 3).shape
@@ -78,7 +78,7 @@ def _root(x: Tensor) -> Tensor:
 
 
 def noise_share(counts: Tensor, noise: float, schedule: str, horizon: int, dtype: torch.dtype) -> Tensor:
-    """beta: how much of a state that went through `counts` recurrences becomes noise."""
+    """beta: the fraction of a state after `counts` recurrences that becomes noise."""
     # Tensors instead of numbers: torch divides by a number through its reciprocal, which rounds once more.
     counts = counts.to(dtype)
     share = torch.full_like(counts, noise)

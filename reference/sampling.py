@@ -7,7 +7,7 @@ its row is the position, its column the vocabulary id, and its step says what is
 - step 0: the token that the model's own distribution puts at p, whichever forward computes it;
 - step f, at least 1: a guess for p, or the test of one, made by forward number f of this sequence (its prompt's is 1).
 
-So a decoder that always emits its verifier's draw (sample and compare) writes, seed for seed, the very tokens of
+So a decoder that always emits its verifier's draw (sample and compare) writes, for each seed, exactly the tokens of
 :func:`sampled_autoregressive`, regardless of its drafts, alone and in a batch.
 """
 
@@ -30,7 +30,7 @@ OWN = 0  # step of the model's own tokens
 
 
 def unadapted(model: Model) -> DraftModel:
-    """`model` itself where a drafter is asked for."""
+    """`model` itself, where a drafter is expected."""
     return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
 
 
@@ -66,14 +66,14 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 def without(logits: Tensor, token: int) -> Tensor:
-    """A copy in which `token` is impossible. A guess is never the mask token, which would leave its slot as it was."""
+    """A copy in which `token` is impossible. A guess is never the mask token, which would leave its slot masked."""
     logits = logits.clone()
     logits[..., token] = -torch.inf
     return logits
 
 
 def causal_logits(model: Model, tokens: Sequence[int]) -> Tensor:
-    """Logits ``(T, V)`` of all `tokens` under the causal mask: row i is about position i + 1."""
+    """Logits ``(T, V)`` of all `tokens` under the causal mask: row i predicts position i + 1."""
     visible, positions = causal(len(tokens))
     return model(torch.tensor([list(tokens)], dtype=torch.int64), positions[None], visible)[0]
 

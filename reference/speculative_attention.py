@@ -21,14 +21,14 @@ def speculative_attention(
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``: each new token sees all of its sequence's prefix, then the new tokens its row of the mask shows.
+    """``(out, lse)``: each new token attends to its sequence's whole prefix and to the new tokens in its row of the mask.
 
     Args:
         q: ``(batch, new, q_heads, head_dim)``.
         k_new, v_new: ``(batch, new, kv_heads, head_dim)``; query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, or pages ``(pages, page_size, kv_heads, head_dim)``.
         lengths: ``(batch,)`` int32 or int64. The cache past a length is not read.
-        tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token sees a new token.
+        tail_mask: bool ``(new, new)`` or ``(batch, new, new)``, True where a new token attends to a new token.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: None means ``head_dim ** -0.5``.
@@ -81,7 +81,7 @@ def speculative_attention_append_(
 
     Args:
         counts: ``(batch,)``; None: all of `source_index`.
-        source_index: ``(batch, rows)``, of which those from ``counts[b]`` on may be anything. None: all new tokens in their order.
+        source_index: ``(batch, rows)``, of which those from ``counts[b]`` on may be anything. None: all new tokens in order.
 
     Example:
         >>> import torch

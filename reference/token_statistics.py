@@ -1,4 +1,4 @@
-"""What samplers ask of a row of logits, as plain PyTorch: a token, its probability, the runners-up, margin, entropy, log-sum-exp.
+"""Statistics of rows of logits, as plain PyTorch: a token, its probability, the runners-up, margin, entropy, log-sum-exp.
 
 Sources: LLaDA's sampler (Nie et al., "Large Language Diffusion Models", section 2.4) takes its confidence from the model's own
 distribution; Dream's (Ye et al., "Dream 7B") from the tempered and filtered distribution that it draws from. The token is drawn as in sampling.py.
@@ -28,7 +28,7 @@ def token_statistics(
     min_p: float = 0.0,
     distribution: str = "model",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as `pdkernels.token_statistics` gives them.
+    """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as in `pdkernels.token_statistics`.
 
     >>> ids, probs, top_ids, *_ = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)
     >>> ids.item(), round(probs.item(), 4), top_ids.tolist()
@@ -86,10 +86,10 @@ def token_statistics(
 
 
 def kept(scores: Tensor, temperature: float, top_p: float, min_p: float) -> Tensor:
-    """Which tokens the filters leave of ``P = softmax(scores / temperature)``, bool of the shape of `scores`.
+    """Which tokens of ``P = softmax(scores / temperature)`` the filters keep, bool of the shape of `scores`.
 
     A token stays if the mass of all more probable ones is below `top_p` and its own at least `min_p` times the largest. The
-    first one always stays, and equals stay or go together.
+    most probable one always stays, and equals stay or go together.
 
     >>> kept(torch.tensor([[3.0, 1.0, 1.0, 0.0]]), 1.0, top_p=0.9, min_p=0.0).tolist()
     [[True, True, True, False]]

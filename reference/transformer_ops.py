@@ -13,12 +13,12 @@ from .kv_cache import _fail, _Slots
 
 
 def _wide(x: Tensor) -> Tensor:
-    """float32 for half precision: what the sums and products inside are computed in."""
+    """float32 for half precision: the dtype of intermediate sums and products."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`x` is wide. The normed value is rounded to the dtype of the weight, then multiplied by it in that dtype."""
+    """`x` is wide. The normalised value is rounded to the dtype of the weight, then multiplied by it in that dtype."""
     return (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)).to(weight.dtype) * weight
 
 
@@ -27,7 +27,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``y = rms_norm(x + residual) * weight`` and ``rms_norm(y) * next_weight``; shapes as in ``pdkernels.add_rms_norm``.
 
-    The sum is not rounded before it is normed, `y` is before it is normed again. Without a residual it is `x` that is normed;
+    The sum is not rounded before the norm; `y` is rounded before the next norm. Without a residual `x` itself is normalised;
     without a weight `y` is the sum. Without a next weight the second result is an empty tensor.
 
     >>> y, _ = add_rms_norm(torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0]), torch.ones(2))
@@ -74,7 +74,7 @@ def apply_rope_append_(
     count are stored there.
 
     Without slots it is ``lengths[b] + i``. A slot of -1 leaves the whole row unchanged. A row whose position is past the
-    tables (none that counts) takes the last one of them.
+    tables (only rows that do not count) uses their last entry.
     """
     op = "apply_rope_append_"
     batch, rows = qkv.shape[:2]

@@ -1,6 +1,6 @@
 """Which guesses for masked tokens are committed, as plain loops over sequences and segments.
 
-Sources of the rules: LLaDA (a quota a step), Fast-dLLM (threshold, and factor as released), LLaDA2 and SlowFast Sampling (all that
+Sources of the rules: LLaDA (a quota per step), Fast-dLLM (threshold, and factor as in the released code), LLaDA2 and SlowFast Sampling (all that
 pass a threshold if they are enough, else the best few).
 """
 

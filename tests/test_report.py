@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import report
+from bench import plots, report
 from bench.bench_log_step import CANDIDATES
 from bench.bench_speculative_attention import APPENDING
 
@@ -76,3 +76,28 @@ def test_a_page_shows_them_where_they_were_measured(name: str, rows: list[report
     assert page.read_text() == f"Above.\n\n<!-- bench:{name} -->\n\n<!-- /bench -->\n"
     report.renew(page, rows)
     assert report.TABLES[name](rows) in page.read_text()
+
+
+def test_peers_are_compared_case_by_case() -> None:
+    """The fastest peer of each case counts; a copy is no peer, and neither is a candidate made of our own ops."""
+    times = {"pdkernels": (0.5, 1.0), "torch": (1.0, 3.0), "torch.compile": (2.0, 1.5)}
+    left_out = {"a copy of as many bytes": (0.1, 0.1), "F.linear + pd.token_statistics": (0.2, 0.2)}
+    made = [
+        {**result("verify_draft", name, 1.0, ratio)["extra_info"], "group": f"case {case}, cpu"}
+        for name, ratios in (times | left_out).items()
+        for case, ratio in enumerate(ratios)
+    ]
+    _, _, line = cells(report.TABLES["peers"](made))
+    assert line == ["`verify_draft`", "torch; torch.compile", "**1.8x**", "1.50x to 2.00x", "2"]
+    assert report.TABLES["peers"]([]) == "not measured"
+
+
+def test_the_headline_shows_each_method_at_its_fastest(tmp_path: Path) -> None:
+    rows = [row for row in report.load(report.RESULTS) if row["op"] == "evaluation" and row["task"] == "sums"]
+    masked = [row for row in rows if report.family(row) == "masked"]
+    best = plots.fastest(masked)
+    baseline = next(row for row in masked if row["baseline"])
+    assert {row["method"] for row in best} == {"dllm_cache", "fast_dllm", "slowfast"}
+    assert all(row["right"] >= baseline["right"] and row["speedup"] > 1 for row in best)
+    plots.headline(rows, tmp_path / "headline.png")
+    assert (tmp_path / "headline.png").stat().st_size > 10_000

@@ -1,4 +1,4 @@
-// Turns a fault found in one sequence into the sentence a user reads.
+// The error message for a fault found in one sequence.
 #pragma once
 
 #include <stdexcept>

@@ -1,5 +1,5 @@
 // Vocabulary statistics on the CPU: checks the values, lets simd/token_statistics.cpp look at the parts of each row,
-// and puts them together in the order of the vocabulary.
+// and merges them in the order of the vocabulary.
 #include <cmath>
 
 #include "fault.h"
@@ -32,7 +32,7 @@ void check_values(const TokenStatisticsArgs& args) {
 
 void parts_of(const TokenStatisticsArgs& args) { PDK_DISPATCH(token_statistics, args) }
 
-// A row of the results: what its parts found, put together.
+// A row of the results, merged from its parts.
 class Row {
  public:
   Row(const TokenStatisticsArgs& args, int64_t r) : args_(args), r_(r) {

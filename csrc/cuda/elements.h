@@ -26,7 +26,7 @@ __device__ inline __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// x as T has it.
+// x converted to T.
 template <class T>
 __device__ float rounded(float x) {
   return to_float(from_float<T>(x));
@@ -48,7 +48,7 @@ __device__ T warp_sum(T x) {
   return x;
 }
 
-// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T a warp; calls that
+// The sum of every thread's x, in every thread and in the same order each time. `room` holds one T per warp; calls that
 // share it need no barrier between them.
 template <int kThreads, class T>
 __device__ T block_sum(T x, T* room) {

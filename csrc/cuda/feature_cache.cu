@@ -8,7 +8,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kRowThreads = 128;    // a row of 4096 half-precision values is four packs for each
-constexpr int kRowBlocksPerSm = 8;  // of its own choice ptxas aims at more and spills
+constexpr int kRowBlocksPerSm = 8;  // by default ptxas aims at more and spills
 constexpr int kChoiceThreads = 512;
 
 // Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
@@ -21,7 +21,7 @@ __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   return __syncthreads_and(fine);
 }
 
-// A block a row: the sums of its cosine, and its values into the cache if all are replaced.
+// One block per row: the sums of its cosine, and its values into the cache if all are replaced.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
   if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, sqrtf(of_fresh) * sqrtf(of_cached));
 }
 
-// A block a sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in their order.
+// One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.
 __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   constexpr int kWarps = kChoiceThreads / 32;
   __shared__ int lower_of[kWarps], equal_of[kWarps];
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
   }
 }
 
-// A block a chosen row, where only those replace cached values. What is wrong with a sequence has left it without any.
+// One block per chosen row, where only those replace cached values. A sequence with a fault has none.
 template <class Word>
 __global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_constant__ StaleRowsArgs args) {
   const int64_t b = blockIdx.y, row = args.index[b * args.most + blockIdx.x];
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kRowThreads) replace_rows_kernel(const __grid_
   }
 }
 
-// A block a row.
+// One block per row.
 template <class Word>
 __global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs args) {
   const int64_t b = blockIdx.y, j = blockIdx.x, row = args.index.load(b, j);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kRowThreads) gather_rows_kernel(GatherRowsArgs
     to[at] = given ? from[at] : Word{};
 }
 
-// A block a row, which looks through the sequence's indices for its own.
+// One block per row, which searches the sequence's indices for its own.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads, kRowBlocksPerSm) add_cached_rows_kernel(AddCachedArgs args) {
   using Elements = Pack<T, kSize>;

@@ -1,7 +1,7 @@
 // KV cache append, commit and trim on CUDA: byte movers with one launch for all layers, K and V, and all sequences.
 //
 // Lengths, counts and indices live on the device and are checked there: a sequence with anything out of range is left
-// exactly as it was, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row)
+// unchanged, so nothing is ever written outside the cache. A block owns a column tile (some bytes of every row)
 // of one buffer of one sequence; blocks touch disjoint bytes, so their order does not matter.
 #include "launch.h"
 #include "packs.h"

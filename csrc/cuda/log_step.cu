@@ -1,4 +1,4 @@
-// Keeping a step's entry on CUDA, and telling a conditional node of a graph whether there is another step: one block.
+// Logs a step's entry on CUDA and sets the condition of a graph's conditional node: one block.
 #include "launch.h"
 #include "pdkernels/log_step.h"
 

@@ -1,4 +1,4 @@
-// The distance between two distributions of the next token, on CUDA: a block a row, two passes over its logits. The
+// The distance between two distributions of the next token, on CUDA: one block per row, two passes over its logits. The
 // second one mostly finds them in the second-level cache. The arithmetic is that of csrc/cpu/simd/logit_divergence.cpp.
 #include "launch.h"
 #include "packs.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksPerSm = 1;  // of its own choice ptxas aims at more and spills
+constexpr int kBlocksPerSm = 1;  // by default ptxas aims at more and spills
 
 // The largest logit so far with its first index, and the sum of exponentials below it. A NaN is not the largest: it
 // shows in the sum.
@@ -81,7 +81,7 @@ __device__ Distribution distribution_of(const Peak& peak) {
   return {peak.largest, peak.total == 0 ? NAN : logf(peak.total)};
 }
 
-// What PyTorch calls the largest: the first NaN, else the first of the largest, else (nothing but -inf) the first.
+// PyTorch's argmax: the first NaN, else the first of the largest, else (nothing but -inf) the first.
 template <class T, int kSize>
 __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room& room) {
   if (peak.total == peak.total) return peak.place < width ? peak.place : 0;
@@ -100,7 +100,7 @@ __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room
 
 __device__ float divergence(float p, float log_then, float log_now) { return p == 0 ? 0.0f : p * (log_then - log_now); }
 
-// What a token adds to the sums of its row; see csrc/cpu/simd/logit_divergence.cpp.
+// The contribution of a token to the sums of its row; see csrc/cpu/simd/logit_divergence.cpp.
 struct Sums {
   float entropy = 0, kl = 0, now = 0, then = 0, minp_kl = 0, kept_now = 0, kept_then = 0;
   int low_now = 0, low_then = 0;

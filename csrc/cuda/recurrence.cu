@@ -1,6 +1,5 @@
-// A step of the recurrent-depth sampler on CUDA, one launch an op. What varies from step to step is read on the device;
-// a value out of range there is taken as the nearest one that is allowed, and recurrence_advance_ leaves its sequence
-// alone.
+// A step of the recurrent-depth sampler on CUDA, one launch per op. Values that change from step to step are read on
+// the device; a value out of range there is clamped, and recurrence_advance_ leaves its sequence unchanged.
 #include "elements.h"
 #include "launch.h"
 #include "pdkernels/philox.h"
@@ -12,7 +11,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerSm = 4;  // told to ptxas, it has room enough to spill nothing
+constexpr int kBlocksPerSm = 4;  // as a hint to ptxas, enough registers not to spill
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int64_t kStagedBytes = 40 * 1024;  // of shared memory for a row of sums; a longer one is read twice
 
@@ -21,7 +20,7 @@ struct Rounded {
   static __device__ float square_root(float x) { return __fsqrt_rn(x); }
 };
 
-// 16 bytes of a row: in one access where every row starts and ends at a multiple of that, else element by element.
+// 16 bytes of a row: in one access if every row starts and ends at a multiple of that, else element by element.
 template <class T>
 struct alignas(16) Pack {
   static constexpr int kSize = 16 / sizeof(T);
@@ -50,7 +49,6 @@ __device__ void store(const Pack<T>& pack, T* to, int64_t count) {
 }
 
 // --- recurrence_inject: a thread makes one pack of the state and one of the embedding
-// ---------------------------------------
 
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
@@ -107,8 +105,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   store<T, kWide>(embedding, to_embedding, count);
 }
 
-// --- recurrence_exit: a block a row
-// -----------------------------------------------------------------------------------------
+// --- recurrence_exit: one block per row
 
 template <class T, bool kWide>
 __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_constant__ ExitArgs args, bool staged) {
@@ -174,8 +171,7 @@ __global__ void __launch_bounds__(kThreads) recurrence_exit_kernel(const __grid_
   args.write(b, i, !known ? INFINITY : moved == 0.0f && length == 0.0f ? 0.0f : moved / length);
 }
 
-// --- recurrence_advance_: a block a sequence
-// --------------------------------------------------------------------------------
+// --- recurrence_advance_: one block per sequence
 
 constexpr int kAdvanceThreads = 128;
 constexpr int kAdvanceWarps = kAdvanceThreads / kWarp;
@@ -219,7 +215,7 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
   __syncthreads();  // every thread has read what the next lines write
   if (thread == 0) next.write(args, b);
   if (next.wave == 0) return;
-  // Place 0 is read for itself alone, the others from the predictions.
+  // Entry 0 is read only for itself, the others from the predictions.
   for (int64_t j = thread; j < next.tokens; j += kAdvanceThreads)
     args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
   // Rows move towards the front, a run of them at a time: all of it is read before any of it is written.
@@ -236,7 +232,6 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
 }
 
 // --- launches
-// ---------------------------------------------------------------------------------------------------------------
 
 // Whether all of a view's rows start at multiples of 16 bytes.
 bool aligned(const BatchedRows& view, int64_t element_bytes) {

@@ -1,4 +1,4 @@
-// Vocabulary statistics on CUDA. A block looks at one part of a row, whose logits it holds in registers, so they are
+// Vocabulary statistics on CUDA. A block handles one part of a row, whose logits it holds in registers, so they are
 // read once; a warp finds its own first tokens, sums and draw without a barrier, and a second kernel puts the parts of
 // a row together. With filters a kernel before them finds the smallest logit that they leave.
 #include "launch.h"
@@ -64,8 +64,7 @@ __device__ Drawn warp_winner(Drawn drawn) {
   return drawn;
 }
 
-// --- filters: a block finds the smallest logit of a row that they leave
-// ------------------------------------------------------------
+// --- filters: a block finds the smallest logit of a row that they keep
 
 constexpr int kCutThreads = 512;
 constexpr int kBins = 2048;
@@ -81,7 +80,7 @@ struct CutRoom {
   int bin;
 };
 
-// Calls body(logit) for this thread's share of the tokens that count.
+// Calls body(logit) for this thread's part of the tokens that count.
 template <class T, int kSize, class Body>
 __device__ void for_share(const TokenStatisticsArgs& args, const T* row, const Body& body) {
   for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
@@ -184,14 +183,13 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     }
     __syncthreads();  // the bins are emptied next
   }
-  // Of 16 bits the last ones say nothing: zeros, or ones where the number is negative.
+  // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
   const float nucleus = place == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
   if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
 }
 
 // --- a part of a row
-// ------------------------------------------------------------------------------------------------------------
 
 // The tokens of a thread: packs of neighbours, kThreads packs apart, whether rows are loaded in packs or not.
 template <int kSize>
@@ -252,7 +250,7 @@ __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin,
     best = rough[i] > best ? rough[i] : best;
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) best = fmaxf(best, __shfl_xor_sync(kAll, best, lanes));
-  // Twice what rough scores may be off: by the noise, and by the rounding of numbers of this size.
+  // Twice the error of rough scores: from the noise, and from the rounding of numbers of this size.
   best -= 5e-5f * temperature + 1e-6f * fabsf(best);
   Drawn drawn{0, 0};
 #pragma unroll
@@ -283,7 +281,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   float logits[kEach];
   load_share<T, kPacks>(args, args.logits.row<const T>(source), begin, end, args.sampling ? cut : -INFINITY, logits);
 
-  // A thread's first token: of equals the one it meets first, whose id is the lowest.
+  // A thread's first token: on ties the one it reads first, whose id is the lowest.
   const auto first_of = [&] {
     uint32_t rank = 0;
     int place = 0;
@@ -320,7 +318,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   const DistributionSums sums{largest, warp_sum(total), warp_sum(weighted)};
   Drawn drawn{0, 0};
   if constexpr (kDraws) drawn = draw<kSize>(args, r, begin, cut, logits);
-  // Last, because tokens that were found are taken out.
+  // Last, because found tokens are removed.
   const uint64_t top = warp_first(args.num_ranked(), head, [&](uint64_t found) {
     const unsigned token = static_cast<unsigned>(key_id(found) - begin),
                    taken = token / (kThreads * kSize) * kSize + token % kSize;
@@ -346,8 +344,7 @@ __global__ void __launch_bounds__(kThreads) token_part_kernel(const __grid_const
   if (lane == 0) part.sums = all, part.drawn = winner.key, part.score = winner.score, part.undefined = undefined;
 }
 
-// --- a row: a warp puts its parts together
-// ----------------------------------------------------------------------------------------
+// --- a row: a warp merges its parts
 
 __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ TokenStatisticsArgs args) {
   const int64_t r = blockIdx.x, num_parts = args.source(r) < 0 ? 0 : args.num_parts();

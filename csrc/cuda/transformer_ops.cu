@@ -1,4 +1,4 @@
-// A transformer between its matrix products, on CUDA: a few reads and one write a row, so all that
+// A transformer between its matrix products, on CUDA: a few reads and one write per row, so all that
 // counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "launch.h"
 #include "packs.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// A block a row. kAdds: there is a residual; kNorms: there is a first weight.
+// One block per row. kAdds: there is a residual; kNorms: there is a first weight.
 template <class T, int kSize, bool kAdds, bool kNorms>
 __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs args) {
   using Elements = Pack<T, kSize>;
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads) add_rms_norm_kernel(AddRmsNormArgs a
   }
 }
 
-// A thread a pack.
+// One thread per pack.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) silu_and_mul_kernel(SiluAndMulArgs args) {
   using Elements = Pack<T, kSize>;
@@ -104,7 +104,7 @@ __device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const fl
 }
 
 // A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are
-// pairs, otherwise one pack of each half. A row whose position is not in the tables is left alone.
+// pairs, otherwise one pack of each half. A row whose position is not in the tables is left unchanged.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_constant__ ApplyRopeArgs args) {
   using Elements = Pack<T, kSize>;

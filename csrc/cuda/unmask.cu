@@ -1,6 +1,6 @@
-// Committing guesses on CUDA: a block a segment. Whom the rule lets in is found bit by bit from the top: the keys are
-// counted that reach a bar, which takes as many passes as a key has bits, regardless of their number, and needs no
-// memory but the keys themselves.
+// Committing guesses on CUDA: one block per segment. The last key to accept is found bit by bit from the top, by
+// counting the keys that reach a bar. That takes as many passes as a key has bits, regardless of the number of keys,
+// and needs no memory but the keys themselves.
 #include "elements.h"
 #include "launch.h"
 #include "pdkernels/unmask.h"
@@ -9,10 +9,10 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 2;        // of its own choice ptxas aims at more and spills
+constexpr int kBlocksPerSm = 2;        // by default ptxas aims at more and spills
 constexpr int64_t kStagedKeys = 5120;  // 40 KiB of shared memory; keys of a longer list are recomputed in every pass
 
-// Whether a sequence has values that cannot be honoured; every thread of the block gets the answer.
+// Whether a sequence has invalid values; every thread of the block gets the answer.
 __device__ bool unfit(const UnmaskArgs& args, int64_t b) {
   bool bad = false;
   for (int64_t g = threadIdx.x; g < args.segments; g += kThreads) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     else if (n < m)
       bar = last_that(low_bits, static_cast<int>(n), reaching, [&](uint64_t, int reached) { return reached >= n; });
   }
-  // Every thread has made its keys: from here on tokens change.
+  // Every thread has computed its keys: from here on tokens change.
   for (int64_t i = threadIdx.x; i < count; i += kThreads) {
     const uint64_t key = key_at(i);
     if (key >= bar) args.commit(b, key);

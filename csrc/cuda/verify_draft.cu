@@ -1,4 +1,4 @@
-// Greedy draft verification on CUDA: one block a sequence, one warp a candidate, 32 positions a ballot.
+// Greedy draft verification on CUDA: one block per sequence, one warp per candidate, 32 positions per ballot.
 #include "launch.h"
 #include "pdkernels/verify_draft.h"
 
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarps* kWarp) verify_draft_kernel(VerifyArgs 
       winner = winners[w];
     }
   }
-  // All warps search alike, so that every thread knows where the new draft begins without another barrier.
+  // All warps do the same search, so that every thread knows where the new draft begins without another barrier.
   const int64_t first_end = warp_first(count, [&](int64_t i) { return args.is_end(args.draft.load(b, winner, i)); });
   if (threadIdx.x == 0) args.write_verdict(b, winner, count, first_end);
   const int64_t kept = first_end < count ? first_end + 1 : count;

@@ -13,7 +13,7 @@ from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
 class KVCacheBase:
-    """What both caches share. Its tensors are made once and keep their identity, so graphs may capture them."""
+    """Base of both caches. Its tensors are made once and keep their identity, so graphs may capture them."""
 
     k: Tensor
     v: Tensor
@@ -70,7 +70,7 @@ class KVCacheBase:
         kv_trim_(self.lengths, new_lengths)
 
     def _numbers(self, op: str, argument: str, values: int | Sequence[int] | Tensor) -> list[int]:
-        """One int a sequence; a single one serves all."""
+        """One int per sequence; a single one applies to all."""
         values = values.tolist() if isinstance(values, Tensor) else values
         try:
             return [
@@ -94,7 +94,7 @@ class ContiguousKVCache(KVCacheBase):
 
     Raises:
         ValueError: a size below 1.
-        TypeError: a size that is no int.
+        TypeError: a size that is not an int.
 
     Example:
         >>> import torch

@@ -23,13 +23,13 @@ class PagedKVCache(KVCacheBase):
     Args:
         layers, batch, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
             ``(layers, num_pages, page_size, kv_heads, head_dim)``; ``.lengths`` is ``(batch,)`` int64 and ``.block_table``
-            ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a page that is not there.
+            ``(batch, max_pages_per_sequence)`` int32, both on the device; -1 marks a missing page.
         max_pages_per_sequence: width of the block table; None: `num_pages`.
         dtype, device: of the rows.
 
     Raises:
         ValueError: a size below 1.
-        TypeError: a size that is no int.
+        TypeError: a size that is not an int.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class PagedKVCache(KVCacheBase):
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and other processes need: which pages are free follows from those that are owned."""
+        """State for copies and other processes: the free pages follow from the owned ones."""
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class PagedKVCache(KVCacheBase):
 
     @property
     def available_pages(self) -> int:
-        """Pages nobody owns."""
+        """Pages without an owner."""
         return self._pool.available
 
     def reserve_(self, lengths: int | Sequence[int]) -> None:
@@ -85,7 +85,7 @@ class PagedKVCache(KVCacheBase):
 
         Raises:
             ValueError: more tokens than the block table can name.
-            MemoryError: the pool is too small; nothing is handed out then.
+            MemoryError: the pool is too small; no page is allocated then.
         """
         op = "cache.PagedKVCache.reserve_"
         lengths = self._numbers(op, "lengths", lengths)

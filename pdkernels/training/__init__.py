@@ -1,4 +1,4 @@
-"""Training: samples side by side in the layouts of the papers, their noise and trajectories, their losses, small corpora."""
+"""Training: samples packed in the layouts of the papers, noise and trajectories, losses, and small corpora."""
 
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss

@@ -57,11 +57,11 @@ def arithmetic(seed: int, *, held_out: bool = False) -> Iterator[Problem]:
     """Endless problems: additions, subtractions and products with one digit, of numbers of up to four digits, one or two in a row.
 
     Args:
-        seed: of the stream, the same on every machine.
+        seed: of the stream, which is the same on every machine.
         held_out: yield problems that no stream without `held_out` yields.
 
     Raises:
-        TypeError: a seed that is no int.
+        TypeError: a seed that is not an int.
 
     Example:
         >>> from itertools import islice

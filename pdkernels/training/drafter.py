@@ -32,16 +32,16 @@ def drafter_loss(
     eta: float = 0.5,
     ce_weight: float = 1.0,
 ) -> DrafterLoss:
-    """Make drafts agree with the verifier where they are judged: on the accepted tokens and the first rejected one.
+    """Make drafts agree with the verifier where they are verified: on the accepted tokens and the first rejected one.
 
     Args:
-        draft_logits: ``(blocks, k, vocab)``; row j of a block speaks of draft token j. Only these get a gradient.
-        verifier_logits: ``(blocks, k, vocab)``; row j speaks of the same token: it is the causal row of the token before.
+        draft_logits: ``(blocks, k, vocab)``; row j of a block predicts draft token j. Only these get a gradient.
+        verifier_logits: ``(blocks, k, vocab)``; row j predicts the same token: it is the causal row of the previous token.
         accepted: ``(blocks,)`` int32 or int64, how many draft tokens equal the verifier's, 0 .. k, without the known token in
             front of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
         temperature: of both distributions in `matching`.
         top_k: a row's support is the union of the `top_k` best tokens of either distribution.
-        eta: of ``lam = exp(-eta * acceptance)``, the share of the KL divergence.
+        eta: of ``lam = exp(-eta * acceptance)``, the weight of the KL divergence.
         ce_weight: of the cross-entropy.
 
     Returns:
@@ -122,7 +122,7 @@ def drafter_loss(
 def attach_drafter_(
     model: Transformer, rank: int, *, scale: float = 1.0, generator: torch.Generator | None = None
 ) -> list[nn.Parameter]:
-    """Give a model a fresh adapter (unless it has one) and make that the only thing that is trained.
+    """Give a model a fresh adapter (unless it has one) and train nothing else.
 
     Args:
         model: changed in place: it gets an adapter, and no other parameter keeps ``requires_grad``.
@@ -136,7 +136,7 @@ def attach_drafter_(
         is normal, of variance scale ** 2 / (heads * head_dim), and b ``(hidden_size, rank)`` is zero.
 
     Raises:
-        ValueError: a rank below 1, or another one than that of the adapter the model has.
+        ValueError: a rank below 1, or one that differs from the model's adapter.
 
     Source: LoRA, section 4.1; Nemotron-Labs-Diffusion, section 3.3 (rank 128, scale 4).
 

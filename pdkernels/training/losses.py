@@ -5,7 +5,7 @@ A batch says which rows a loss reads, so run the language model head on those ro
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
     loss = dual_stream_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
 
-Logits in half precision are taken to float32, those in float64 stay. Labels and weights are moved to the device of the logits.
+Logits in half precision are converted to float32, those in float64 stay. Labels and weights are moved to the device of the logits.
 Nothing here waits for that device, and everything compiles to one graph for batches of any sizes.
 """
 
@@ -44,7 +44,7 @@ class ConsistencyLoss(NamedTuple):
 def dual_stream_terms(
     ar_logits: Tensor, masked_logits: Tensor, batch: DualStreamBatch, *, normaliser: float | Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What each row adds to the two sums of `dual_stream_loss`, whose arguments and errors these are: ``(n,)`` and ``(m,)``."""
+    """The contribution of each row to the two sums of `dual_stream_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
     op = "training.dual_stream_loss"
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
@@ -64,14 +64,14 @@ def dual_stream_loss(
     masked_weight: float = 0.3,
     normaliser: float | Tensor | None = None,
 ) -> JointLoss:
-    """Cross-entropy on the clean copies, and on what is hidden in the noisy ones.
+    """Cross-entropy on the clean copies, and on the hidden tokens of the noisy ones.
 
     Args:
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``; they predict the next token.
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the token that is hidden at their own position.
-        batch: what `pack_dual_stream` made.
+        batch: of `pack_dual_stream`.
         masked_weight: of the masked sum; the paper's alpha.
-        normaliser: what both sums are divided by. None: the n + m rows of this batch. For a sum over several batches or
+        normaliser: the divisor of both sums. None: the n + m rows of this batch. For a sum over several batches or
             ranks pass the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
 
     Returns:
@@ -101,7 +101,7 @@ def dual_stream_loss(
 def noise_aware_terms(
     ar_logits: Tensor, student_logits: Tensor, teacher_logits: Tensor, batch: NoiseAwareBatch
 ) -> tuple[Tensor, Tensor]:
-    """What each row adds to the two means of `noise_aware_loss`, whose arguments and errors these are: ``(n,)`` and ``(m,)``."""
+    """The contribution of each row to the two means of `noise_aware_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
     op = "training.noise_aware_loss"
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "student_logits", student_logits, batch.student_rows)
@@ -122,12 +122,12 @@ def noise_aware_loss(
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
         student_logits: ``(m, vocab)`` of ``batch.student_rows``.
         teacher_logits: ``(m, vocab)`` of ``batch.teacher_rows``, from the same forward; no gradient goes through them.
-        batch: what `pack_noise_aware` made.
-        ar_weight: of the autoregressive mean; the released trainers have 10 and 1.
+        batch: of `pack_noise_aware`.
+        ar_weight: of the autoregressive mean; the released trainers use 10 and 1.
 
     Returns:
         `consistency` is the soft cross-entropy ``-sum softmax(teacher) * log softmax(student)``, whose gradient is that of the
-        KL divergence. A mean over no rows is 0. The released trainer divides the consistency loss once more by the number of
+        KL divergence. A mean over no rows is 0. The released trainer also divides the consistency loss by the number of
         blocks T: multiply `ar_weight` by T for its proportions.
 
     Raises:
@@ -158,16 +158,16 @@ def draw_masks(
 
     Args:
         count: tokens of the sequence.
-        generator: of the draws; its device is that of the result.
+        generator: for the draws; the result is on its device.
         least: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
         frozen_prefix: so many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
 
     Returns:
-        ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. There may be no True among few tokens.
+        ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.
 
     Raises:
         ValueError: a negative count, a prefix longer than the sequence, `least` outside (0, 1].
-        TypeError: sizes that are no ints, something that is no generator.
+        TypeError: sizes that are not ints, a generator of another type.
 
     Source: Nemotron-Labs-Diffusion, released training code.
 

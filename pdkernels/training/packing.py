@@ -1,4 +1,4 @@
-"""Samples of token ids to one packed sequence: ids, positions, mask, and which rows the losses read with which labels.
+"""Packs samples of token ids into one sequence: ids, positions, mask, and which rows the losses read with which labels.
 
 Nothing here draws noise or computes a loss. All results are int64 tensors on the CPU (but for the weights); rows count in
 the packed sequence, and those that a loss does not read are not listed, so a loss needs no ignored label.
@@ -29,7 +29,7 @@ class NoiseAwareSample(NamedTuple):
 
 
 class NoiseAwareBatch(NamedTuple):
-    """What `pack_noise_aware` made."""
+    """Result of `pack_noise_aware`."""
 
     tokens: Tensor
     """(length,) ids."""
@@ -59,7 +59,7 @@ class DualStreamSample(NamedTuple):
 
 
 class DualStreamBatch(NamedTuple):
-    """What `pack_dual_stream` made."""
+    """Result of `pack_dual_stream`."""
 
     tokens: Tensor
     """(length,) ids."""
@@ -89,13 +89,13 @@ def pack_noise_aware(
     window: int | None = None,
     layout: Layout = "streams",
 ) -> NoiseAwareBatch:
-    """Samples side by side in the noise-aware layout of Jacobi Forcing, blind to each other.
+    """Samples side by side in the noise-aware layout of Jacobi Forcing, masked from each other.
 
     Args:
         samples: all blocks of a sample have one size; samples may differ in it.
-        length: tokens in all, filled up with `pad_token`; None: as many as the samples have.
+        length: total tokens, padded with `pad_token`; None: as many as the samples have.
         pad_token: the id of the padding, which attends to nothing and which no row attends to.
-        end_token: what stands behind the first of them in an answer is neither a target nor a student, and neither is its own
+        end_token: tokens after the first of them in an answer are neither targets nor students, and neither is its own
             noisy row, which would learn what follows; None: all rows count.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
 
@@ -104,7 +104,7 @@ def pack_noise_aware(
         to the end of the block; blocks that have converged have none, and serve as context only.
 
     Raises:
-        ValueError: shapes that do not fit each other, more tokens than `length`.
+        ValueError: shapes that do not match, more tokens than `length`.
         TypeError: other samples, ids that are not int32 or int64.
 
     Source: Jacobi Forcing, section 3 and its released multi-block trainer.
@@ -160,13 +160,13 @@ def pack_dual_stream(
     pad_token: int = 0,
     clean: Literal["causal", "block"] = "causal",
 ) -> DualStreamBatch:
-    """Samples side by side, each as a noisy copy and a clean one, blind to each other.
+    """Samples side by side, each as a noisy and a clean copy, masked from each other.
 
     Args:
-        samples: sequences and what is hidden of them.
+        samples: sequences and their hidden tokens.
         block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
         mask_token: the id of a hidden token.
-        length: tokens in all, filled up with `pad_token`; None: twice as many as the samples have.
+        length: total tokens, padded with `pad_token`; None: twice as many as the samples have.
         pad_token: the id of the padding, which attends to nothing and which no row attends to.
         clean: as in `pdkernels.masks.dual_stream`.
 
@@ -174,7 +174,7 @@ def pack_dual_stream(
         A batch of one packed sequence, the noisy copy of each sample before its clean one.
 
     Raises:
-        ValueError: shapes that do not fit each other, a probability outside (0, 1], more tokens than `length`.
+        ValueError: shapes that do not match, a probability outside (0, 1], more tokens than `length`.
         TypeError: other samples, ids that are not int32 or int64, `masked` that is not bool.
 
     Source: Nemotron-Labs-Diffusion, training objective and released code; Block Diffusion (BD3-LM).

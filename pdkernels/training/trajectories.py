@@ -1,4 +1,4 @@
-"""Training data of Jacobi Forcing: the states that blocks of greedy text went through under Jacobi decoding.
+"""Training data of Jacobi Forcing: the intermediate states of blocks of greedy text under Jacobi decoding.
 
 A model learns from its own trajectories: `collect_trajectories` decodes and keeps every state of every block,
 `noise_aware_sample` picks one state per block after a noise schedule, `pack_noise_aware` puts samples side by side.
@@ -21,7 +21,7 @@ Order: TypeAlias = Literal["progressive", "reverse", "random"]
 
 
 class Trajectory(NamedTuple):
-    """A prompt and how each block of its greedy continuation came about; int64 on the CPU."""
+    """A prompt and the states of each block of its greedy continuation; int64 on the CPU."""
 
     prompt: Tensor
     """(P,) ids."""
@@ -45,7 +45,7 @@ def collect_trajectories(
     seed: int = 0,
     batch_size: int = 16,
 ) -> list[Trajectory]:
-    """Decode with `pdkernels.decoding`'s ``jacobi`` and keep what it went through.
+    """Decode with `pdkernels.decoding`'s ``jacobi`` and keep the states of every block.
 
     Args:
         model, prompts, end_tokens: as in `pdkernels.decoding.generate`; a list of prompts.
@@ -53,11 +53,11 @@ def collect_trajectories(
         max_new_tokens: of each continuation, rounded up to whole blocks; it may end earlier.
         pad_token: fills the block after an end token, in all its records.
         seed: of the tokens that fill fresh drafts.
-        batch_size: prompts that are decoded side by side; the result does not depend on it where logits do not.
+        batch_size: prompts per batch; the result does not depend on it if logits do not.
 
     Returns:
         One trajectory per prompt. A record is the block before a forward: the accepted tokens and the draft after
-        them. The first one is the seed token and random earlier tokens (in the first block: what the prompt's forward made of
+        them. The first one is the seed token and random earlier tokens (in the first block: the predictions of the prompt's forward for
         them), which the released script loses; the last one is the fixed point. The concatenated fixed points are the
         text of greedy decoding; where that ends inside a block, `pad_token` fills the block.
 
@@ -111,7 +111,7 @@ def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
     Args:
         window: number of ratios.
         schedule: "code" rises evenly from 0 to 1 inclusive, as in the released script; "paper" is equation 7, which stops one
-            step short of 1. A fresh block is all noise but its first token, which speaks for the code.
+            step short of 1. A fresh block is all noise except its first token, which supports the code's version.
 
     Raises:
         ValueError: a window below 1, an unknown schedule.
@@ -129,11 +129,11 @@ def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
 
 
 def choose_record(records: Tensor, ratio: float) -> int:
-    """The record whose share of noise is nearest to `ratio`, the first of equals.
+    """The record whose fraction of noise is nearest to `ratio`, the first on ties.
 
     Args:
         records: ``(n, block_size)`` int32 or int64, the fixed point last.
-        ratio: the share wished for. Noise runs from the first token that differs from the fixed point to the end of the block,
+        ratio: the desired fraction. Noise runs from the first token that differs from the fixed point to the end of the block,
             whether later tokens are right or not.
 
     Raises:
@@ -204,7 +204,7 @@ def noise_aware_sample(
 
 
 def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_token: int) -> list[Tensor]:
-    """Records of each block of `text`, which ends with an end token where it does not fill its last block."""
+    """Records of each block of `text`, which ends with an end token if it does not fill its last block."""
     records: list[list[list[int]]] = [[] for _ in range(-(-len(text) // block_size))]
     committed = 0
     for step in steps:

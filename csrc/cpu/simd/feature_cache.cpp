@@ -1,4 +1,4 @@
-// Steps that recompute only some rows: which values moved most, and residual sums with cached rows. Rows are
+// Steps that recompute only some rows: which values changed most, and residual sums with cached rows. Rows are
 // independent, so threads share them freely.
 #include "kernels.h"
 #include "strips.h"

@@ -84,7 +84,7 @@ Peak joined(const double* partials, int64_t chunks, int64_t place) {
   const auto peak = [&](int64_t c) { return reinterpret_cast<const Peak*>(partials + c * kDivergencePartials)[place]; };
   for (int64_t c = 0; c < chunks; ++c) row.largest = peak(c).largest > row.largest ? peak(c).largest : row.largest;
   for (int64_t c = 0; c < chunks; ++c) {
-    // exp(-inf - -inf) is no number, and a chunk of nothing but -inf adds none.
+    // exp(-inf - -inf) is NaN, and a chunk of only -inf adds nothing.
     const double factor = peak(c).largest == row.largest ? 1 : __builtin_exp(peak(c).largest - row.largest);
     row.total += peak(c).total * factor;
   }
@@ -100,12 +100,12 @@ struct Distribution {
       : largest(static_cast<float>(peak.largest)), log_total(static_cast<float>(__builtin_log(peak.total))) {}
 };
 
-// What a chunk adds to the sums of its row. A distribution's own sum is 1 but for the rounding of its exponentials;
-// dividing by it takes out what they have in common.
+// The contribution of a chunk to the sums of its row. A distribution's own sum is 1 but for the rounding of its
+// exponentials; dividing by it takes out what they have in common.
 struct Sums {
   double entropy = 0, kl = 0, now = 0, then = 0;  // of the distributions
   double minp_kl = 0, levelled_now = 0,
-         levelled_then = 0;  // of the levelled distributions, not yet made to sum up to 1
+         levelled_then = 0;  // of the flattened distributions, not yet renormalised
 
   void add(const Sums& other) {
     entropy += other.entropy, kl += other.kl, now += other.now, then += other.then;

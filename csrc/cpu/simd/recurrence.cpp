@@ -1,4 +1,4 @@
-// What goes into a step of the recurrent-depth sampler and what comes out of it: a work item is a row.
+// Input and output of a step of the recurrent-depth sampler: a work item is a row.
 #include "pdkernels/recurrence.h"
 #include "kernels.h"
 #include "random_words.h"
@@ -24,7 +24,7 @@ class Latents {
   // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
     words_.write(to, first, count);
-    // A loop of its own, or the two chains of operations would not overlap with those of the next numbers.
+    // A separate loop, or the two chains of operations would not overlap with those of the next numbers.
     for (int64_t at = 0; at < count; at += kLanes) {
       const Vec t = __builtin_convertvector(odd_number(reinterpret_cast<const Ints&>(to[at])), Vec) * 0x1p-24f;
       reinterpret_cast<Vec&>(to[at]) = Rounded::multiply(truncated_normal<Rounded>(t), std_);
@@ -111,7 +111,7 @@ void exit_row(const ExitArgs& args, int64_t b, int64_t i) {
   const T* residual = args.residual.template row<const T>(b, i);
   float* row = reinterpret_cast<float*>(thread_scratch(size * static_cast<int64_t>(sizeof(float))));
   const float scale = scale_of(add_rows(x, residual, row, size), size, args.eps);
-  // What is written goes on to `visit`.
+  // Written values are passed to `visit`.
   const auto finish = [&](const auto& visit) {
     return scale_row(row, scale, static_cast<const T*>(args.weight), state, size, visit);
   };

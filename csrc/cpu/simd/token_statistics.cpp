@@ -1,7 +1,7 @@
 // Vocabulary statistics: the results of each part of a row, from one read of it. A part stays in the first-level
 // cache while it is looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw.
-// Tokens that cannot be among the first of the row, or win its draw, are told by one comparison a strip, because a
-// thread knows what the parts before have.
+// Tokens that cannot be among the first of the row, or win its draw, are recognised by one comparison per strip,
+// because a thread knows what the parts before have.
 #include "pdkernels/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
@@ -67,7 +67,7 @@ typedef double Doubles __attribute__((vector_size(8 * PDK_LANES), may_alias));
 struct VectorSums {
   Doubles total{}, weighted{};
   int64_t first =
-      0;  // tokens as large as the largest, held apart: next to their e^0 the others would lose their last bits
+      0;  // tokens equal to the largest, counted separately: next to their e^0 the others would lose their last bits
 };
 
 template <bool kTempered, bool kHoldsFirst, class T>
@@ -88,7 +88,7 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
     }
     add_terms(x, total, weighted);
   };
-  // While the processor computes, the next part of the row comes out of the memory.
+  // Prefetches the next part of the row while this one is computed.
   for_pairs<kVocabularyPart>(logits, begin, end, -kInfinity, [&](Vec x, Vec y) {
     add(x);
     add(y);
@@ -222,7 +222,6 @@ void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& run
 }
 
 // --- filters
-// ------------------------------------------------------------------------------------------------------------------
 
 constexpr int kBins = 2048;
 

@@ -1,4 +1,4 @@
-// Which vector units this processor and its operating system offer, found at run time: one build runs on any machine.
+// Detects at run time which vector units the processor and operating system offer: one build runs on any machine.
 #pragma once
 
 #include <cstdlib>

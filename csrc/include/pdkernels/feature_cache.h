@@ -1,4 +1,4 @@
-// What the kernels of steps that recompute only some rows are given, on the CPU and on CUDA.
+// Arguments of the kernels of steps that recompute only some rows, on the CPU and on CUDA.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -9,7 +9,7 @@ namespace pdkernels {
 // Which cached values a selection replaces.
 enum class Update : int32_t { kAll, kSelected, kNone };
 
-// The cosine of two rows as a key of the same order: 0 where it is no number, and equal keys for equal cosines.
+// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines.
 PDK_HD uint32_t stale_key(float dot, float lengths) {
   constexpr float kLargest = 3.4028235e38f;
   if (!(lengths <= kLargest) || dot != dot) return 0;

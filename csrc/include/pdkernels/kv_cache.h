@@ -82,7 +82,7 @@ struct CommitArgs {
   CacheView cache;
   IndexView lengths;
   IndexView counts;
-  IndexView source_index;  // not given: the rows are in place already
+  IndexView source_index;  // not given: the rows are already in their slots
   int64_t max_rows = 0;    // columns of source_index
   bool advance = true;     // lengths grow after the last launch only, if a model has more layers than one can carry
 };
@@ -92,7 +92,7 @@ struct TrimArgs {
   int64_t batch = 0;
 };
 
-// What can be wrong with one sequence of a call. A sequence with anything wrong is left exactly as it was.
+// What can be wrong with one sequence of a call. A sequence with a fault is left unchanged.
 enum class Fault : int32_t { none, length, count, room, source, page };
 
 PDK_HD Fault check_extent(const PageMap& pages, int64_t length, int64_t count, int64_t max_rows) {

@@ -1,4 +1,4 @@
-// Keeping what a decoding step decided, shared by the CPU and the CUDA kernel.
+// Logging the results of a decoding step, shared by the CPU and the CUDA kernel.
 #pragma once
 
 #include "pdkernels/platform.h"
@@ -6,7 +6,7 @@
 namespace pdkernels {
 
 struct LogStepArgs {
-  const int64_t* entry = nullptr;  // [batch][columns]; the first column counts what a sequence still has to do
+  const int64_t* entry = nullptr;  // [batch][columns]; the first column counts the tokens a sequence still needs
   int64_t batch = 0;
   int64_t columns = 0;     // at least 1
   int64_t* log = nullptr;  // [steps][batch][columns]

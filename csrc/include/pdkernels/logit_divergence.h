@@ -1,11 +1,11 @@
-// What the kernels that compare two distributions of the next token are given, on the CPU and on CUDA.
+// Arguments of the kernels that compare two distributions of the next token, on the CPU and on CUDA.
 #pragma once
 
 #include "pdkernels/transformer_ops.h"
 
 namespace pdkernels {
 
-// Tokens of a row that are one piece of work on the CPU. What is summed together follows from the width of a row alone,
+// Tokens of a row that are one piece of work on the CPU. The order of summation depends on the width of a row only,
 // so a row gets the same bits in any batch and on any number of threads.
 constexpr int64_t kDivergenceChunk = 8192;
 // Doubles that a chunk stores.

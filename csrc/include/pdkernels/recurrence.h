@@ -1,7 +1,7 @@
 // A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which,
 // how much noise it gets, the truncated normal distribution, and the bookkeeping of rows that freeze.
 //
-// What recurrence_inject computes is the same to the last bit everywhere. The formulas are therefore templates over
+// The results of recurrence_inject are bitwise the same everywhere. The formulas are therefore templates over
 // `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by
 // themselves anyway.
 #pragma once
@@ -24,8 +24,7 @@ struct BatchedRows {
   }
 };
 
-// --- the normal distribution cut at +-3
-// ---------------------------------------------------------------------------------------------
+// --- the normal distribution truncated at +-3
 
 // The fourth word of a counter: latent noise is independent of sampled tokens, which have 0 there.
 constexpr uint32_t kLatentNoise = 1;
@@ -55,8 +54,7 @@ PDK_HD F truncated_normal(F t) {
   return Math::multiply(t, p / q);
 }
 
-// --- what enters a step
-// ----------------------------------------------------------------------------------------------------
+// --- input of a step
 
 enum class NoiseSchedule { kConstant, kLinear, kHarmonic, kRoot };
 
@@ -70,13 +68,13 @@ struct InjectArgs {
   NoiseSchedule schedule = NoiseSchedule::kLinear;
   bool sqrt_mixer = false, copied = false, damp_new = false;
 
-  // A width outside [0, rows] cannot be honoured; on the CPU it is an error before this is asked.
+  // A width outside [0, rows] is clamped; on the CPU it has already been refused.
   PDK_HD int64_t wave(int64_t b) const {
     const int64_t w = width.load(b);
     return w < 0 ? 0 : (w > rows ? rows : w);
   }
-  // Where row i stood a step ago. An old row that is not there counts as new; on the CPU it is an error before this is
-  // asked.
+  // Index of row i in the last step. An old row that is not there counts as new; on the CPU it has already been
+  // refused.
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
   PDK_HD bool old(int64_t b, int64_t i) const {
     return state.given() && recurrences.load(b, i) > 0 && state.has(before(b, i));
@@ -116,8 +114,7 @@ PDK_HD F blend(float keep, F x, float share, F y) {
   return Math::multiply(x, keep) + Math::multiply(y, share);
 }
 
-// --- what leaves it
-// --------------------------------------------------------------------------------------------------------
+// --- output of a step
 
 struct ExitArgs {
   Element element;
@@ -133,7 +130,7 @@ struct ExitArgs {
   PDK_HD bool in_wave(int64_t b, int64_t i) const { return i < width.load(b); }
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
   PDK_HD int64_t long_before(int64_t b, int64_t i) const { return before(b, i) + older_advance.load(b); }
-  // Whether row i has something to be compared with.
+  // Whether row i has a previous state to be compared with.
   PDK_HD bool known(int64_t b, int64_t i) const {
     return previous.given() && recurrences.load(b, i) >= min_recurrences && previous.has(before(b, i)) &&
            (!older.given() || older.has(long_before(b, i)));
@@ -145,7 +142,6 @@ struct ExitArgs {
 };
 
 // --- which rows freeze
-// -----------------------------------------------------------------------------------------------------
 
 struct AdvanceArgs {
   IndexView tokens, predictions, recurrences, stable;  // (batch, room + 1), (batch, rows), twice (batch, room)
@@ -187,7 +183,7 @@ struct AdvanceArgs {
   }
 };
 
-// What a sequence does once it is known which of its w rows are ready (leading ones, or up to the last one), where the
+// The update of a sequence, given which of its w rows are ready (leading ones, or up to the last one), where the
 // first input changed and where the first end token is, each w if nowhere.
 struct Advance {
   int64_t frozen, wave, kept, tokens;  // kept: rows that stay; tokens: entries to write

@@ -77,7 +77,7 @@ class SegmentMask {
   int32_t q_len() const { return static_cast<int32_t>(row_end_ - row_begin_); }
   int32_t kv_len() const { return static_cast<int32_t>(column_end_ - column_begin_); }
 
-  // The segment that holds a row of the window; among empty ones the last, which holds it indeed.
+  // The segment that holds a row of the window; after empty ones the last, which does hold it.
   int32_t segment_of_row(int32_t row) const {
     const auto after = std::upper_bound(begin_.begin(), begin_.end(), row + row_begin_);
     return static_cast<int32_t>(after - begin_.begin()) - 1;
@@ -93,8 +93,8 @@ class SegmentMask {
   // Column of the token of a row. It may be outside the window.
   int32_t column_of_row(int32_t row) const { return static_cast<int32_t>(row + row_begin_ - column_begin_); }
 
-  // Appends what every row from `row` on, in its segment, sees: ascending, disjoint, never touching. For a causal
-  // segment that includes its tokens before `row`; the triangle that begins at `row` is left to the caller.
+  // Appends the keys that every row of the segment from `row` on attends to: ascending, disjoint, never touching. For a
+  // causal segment that includes its tokens before `row`; the triangle that begins at `row` is left to the caller.
   void append_spans(int32_t segment, int32_t row, std::vector<KeySpan>& spans) const {
     const size_t first = spans.size();
     const auto append = [&](int64_t begin, int64_t end) {

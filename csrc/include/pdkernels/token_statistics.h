@@ -1,4 +1,4 @@
-// What the kernels of vocabulary statistics are given, and the arithmetic that the CPU and CUDA share: the order of
+// Arguments of the kernels of vocabulary statistics, and the arithmetic that the CPU and CUDA share: the order of
 // tokens, the score of a draw, and a softmax whose vocabulary is cut into parts.
 #pragma once
 
@@ -8,14 +8,13 @@
 
 namespace pdkernels {
 
-// Tokens of a row that are one piece of work. What is summed together follows from the width of a row alone, so a row
+// Tokens of a row that are one piece of work. The order of summation depends on the width of a row only, so a row
 // gets the same bits in any batch and on any number of threads.
 constexpr int64_t kVocabularyPart = 8192;
 constexpr int kMaxTopK = 16;
 constexpr int kMaxSuppressed = 16;
 
 // --- the order of tokens: larger logits first, a NaN before all, the lowest id on ties
-// ----------------------------------------
 
 // A token as a number that grows in this order. 0 is no token, as is one of -inf.
 PDK_HD uint64_t token_key(float logit, int64_t id) {
@@ -37,7 +36,6 @@ PDK_HD float at_least(double x) {
 }
 
 // --- draws
-// ----------------------------------------------------------------------------------------------------------------
 
 PDK_HD double logarithm(double x) {
 #ifdef __CUDA_ARCH__
@@ -56,7 +54,6 @@ PDK_HD double draw_score(float logit, double temperature, uint32_t word) {
 }
 
 // --- a distribution in parts
-// ---------------------------------------------------------------------------------------------------------
 
 // Sums over tokens of e^x and x e^x, x = (logit - largest) / temperature.
 struct DistributionSums {
@@ -91,9 +88,9 @@ struct TokenPart {
 struct TokenStatisticsArgs {
   Element element;
   RowsView logits;
-  int64_t rows;  // to look at
+  int64_t rows;  // to evaluate
   int64_t source_rows, width;
-  IndexView row_index, positions, steps;  // an entry a row; not given: the row, its number, `step`
+  IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
   uint32_t step, key[2];
   double temperature;  // 0: no draw
   double top_p, min_p;
@@ -110,10 +107,8 @@ struct TokenStatisticsArgs {
   PDK_HD bool draws() const { return temperature > 0; }
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
   PDK_HD double heat() const { return draws() ? temperature : 1; }
-  PDK_HD double inverse() const {
-    return sampling ? 1 / heat() : 1;
-  }  // what the distribution's logits are multiplied by
-  // What a float of it lacks, as a share: over long distances that is more than a rounding.
+  PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // factor of the distribution's logits
+  // Its relative error as a float: over long distances that is more than a rounding.
   PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
   // The row of logits of an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {

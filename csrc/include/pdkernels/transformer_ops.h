@@ -18,7 +18,7 @@ struct RowsView {
   }
 };
 
-// y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. What is not given is left out: nullptr.
+// y = rms_norm(x + residual) * weight, next = rms_norm(y) * next_weight. Arguments that are nullptr are left out.
 struct AddRmsNormArgs {
   Element element;
   RowsView x, residual, y, next;

@@ -1,8 +1,8 @@
 // Which guesses for masked tokens are committed, shared by the CPU and the CUDA kernel.
 //
-// Every eligible candidate has a key, and no two of a sequence the same: its score in the upper half, and below it what
+// Every eligible candidate has a key, unique within a sequence: its score in the upper half, and in the lower half what
 // prefers the lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are the keys from
-// some key on, and the rules are about keys alone; 0 is no key.
+// some key on, and the rules use keys only; 0 is not a key.
 #pragma once
 
 #include <cstring>
@@ -91,7 +91,7 @@ struct UnmaskArgs {
   }
   PDK_HD int64_t candidate(uint64_t key) const { return candidates - static_cast<int64_t>(key & 0xFFFFFFFFu); }
 
-  // What a rule compares: the confidence, or the uniform number.
+  // The value a rule compares: the confidence, or the uniform number.
   PDK_HD double value(uint32_t score) const {
     return confidence != nullptr ? static_cast<double>(confidence_of(score))
                                  : (static_cast<double>(score) + 0.5) * 0x1p-32;
@@ -109,7 +109,8 @@ struct UnmaskArgs {
     if (rank < 2) return false;
     return value(static_cast<uint32_t>(key >> 32)) < 1.0 - factor / static_cast<double>(rank + 1);
   }
-  // kFactor: how many of m, if `standing` do not fail. As released, a failure at the last rank is none.
+  // kFactor: how many of m, if `standing` do not fail. As in the released code, a failure at the last rank does not
+  // count.
   PDK_HD static int64_t count(int64_t m, int64_t standing) { return standing + 1 == m ? m : standing; }
 
   PDK_HD void commit(int64_t b, uint64_t key) const {

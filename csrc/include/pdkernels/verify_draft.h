@@ -37,7 +37,7 @@ struct VerifyArgs {
   int64_t* new_draft = nullptr;  // [batch][width]
   int64_t* row = nullptr;
 
-  // Lengths outside [0, width] cannot be honoured; on the CPU they are an error before this is asked.
+  // Lengths outside [0, width] are clamped; on the CPU they have already been refused.
   PDK_HD int64_t length(int64_t b) const {
     const int64_t m = draft_lengths.given() ? draft_lengths.load(b) : width;
     return m < 0 ? 0 : (m > width ? width : m);
