@@ -7,6 +7,7 @@ it guesses the whole canvas in every forward, and reads the device for each of i
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -35,9 +36,9 @@ class FixedLogits:
         self.mask_token, self.end_tokens = vocabulary - 1, (vocabulary - 2,)
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(PROMPT + NEW, vocabulary, generator=generator)
-        # A few are sure of a token, and none says that a text ends or goes on being masked.
+        # Every row has a favourite, of probability 0.08 to 0.92, and none says that a text ends or goes on being masked.
         chosen = torch.randint(0, vocabulary - 2, (PROMPT + NEW, 1), generator=generator)
-        self.table.scatter_(1, chosen, torch.rand(PROMPT + NEW, 1, generator=generator) * 10 + 8)
+        self.table.scatter_(1, chosen, torch.rand(PROMPT + NEW, 1, generator=generator) * 5 - 2 + math.log(vocabulary))
         self.table[:, -2:] = -30
         self.rows = torch.arange(PROMPT + NEW, dtype=torch.float32)[None, :, None]
 
@@ -155,7 +156,8 @@ def test_decoding_step(benchmark, method: str, vocabulary: int) -> None:
         partial(ours, model, method),
         baseline=partial(PUBLISHED[method], model),
         baseline_name="published loop",
-        rounds=100 if vocabulary < 1000 else 10,
+        rounds=40 if vocabulary < 1000 else 3,
+        warmup=1,
         op="decoding step",
         candidate="pdkernels",
         method=method,

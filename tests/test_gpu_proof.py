@@ -42,7 +42,7 @@ def test_every_benchmark_has_a_part() -> None:
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
     listed = [name for names in gpu_proof.BENCHMARKS.values() for name in names]
     # Decoding with the tiny models is a matter of the host; loops without one stand in part 3, beside their tests.
-    assert sorted([*listed, "decoding", "device_loop"]) == sorted(benchmarks)
+    assert sorted([*listed, "decoding", "decoding_step", "device_loop"]) == sorted(benchmarks)
 
 
 def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
