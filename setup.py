@@ -64,9 +64,8 @@ def package_folders() -> Iterator[str]:
 
 
 def locate_torch() -> Path | None:
-    return next(
-        (Path(folder) / "torch" for folder in package_folders() if (Path(folder) / "torch/version.py").is_file()), None
-    )
+    folders = (Path(folder) / "torch" for folder in package_folders())
+    return next((torch for torch in folders if (torch / "version.py").is_file()), None)
 
 
 def find_torch() -> tuple[Path, str]:
@@ -113,9 +112,7 @@ def find_nvcc() -> str | None:
     nvcc = next((str(Path(home) / "bin/nvcc") for home in homes if home and (Path(home) / "bin/nvcc").exists()), None)
     nvcc = nvcc or shutil.which("nvcc")
     if nvcc is None and mode == "1":
-        fail(
-            "PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit or unset it."
-        )
+        fail("PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit.")
     return nvcc
 
 
@@ -126,10 +123,7 @@ def cuda_archs(nvcc: str) -> list[str]:
     known = set(re.findall(r"compute_(\w+)", listing))
     archs = [arch for arch in wanted if arch in known or arch.rstrip("af") in known]
     if not archs:
-        fail(
-            f"nvcc at {nvcc} knows none of the architectures {', '.join(wanted)}. "
-            "Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0."
-        )
+        fail(f"{nvcc} knows none of {', '.join(wanted)}. Set PDKERNELS_CUDA_ARCHS or PDKERNELS_BUILD_CUDA=0.")
     return archs
 
 
@@ -150,7 +144,7 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     amx = [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
     instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": amx}
-    # No vector crosses a call in these units, so how one would be passed does not matter; and nothing in them throws.
+    # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws.
     common = ["-Wno-psabi", "-fno-exceptions"]
     return {
         level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))]
@@ -238,14 +232,11 @@ class BuildNative(build_ext):
         nvcc = None if for_tests else find_nvcc()
         archs = cuda_archs(nvcc) if nvcc else []
         cxx, host = host_compiler()
-        optimise = ["-O2" if emulate else "-O3"]
-        if sanitize:
-            optimise = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        optimise = checks if sanitize else ["-O2" if emulate else "-O3"]
         host += optimise
-        if for_tests:
-            host.append("-DPDKERNELS_EMULATE_ISA")
-        if emulate:
-            host.append("-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated")
+        host += ["-DPDKERNELS_EMULATE_ISA"] if for_tests else []
+        host += ["-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated"] if emulate else []
         with_torch = ["-isystem", torch / "include", f"-DTORCH_TARGET_VERSION={STABLE_ABI}"]
         on_cpu = ["-I", ROOT / "csrc/cpu", *with_torch]
         facts = {"VERSION": VERSION, "TORCH_VERSION": torch_version, "CUDA_ARCHS": ";".join(archs)}
@@ -283,12 +274,10 @@ class BuildNative(build_ext):
         units = [*sorted((ROOT / "csrc/cuda").glob("*.cu")), bindings / "ops.cpp"]
         on_cuda = [ninja.build(f"cuda_{unit.stem}.o", "nvcc", unit) for unit in units]
         if not all(unit.exists() for unit in on_cuda):
-            names = ", ".join(f"sm_{arch}" for arch in archs)
-            print(
-                f"pdkernels: compiling CUDA kernels for {len(archs)} architectures ({names}), which takes minutes. "
-                "PDKERNELS_BUILD_CUDA=0 leaves them out, PDKERNELS_CUDA_ARCHS=90a compiles for one.",
-                flush=True,
+            text = (
+                f"pdkernels: compiling CUDA for {len(archs)} architectures ({', '.join(archs)}), which takes minutes; "
             )
+            print(f"{text}PDKERNELS_BUILD_CUDA=0 leaves it out, PDKERNELS_CUDA_ARCHS chooses", flush=True)
         command = [nvcc, "-shared", "-ccbin", cxx[0], "-cudart", "static", "--no-device-link"]
         ninja.linker("link_ops", command, [str(part).replace("-Wl,", "-Xlinker=") for part in libraries])
         return ninja.build("_ops.so", "link_ops", *objects, *on_cuda)

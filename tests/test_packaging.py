@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import os
 import re
@@ -93,8 +92,6 @@ def elsewhere(build: Path) -> dict[str, str]:
     configuration.write_text(f"[build]\nbuild_base = {build}\n[egg_info]\negg_base = {build}\n")
     return {"DIST_EXTRA_CONFIG": str(configuration)}
 
-
-PURPOSES = ("demo", "test", "bench", "lint", "types", "wheel")
 
 # What runs in an environment where the package was installed, from any folder.
 USE = """
@@ -292,76 +289,6 @@ def test_torch_is_a_build_requirement_only_where_there_is_none(tmp_path: Path) -
         (tools / part.name).symlink_to(part)
     answer = python(code, executable=bare, cwd=ROOT, environment=environment | {"PYTHONPATH": str(tools)})
     assert "ASKS FOR ['torch>=2.11']" in answer.stdout
-
-
-# ---------------------------------------------------------------------------------------------------------- bootstrap
-
-
-@pytest.fixture(scope="module")
-def bootstrap() -> ModuleType:
-    return load("scripts/bootstrap.py")
-
-
-def test_bootstrap_installs_only_what_is_missing(bootstrap: ModuleType) -> None:
-    names = {requirement.name for purpose in PURPOSES for requirement in bootstrap.requirements(purpose)}
-    lines = [line for line in (ROOT / "requirements.txt").read_text().splitlines() if "==" in line]
-    assert names == {line.partition("==")[0] for line in lines}
-    assert names >= {"torch", "numpy", "triton", "setuptools"}
-
-    def lacking(python: str, purpose: str = "test", **versions: str | None) -> list[str]:
-        packages = {name: "999" for name in names} | versions
-        return [requirement.pin for requirement in bootstrap.lacking({"python": python, "packages": packages}, purpose)]
-
-    assert lacking("3.12.3", torch="2.11.0+cu130", triton="3.6.0", setuptools="80.9.0") == []
-    assert lacking("3.12.3", torch="2.10.0+cu130") == ["torch==2.13.0"]
-    assert lacking("3.12.3", purpose="demo", torch="2.10.0+cu130", pytest=None) == ["torch==2.13.0"]
-    assert lacking("3.10.12", numpy=None) == ["numpy==2.2.6"]
-    assert lacking("3.11.7", numpy=None) == ["numpy==2.4.6"]
-
-
-def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
-    needed = {purpose: {r.name for r in bootstrap.requirements(purpose)} for purpose in PURPOSES}
-    assert needed["demo"] | {"pytest", "hypothesis", "triton", "matplotlib"} < needed["test"]
-    assert not needed["demo"] & {"pytest", "hypothesis", "ruff", "mypy", "matplotlib", "triton", "clang-format"}
-    # A machine with a GPU and no network gets what tests and benchmarks need.
-    assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
-    assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
-    with pytest.raises(SystemExit, match="--for must be one of bench, demo, lint, test, types, wheel, got 'rest'"):
-        bootstrap.requirements("rest")
-
-
-def test_tools_have_one_version(bootstrap: ModuleType) -> None:
-    pins = [requirement.pin for requirement in bootstrap.requirements("lint")]
-    configuration = (ROOT / ".pre-commit-config.yaml").read_text()
-    hooks = dict(re.findall(r"/(?:mirrors-)?([\w-]+?)(?:-pre-commit)?\n +rev: v([\d.]+)", configuration))
-    assert pins == [f"{name}=={version}" for name, version in hooks.items()] and len(pins) == 2
-
-
-@pytest.mark.parametrize("given", [None, "1"])
-def test_cuda_is_left_out_without_a_gpu(
-    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, given: str | None
-) -> None:
-    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
-    monkeypatch.setattr(bootstrap, "DEVICES", tmp_path)
-    # Set first, so that what the call sets is undone.
-    monkeypatch.setenv("PDKERNELS_BUILD_CUDA", given or "")
-    if given is None:
-        monkeypatch.delenv("PDKERNELS_BUILD_CUDA")
-    (tmp_path / "nvidia0").touch()
-    bootstrap.choose_cuda()
-    assert os.environ.get("PDKERNELS_BUILD_CUDA") == given
-    (tmp_path / "nvidia0").unlink()
-    bootstrap.choose_cuda()
-    assert os.environ.get("PDKERNELS_BUILD_CUDA") == (given or "0")
-
-
-def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
-    source = (ROOT / "scripts/bootstrap.py").read_text()
-    ast.parse(source, feature_version=(3, 7))
-    answer = python(f"import sys; sys.version_info = (3, 8, 10); exec({source!r})", fails=True)
-    assert answer.stderr.strip().startswith(
-        "pdkernels: Python 3.10 or newer is needed, but this is 3.8.10. Run: make PYTHON="
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------ binaries
