@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from pdkernels import backends
 from tests.cudasim.build import CACHE, build_once, compiler, digest_text, run_compiler
 
 CPU = torch.device("cpu")
@@ -199,6 +200,11 @@ class Functions(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def on_cuda(op: str) -> dict[tuple[str, str], str]:
+    """The choices for a GPU, which a library without CUDA code lacks."""
+    return {(name, "cuda"): backends.ON_CUDA[op] for name in ("auto", backends.ON_CUDA[op])}
+
+
 @contextmanager
 def pretended_gpu() -> Iterator[None]:
     install_guard()
@@ -207,6 +213,7 @@ def pretended_gpu() -> Iterator[None]:
     try:
         with (
             patch.object(torch, "inference_mode", lambda mode=True: torch.set_grad_enabled(not mode)),
+            patch.dict(backends.CHOICES, {op: on_cuda(op) | choices for op, choices in backends.CHOICES.items()}),
             Functions(),
             Operators(),
         ):
