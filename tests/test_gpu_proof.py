@@ -41,7 +41,6 @@ def test_what_a_checker_says_is_summed_up() -> None:
 def test_every_benchmark_has_a_part() -> None:
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
     listed = [name for names in gpu_proof.BENCHMARKS.values() for name in names]
-    # Decoding with the tiny models is a matter of the host; loops without one stand in part 3, beside their tests.
     assert sorted([*listed, "decoding", "device_loop"]) == sorted(benchmarks)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _validation
-from pdkernels._validation import check_type, fail
+from pdkernels._validation import check_choice, check_flag, fail
 
 # Masks lie in the computer's memory, whatever torch's default device is.
 arange = partial(torch.arange, device="cpu")
@@ -27,13 +27,12 @@ def integer(builder: str, argument: str, value: object, least: int) -> int:
 
 
 def flag(builder: str, argument: str, value: object) -> bool:
-    check_type(isinstance(value, bool), f"masks.{builder}", argument, "be a bool", type(value).__name__)
+    check_flag(f"masks.{builder}", argument, value)
     return bool(value)
 
 
 def choice(builder: str, argument: str, value: object, known: Sequence[str]) -> None:
-    if value not in known:
-        fail(f"masks.{builder}", argument, f"be one of {', '.join(map(repr, known))}", repr(value))
+    check_choice(f"masks.{builder}", argument, value, known)
 
 
 def blocks(length: int, block_size: int) -> list[int]:
