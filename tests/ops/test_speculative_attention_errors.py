@@ -156,7 +156,7 @@ CASES = {
     "samples": (
         {"plan": masks.TilePlan.stack([PLAN] * 3)},
         ValueError,
-        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples split.",
+        "plan must have 2 samples like q, got 3. Stack one plan for each sample, or pass a single plan that all samples share.",
     ),
     "plan's device": (
         {"plan": PLAN.to("meta")},
