@@ -27,24 +27,12 @@ import torch
 import pdkernels as pd
 from pdkernels import reference
 from pdkernels.ops._library import OPS
-from pdkernels.reference import (  # noqa: F401  (submodules of `reference`)
-    block_sparse_attention,
-    kv_cache,
-    log_step,
-    logit_divergence,
-    recurrence,
-    speculative_attention,
-    transformer_ops,
-    verify_draft,
-)
 from tests.ops import examples, kv_cases, recurrence_cases, speculative_cases, unmask_cases
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WILD = [-1, -(2**31), 2**31 - 1, 100]
-Run = Callable[[object, kv_cases.Case], None]
-
-
 REFUSED = object()
+Run = Callable[[object, kv_cases.Case], None]
 
 
 def attempt(bad: bool, call: Callable[[], object]) -> Any:
@@ -126,11 +114,8 @@ def run_verify(rng: random.Random, device: torch.device, bad: bool) -> None:
     lengths = torch.randint(0, width + 1, (batch,), dtype=dtype)
     if bad:
         spoil(rng, [draft, predictions, lengths])
-    options = {
-        "draft_lengths": lengths,
-        "end_tokens": torch.tensor([1], dtype=dtype),
-        "refill": torch.full((batch, width), 7, dtype=dtype),
-    }
+    end_tokens, refill = torch.tensor([1], dtype=dtype), torch.full((batch, width), 7, dtype=dtype)
+    options = {"draft_lengths": lengths, "end_tokens": end_tokens, "refill": refill}
     moved = {name: t.to(device) for name, t in options.items()}
     actual = attempt(bad, lambda: [t.cpu() for t in pd.verify_draft(draft.to(device), predictions.to(device), **moved)])
     if not bad:
@@ -190,9 +175,8 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
 
 
 def run_speculative(rng: random.Random, device: torch.device, bad: bool, append: bool) -> None:
-    mask = rng.choice(
-        [pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40))]
-    )
+    small = (pd.masks.quadratic(rng.randint(1, 6)), pd.masks.candidates(3, 5), pd.masks.causal(rng.randint(0, 40)))
+    mask = rng.choice(small)
     slots = rng.randint(0, 300)
     lengths = [rng.choice([0, slots, rng.randint(0, slots)]) for _ in range(rng.randint(1, 3))]
     heads, kv_heads = rng.choice([(1, 1), (4, 2), (3, 1)])
@@ -206,17 +190,14 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool, append:
         dtype=rng.choice(DTYPES),
     )
     # Of nothing, a choice can name nothing.
-    rows = (
-        speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"]))
-        if mask.q_len
-        else speculative_cases.Rows()
-    )
+    rows = speculative_cases.Rows()
+    if mask.q_len:
+        rows = speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"]))
     if page_size := rng.choice([0, 1, 5, 16]):
-        case = (
-            speculative_cases.with_room(case, rows, page_size)
-            if append
-            else speculative_cases.in_pages(case, page_size)
+        paged = (
+            partial(speculative_cases.with_room, case, rows) if append else partial(speculative_cases.in_pages, case)
         )
+        case = paged(page_size)
     plan = mask.plan(rng.choice([16, 32, 48]), rng.choice([16, 32, 48]))
     if rng.random() < 0.5:
         plan = pd.masks.TilePlan.stack([plan] * len(lengths))
@@ -258,7 +239,7 @@ def run_inject(rng: random.Random, device: torch.device, bad: bool) -> None:
     rows, options = random_rows(rng, bad), recurrence_cases.inject_options(rng.randrange(2**20))
     actual = attempt(bad, lambda: pd.recurrence_inject(*rows.to(device).inject_arguments(), **options).cpu())
     if not bad:
-        expected = recurrence.recurrence_inject(*rows.inject_arguments(), **options)
+        expected = reference.recurrence.recurrence_inject(*rows.inject_arguments(), **options)
         assert torch.equal(recurrence_cases.bits(actual), recurrence_cases.bits(expected)), (
             "not what the reference does"
         )
@@ -271,7 +252,7 @@ def run_exit(rng: random.Random, device: torch.device, bad: bool) -> None:
     found = attempt(bad, lambda: pd.recurrence_exit(*rows.to(device).exit_arguments(), **options))
     if not bad:
         actual = [x.cpu() for x in found]
-        state, distance, _ = recurrence.recurrence_exit(*rows.exit_arguments(), threshold=1.4, **older)
+        state, distance, _ = reference.recurrence.recurrence_exit(*rows.exit_arguments(), threshold=1.4, **older)
         close = torch.allclose(actual[0].float(), state.float(), rtol=0.02, atol=1e-3) and torch.allclose(
             actual[1], distance, rtol=0.02, atol=0.02
         )
@@ -288,7 +269,7 @@ def run_advance(rng: random.Random, device: torch.device, bad: bool) -> None:
     wave, options = case.moved(device)
     attempt(bad, lambda: pd.recurrence_advance_(*wave, **options))
     if not bad:
-        recurrence.recurrence_advance_(
+        reference.recurrence.recurrence_advance_(
             *case.wave, **{**case.options, "max_wavefront": case.options["max_wavefront"] or 0}
         )
         assert all(torch.equal(a.cpu(), b) for a, b in zip(wave, case.wave)), "not what the reference does"
@@ -327,64 +308,38 @@ def run_rows(rng: random.Random, device: torch.device, bad: bool, op: str) -> No
         other = other[:, :-1]
     if op == "add_rms_norm":
         weights = [torch.ones(width - bad).to(dtype), torch.ones(width).to(dtype)]
-        found = attempt(
-            bad,
-            lambda: pd.add_rms_norm(
-                x.to(device), x.to(device), weights[0].to(device), next_weight=weights[1].to(device)
-            ),
-        )
-        wanted = (
-            reference.transformer_ops.add_rms_norm(x.double(), x.double(), *(w.double() for w in weights))
-            if not bad
-            else ()
-        )
+        tensors, call = (x, x, *weights), lambda x, y, w, v, **o: pd.add_rms_norm(x, y, w, next_weight=v, **o)
     elif op == "silu_and_mul":
-        x = x[:, : width - bad]
-        found = attempt(bad, lambda: [pd.silu_and_mul(x.to(device))])
-        wanted = [reference.transformer_ops.silu_and_mul(x.double())] if not bad else ()
+        tensors, call = (x[:, : width - bad],), lambda x, **o: [pd.silu_and_mul(x, **o)]
     else:
-        found = attempt(bad, lambda: pd.logit_divergence(x.to(device), other.to(device)))
-        wanted = reference.logit_divergence.logit_divergence(x.double(), other.double()) if not bad else ()
+        tensors, call = (x, other), pd.logit_divergence
+    found = attempt(bad, lambda: call(*(t.to(device) for t in tensors)))
     if not bad:
-        assert_near(found, wanted)
+        assert_near(found, call(*(t.double() for t in tensors), backend="reference"))
 
 
 def run_apply_rope(rng: random.Random, device: torch.device, bad: bool) -> None:
-    dtype, batch, rows, capacity, head_dim = (
-        rng.choice(DTYPES),
-        rng.randint(1, 3),
-        rng.randint(1, 6),
-        20,
-        rng.choice([2, 8, 18]),
-    )
-    qkv, (k, v) = (
-        torch.randn(batch, rows, 4, head_dim).to(dtype),
-        torch.zeros(2, batch, capacity, 1, head_dim).to(dtype),
-    )
+    dtype, batch, rows = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6)
+    capacity, head_dim = 20, rng.choice([2, 8, 18])
+    qkv = torch.randn(batch, rows, 4, head_dim).to(dtype)
+    k, v = torch.zeros(2, batch, capacity, 1, head_dim).to(dtype)
     angles = torch.rand(capacity, head_dim)
     lengths = torch.randint(0, capacity - rows + 1, (batch,)) + (capacity if bad else 0)
-    slots = (
-        torch.stack([torch.randperm(rows) - rng.randint(0, 1) for _ in range(batch)]) if rng.random() < 0.5 else None
-    )
-    on_device = [t.to(device, copy=True) for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
-    options = {} if slots is None else {"slots": slots.to(device)}
-    attempt(bad, lambda: pd.apply_rope_append_(on_device[0], None, *on_device[1:], **options))
+    slots = torch.stack([torch.randperm(rows) - rng.randint(0, 1) for _ in range(batch)])
+    slots = slots if rng.random() < 0.5 else None
+    tensors = (qkv, angles.cos(), angles.sin(), k, v, lengths)
+    on_device = [t.to(device, copy=True) for t in tensors]
+    there = None if slots is None else slots.to(device)
+    attempt(bad, lambda: pd.apply_rope_append_(on_device[0], None, *on_device[1:], slots=there))
     if not bad:
-        wide = [t.double() if t.is_floating_point() else t for t in (qkv, angles.cos(), angles.sin(), k, v, lengths)]
-        pd.apply_rope_append_(
-            wide[0], None, *wide[1:], backend="reference", **({} if slots is None else {"slots": slots})
-        )
+        wide = [t.double() if t.is_floating_point() else t for t in tensors]
+        pd.apply_rope_append_(wide[0], None, *wide[1:], backend="reference", slots=slots)
         assert_near([on_device[0], *on_device[3:5]], [wide[0], *wide[3:5]])
 
 
 def run_rotate_rows(rng: random.Random, device: torch.device, bad: bool) -> None:
-    dtype, batch, rows, positions, head_dim = (
-        rng.choice(DTYPES),
-        rng.randint(1, 3),
-        rng.randint(1, 6),
-        20,
-        rng.choice([2, 8, 18, 32]),
-    )
+    dtype, batch, rows = rng.choice(DTYPES), rng.randint(1, 3), rng.randint(1, 6)
+    positions, head_dim = 20, rng.choice([2, 8, 18, 32])
     x, angles = torch.randn(batch, rows, rng.randint(1, 40), head_dim).to(dtype), torch.rand(positions, head_dim)
     at = torch.randint(0, positions, rng.choice([(rows,), (batch, rows)])) + (positions if bad else 0)
     style, turned = rng.choice(["half", "interleaved"]), x.to(device, copy=True)
@@ -399,13 +354,8 @@ def run_statistics(rng: random.Random, device: torch.device, bad: bool, head: bo
     dtype, rows, width = rng.choice(DTYPES), rng.randint(1, 5), rng.choice([3, 700, 9001])
     x, weight = apart(rows, 16 if head else width, dtype, rng), apart(width if head else 1, 16, dtype, rng)
     index = torch.randint(-1, rows, (7,)) + (rows if bad else 0)
-    options = {
-        "temperature": rng.choice([0.0, 0.7]),
-        "top_p": rng.choice([1.0, 0.8]),
-        "suppress": [1],
-        "top_k": 2,
-        "distribution": "sampling",
-    }
+    options = {"temperature": rng.choice([0.0, 0.7]), "top_p": rng.choice([1.0, 0.8])}
+    options |= {"suppress": [1], "top_k": 2, "distribution": "sampling"}
     call, tensors = (pd.linear_token_statistics, (x, weight)) if head else (pd.token_statistics, (x,))
     found = attempt(bad, lambda: call(*(t.to(device) for t in tensors), row_index=index.to(device), **options))
     if not bad:
@@ -425,10 +375,8 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
         call, tensors = pd.add_cached_rows_, (x, cached, torch.randn(batch, chosen, width).to(dtype), index)
     else:
         starts = torch.randint(0, 4, (batch,)) + (99 if bad else 0)
-        call, tensors = (
-            partial(pd.select_stale_rows_, count=chosen),
-            (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts),
-        )
+        call = partial(pd.select_stale_rows_, count=chosen)
+        tensors = (x[:, :, None], torch.randn(batch, rows + 4, 1, width).to(dtype), starts)
     wanted = call(*(t.clone() for t in tensors), backend="reference") if not bad else None
     found = attempt(bad, lambda: call(*(t.clone().to(device) for t in tensors)))
     if not bad and op != "select_stale_rows_":
@@ -439,8 +387,7 @@ def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) ->
     """An op without a run of its own: the call that it states, whose numbers are spoilt."""
     arguments = examples.example(op, rng.randrange(2**20), dtype=rng.choice(DTYPES))
     if bad:
-        numbers = [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.dtype == torch.int64]
-        spoil(rng, numbers)
+        spoil(rng, [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
     there = {name: x.to(device, copy=True) if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
     found = attempt(bad, lambda: examples.run(op, there))
     if not bad:
@@ -450,28 +397,24 @@ def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) ->
 
 
 RUNS: dict[str, Callable[[random.Random, torch.device, bool], None]] = {
-    "add_cached_rows_": partial(run_feature_rows, op="add_cached_rows_"),
-    "add_rms_norm": partial(run_rows, op="add_rms_norm"),
-    "block_sparse_attention": lambda *arguments: run_attention(*arguments, backward=False),
-    "block_sparse_attention_backward": lambda *arguments: run_attention(*arguments, backward=True),
-    "gather_rows": partial(run_feature_rows, op="gather_rows"),
-    "kv_append_": lambda *arguments: run_kv(*arguments, append),
-    "kv_commit_": lambda *arguments: run_kv(*arguments, commit),
-    "kv_trim_": lambda *arguments: run_kv(*arguments, trim),
+    **{op: partial(run_rows, op=op) for op in ("add_rms_norm", "logit_divergence", "silu_and_mul")},
+    **{op: partial(run_feature_rows, op=op) for op in ("add_cached_rows_", "gather_rows", "select_stale_rows_")},
+    "block_sparse_attention": partial(run_attention, backward=False),
+    "block_sparse_attention_backward": partial(run_attention, backward=True),
+    "speculative_attention": partial(run_speculative, append=False),
+    "speculative_attention_append_": partial(run_speculative, append=True),
+    "kv_append_": partial(run_kv, call=append),
+    "kv_commit_": partial(run_kv, call=commit),
+    "kv_trim_": partial(run_kv, call=trim),
     "linear_token_statistics": partial(run_statistics, head=True),
-    "logit_divergence": partial(run_rows, op="logit_divergence"),
+    "token_statistics": partial(run_statistics, head=False),
     "log_step_": run_record,
     "recurrence_advance_": run_advance,
     "recurrence_exit": run_exit,
     "recurrence_inject": run_inject,
     "apply_rope_": run_rotate_rows,
     "apply_rope_append_": run_apply_rope,
-    "silu_and_mul": partial(run_rows, op="silu_and_mul"),
-    "speculative_attention": partial(run_speculative, append=False),
-    "speculative_attention_append_": partial(run_speculative, append=True),
-    "token_statistics": partial(run_statistics, head=False),
     "unmask_": run_unmask,
-    "select_stale_rows_": partial(run_feature_rows, op="select_stale_rows_"),
     "verify_draft": run_verify,
 }
 
