@@ -78,8 +78,8 @@ void bind_planner(py::module_& m) {
             for (const auto& extent : plan.extents) extents.emplace_back(extent.begin, extent.size);
             return extents;
           },
-          "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, "
-          "bitmaps.")
+          "First word and size of: rows, lists, bitmaps.")
+      .def_readonly("visits", &TilePlan::visits, "Tiles that hold a visible pair.")
       .def_readonly("visible_pairs", &TilePlan::visible_pairs, "Pairs that the mask shows.");
 
   py::class_<SegmentMask>(m, "SegmentMask",

@@ -235,10 +235,8 @@ class SegmentMask:
         Example:
             >>> import pdkernels as pd
             >>> plan = pd.masks.causal(96).plan(32, 32)
-            >>> plan.kv_offsets.tolist(), plan.kv_tiles.tolist()
-            ([0, 1, 3, 6], [0, 0, 1, 0, 1, 2])
-            >>> plan.kv_bitmaps.tolist()
-            [0, -1, 0, -1, -1, 0]
+            >>> plan.visited_tiles, round(plan.tile_efficiency, 3)
+            (6, 0.758)
         """
         sizes = (integer("masks.plan", name, size, 0) for name, size in (("block_q", block_q), ("block_k", block_k)))
         return _plan(self, *sizes, numbered(device))

@@ -1,4 +1,4 @@
-"""What the attention kernels share: blocks of a head, cuts of a bitmap, runs of a plan's list.
+"""What the attention kernels share: blocks of a head, cuts of a bitmap, a step of the online softmax.
 
 A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is no power of two is cut in
 two, 96 = 64 + 32, so that it costs no more than it has. Columns behind the head dimension are zero.
@@ -162,16 +162,23 @@ def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def end_of_full_tiles(tiles, bitmaps, first, last, length, BLOCK: tl.constexpr):
-    """Where the run of tiles that need no mask ends: full ones that lie wholly inside the sequence.
-
-    A list may go on with full tiles after partial ones, but only those of the leading run are spared the mask.
-    """
-    end = last
-    for start in tl.range(first, last, 128, num_stages=1):
-        at = start + tl.arange(0, 128)
-        tile = tl.load(tiles + at, mask=at < last, other=0)
-        bitmap = tl.load(bitmaps + at, mask=at < last, other=0)
-        unmasked = (bitmap < 0) & ((tile + 1) * BLOCK <= length)
-        end = tl.minimum(end, tl.min(tl.where(unmasked | (at >= last), last, at)))
-    return end
+def attend(query, key, value, seen, acc, peak, total, score_scale,
+           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """One step of the online softmax; `seen` None: all is seen."""
+    s = products(query, key, D1)
+    factor = score_scale
+    if not FOLD_SCALE:
+        s *= score_scale
+        factor = 1.0
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+    origin = new_peak
+    if seen is not None:
+        # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = power(BASE_2, s * factor - origin[:, None])
+    shrink = power(BASE_2, peak - origin)
+    total = total * shrink + tl.sum(p, 1)
+    acc = add_weighted(scale_rows(acc, shrink, D1), p, value, D1)
+    return acc, new_peak, total
