@@ -27,7 +27,7 @@ inline void check_lists(const char* op, const TileLists& lists, int64_t batch, i
       require(row[0] >= 0 && row[0] <= row[1] && row[1] <= row[2] && row[2] <= lists.num_pairs,
               "have ascending offsets inside its lists");
       for (const TilePair range : lists.full(b, i)) {
-        require(range.first >= 0 && range.first <= range.second && range.second <= whole,
+        require(range.first >= 0 && range.first < range.second && range.second <= whole,
                 "have ranges of whole tiles that exist");
       }
       for (const TilePair other : lists.others(b, i)) {

@@ -1,4 +1,4 @@
-"""What the attention kernels share: blocks of a head, cuts of a bitmap, a step of the online softmax.
+"""What the attention kernels share: blocks of a head, cuts of a bitmap, walks over ranges, a step of the online softmax.
 
 A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is no power of two is cut in
 two, 96 = 64 + 32, so that it costs no more than it has. Columns behind the head dimension are zero.
@@ -162,9 +162,9 @@ def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def attend(query, key, value, seen, acc, peak, total, score_scale,
-           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
-    """One step of the online softmax; `seen` None: all is seen."""
+def weigh(query, key, seen, peak, total, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
+          FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """(weights of a step of the online softmax, factor of older sums, peak, total); `seen` None: all is seen."""
     s = products(query, key, D1)
     factor = score_scale
     if not FOLD_SCALE:
@@ -179,6 +179,38 @@ def attend(query, key, value, seen, acc, peak, total, score_scale,
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = power(BASE_2, s * factor - origin[:, None])
     shrink = power(BASE_2, peak - origin)
-    total = total * shrink + tl.sum(p, 1)
-    acc = add_weighted(scale_rows(acc, shrink, D1), p, value, D1)
-    return acc, new_peak, total
+    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
+
+
+@triton.jit
+def attend(query, key, value, seen, acc, peak, total, score_scale,
+           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """A step of the online softmax and its weighted values."""
+    p, shrink, peak, total = weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+    return add_weighted(scale_rows(acc, shrink, D1), p, value, D1), peak, total
+
+
+@triton.jit
+def first_range(lists, begin, middle, CUTS: tl.constexpr):
+    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first one, where that one ends).
+
+    A step is one of CUTS cuts of a tile. Ranges are walked in one loop, whose state says where it is: in a nest of two
+    loops ptxas serializes all wgmma instructions. No load of the loop depends on a load, but where a range ends.
+    """
+    tiles = 0
+    for pair in range(begin, middle):
+        tiles += tl.load(lists + 2 * pair + 1) - tl.load(lists + 2 * pair)
+    some = begin < middle
+    first = tl.load(lists + 2 * begin, mask=some, other=0)
+    return tiles * CUTS, first * CUTS, tl.load(lists + 2 * begin + 1, mask=some, other=0) * CUTS
+
+
+@triton.jit
+def next_step(lists, begin, middle, pair, at, end, CUTS: tl.constexpr):
+    """(range, step, end of the range) that follow step `at` of range `pair`; the first one again after the last."""
+    at += 1
+    over = at >= end
+    pair = tl.where(over, tl.where(pair + 1 < middle, pair + 1, begin), pair)
+    at = tl.where(over, tl.load(lists + 2 * pair, mask=over, other=0) * CUTS, at)
+    end = tl.where(over, tl.load(lists + 2 * pair + 1, mask=over, other=0) * CUTS, end)
+    return pair, at, end

@@ -73,25 +73,27 @@ def _forward_kernel(
     acc = blocks.zeros(BLOCK_M, D0, D1)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    for pair in range(begin, middle):
-        for at in range(tl.load(lists + 2 * pair) * BLOCK_K, tl.load(lists + 2 * pair + 1) * BLOCK_K, BLOCK_N):
-            place = at.to(tl.int64)
-            key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-            value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-            acc, peak, total = blocks.attend(
-                query, key, value, None, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE
-            )
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
+    for _ in range(0, steps):
+        place = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        p, shrink, peak, total = blocks.weigh(query, key, None, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
     CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
     for step in range(middle * CUTS, end * CUTS):
         column = (step % CUTS) * BLOCK_MASKED
         place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
         keys_left = kv_len - place
         key = blocks.load(k + place * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
-        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
         bitmap = tl.load(lists + step // CUTS * 2 + 1)
         seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
         seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
-        acc, peak, total = blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        p, shrink, peak, total = blocks.weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
     acc = blocks.scale_rows(acc, 1.0 / tl.where(total == 0.0, 1.0, total), D1)
@@ -150,12 +152,14 @@ def _dq_kernel(
     tl.store(delta + in_rows + rows, row_delta, mask=rows < left)
 
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    for pair in range(begin, middle):
-        for at in range(tl.load(lists + 2 * pair) * BLOCK_K, tl.load(lists + 2 * pair + 1) * BLOCK_K, BLOCK_N):
-            place = at.to(tl.int64)
-            key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-            value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
-            acc = _dq_step(query, grad, key, value, None, acc, row_lse, row_delta, score_scale, D1, BASE_2)
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
+    for _ in range(0, steps):
+        place = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        acc = _dq_step(query, grad, key, value, None, acc, row_lse, row_delta, score_scale, D1, BASE_2)
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
     CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
     for step in range(middle * CUTS, end * CUTS):
         column = (step % CUTS) * BLOCK_MASKED
@@ -225,17 +229,16 @@ def _dkv_kernel(
     value = blocks.load(v, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     acc_k = blocks.zeros(BLOCK_N, D0, D1)
     acc_v = blocks.zeros(BLOCK_N, D0, D1)
-    for pair in range(begin, middle):
-        first = tl.load(lists + 2 * pair) * BLOCK_Q
-        steps = (tl.load(lists + 2 * pair + 1) * BLOCK_Q - first) // BLOCK_M
-        divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even where the range is empty
-        for flat in range(0, steps * GROUP):
-            head = (flat // divisor).to(tl.int64)
-            place = (first + flat % divisor * BLOCK_M).to(tl.int64)
-            acc_k, acc_v = _dkv_step(
-                head, place, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
-                q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
-            )  # fmt: skip
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_Q // BLOCK_M)
+    divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even where there are no ranges
+    for flat in range(0, steps * GROUP):
+        head = (flat // divisor).to(tl.int64)
+        acc_k, acc_v = _dkv_step(
+            head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
+            grad_stride_h, q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
+        )  # fmt: skip
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_Q // BLOCK_M)
     CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
     steps = (end - middle) * CUTS
     divisor = tl.maximum(steps, 1)

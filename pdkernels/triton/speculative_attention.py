@@ -199,9 +199,10 @@ def _split_kernel(
         middle = tl.load(plan_rows + tile * 4 + 1)
         row = token - tile * BLOCK_Q
         for pair in range(tl.load(plan_rows + tile * 4), middle):
-            for step in range(tl.load(lists + 2 * pair) * CUTS, tl.load(lists + 2 * pair + 1) * CUTS):
+            first_key = tl.load(lists + 2 * pair)
+            for step in range(0, (tl.load(lists + 2 * pair + 1) - first_key) * CUTS):
                 acc, peak, total = _tail_step(
-                    step // CUTS, step % CUTS * BLOCK_TAIL, None, query, acc, peak, total, k_new, v_new, kn_stride,
+                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, query, acc, peak, total, k_new, v_new, kn_stride,
                     vn_stride, bitmaps, new, row, score_scale,
                     HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
                 )  # fmt: skip

@@ -53,6 +53,7 @@ class TilePlanner {
   TilePlan plan() {
     single_.assign(k_tiles_, 0);
     repeated_.assign(k_tiles_ + 1, 0);
+    touched_at_.assign(k_tiles_, -1);
     opened_.assign(k_tiles_, 0);
     rows_.reserve(4 * static_cast<size_t>(q_tiles_ + k_tiles_));
     for (int32_t tile = 0; tile < q_tiles_; ++tile) {
@@ -101,13 +102,13 @@ class TilePlanner {
       for (size_t i = piece.first; i < piece.last; ++i) {
         const auto [begin, end] = spans_[i];
         const int32_t low = begin / block_k_, high = (end - 1) / block_k_;
-        touched_.push_back(low);
+        touch(low);
         if (low == high) {
           single_[low] += rows * (end - begin);
           continue;
         }
-        touched_.push_back(low + 1);
-        touched_.push_back(high);
+        touch(low + 1);
+        touch(high);
         single_[low] += rows * ((low + 1) * block_k_ - begin);
         single_[high] += rows * (end - high * block_k_);
         repeated_[low + 1] += rows * block_k_;
@@ -117,10 +118,16 @@ class TilePlanner {
       const int32_t begin = std::max(piece.diagonal, 0), end = std::min(piece.diagonal + rows, mask_.kv_len());
       for (int32_t tile = begin / block_k_; tile * block_k_ < end; ++tile) {
         const int32_t low = std::max(begin, tile * block_k_), high = std::min(end, (tile + 1) * block_k_);
-        touched_.push_back(tile);
+        touch(tile);
         single_[tile] += static_cast<int32_t>(pairs_of_triangle(piece.diagonal + 1 - low, rows, high - low));
       }
     }
+  }
+
+  void touch(int32_t tile) {
+    if (touched_at_[tile] == now_) return;
+    touched_at_[tile] = now_;
+    touched_.push_back(tile);
   }
 
   // Sum over i < rows of (start + i) held to [0, width].
@@ -134,9 +141,9 @@ class TilePlanner {
 
   void emit_row_of_tiles(int32_t tile) {
     const int32_t rows = std::min(block_q_, mask_.q_len() - tile * block_q_);
-    if (touched_.size() * 8 < static_cast<size_t>(k_tiles_)) {
+    ++now_;
+    if (touched_.size() * 4 < static_cast<size_t>(k_tiles_)) {
       std::sort(touched_.begin(), touched_.end());
-      touched_.erase(std::unique(touched_.begin(), touched_.end()), touched_.end());
     } else {
       touched_.resize(k_tiles_);
       std::iota(touched_.begin(), touched_.end(), 0);
@@ -339,7 +346,8 @@ class TilePlanner {
 
   std::vector<Piece> pieces_;
   std::vector<KeySpan> spans_;
-  std::vector<int32_t> single_, repeated_, touched_;
+  std::vector<int32_t> single_, repeated_, touched_, touched_at_;
+  int32_t now_ = 0;
   std::u32string summary_, bitmap_;
   std::unordered_map<std::u32string, int32_t> by_summary_, by_content_;
 
