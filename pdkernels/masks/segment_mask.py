@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
+from itertools import chain, groupby, repeat
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from pdkernels import _host
 from pdkernels._validation import check, check_type, integer, message
 from pdkernels.masks._arguments import arange
 from pdkernels.masks.tile_plan import TilePlan, numbered
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -31,6 +35,29 @@ class Segment(NamedTuple):
     """What the segment is, such as ``"prompt"`` or ``"noisy"``: a colour in pictures."""
     sample: int = 0
     """The packed sample it belongs to."""
+
+
+class Sees(NamedTuple):
+    """Segments ``range(start, stop, step)`` that a repeated segment sees; from one repetition to the next both ends move on."""
+
+    start: int
+    stop: int
+    step: int = 1
+    start_by: int = 0
+    stop_by: int = 0
+
+
+class Repeated(NamedTuple):
+    """A segment of a run of alike ones."""
+
+    length: int
+    inside: Literal["causal", "full", "none"]
+    sees: tuple[Sees, ...] = ()
+    kind: str = "tokens"
+
+
+# Some segments, one after the other, so many times.
+Run = tuple[int, tuple[Repeated, ...]]
 
 
 class SegmentMask:
@@ -80,16 +107,52 @@ class SegmentMask:
                 getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions
             )
             check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
-        self._build(segments, positions, (0, tokens), (0, tokens))
+        self._given: tuple[Segment, ...] | tuple[Run, ...] = segments
+        self._set_up(positions, (0, tokens), (0, tokens))
 
-    def _build(
-        self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]
-    ) -> None:
-        self.segments = segments
-        """All segments, also those outside the window of a slice."""
+    @classmethod
+    def _repeat(cls, runs: Sequence[Run], positions: Tensor) -> Self:
+        """A mask of runs of alike segments, none of which is an object of its own before somebody asks for it."""
+        mask = cls.__new__(cls)
+        mask._given = tuple(run for run in runs if run[0] > 0)
+        tokens = sum(count * sum(segment.length for segment in segments) for count, segments in mask._given)
+        mask._set_up(positions, (0, tokens), (0, tokens))
+        return mask
+
+    def _set_up(self, positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         self._rows, self._columns = rows, columns
         self._positions = positions
-        self._table = _host.SegmentMask(segments, rows, columns)
+        self._table = self._make_table()
+
+    def _make_table(self) -> _host.SegmentMask:
+        if self._given and not isinstance(self._given[0], Segment):
+            runs = [(count, [segment[:3] for segment in segments]) for count, segments in self._given]
+            return _host.SegmentMask.repeat(runs, self._rows, self._columns)
+        return _host.SegmentMask(self._given, self._rows, self._columns)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments, also those outside the window of a slice."""
+        if not self._given or isinstance(self._given[0], Segment):
+            return self._given
+        labels = chain.from_iterable(repeat(label, count) for *label, count in self._labels)
+        return tuple(
+            Segment(length, inside, tuple(range(*numbers) for numbers in sees), kind, sample)
+            for (length, inside, sees), (kind, sample) in zip(self._table.listed(), labels)
+        )
+
+    @cached_property
+    def _labels(self) -> list[tuple[str, int, int]]:
+        """Kind, sample and number of segments, for each run of segments that agree in them."""
+        if self._given and not isinstance(self._given[0], Segment):
+            parts = (
+                ((part.kind, 0), 1 if len(run) > 1 else n)
+                for n, run in self._given
+                for part in run * (n if len(run) > 1 else 1)
+            )
+        else:
+            parts = (((segment.kind, segment.sample), 1) for segment in self._given)
+        return [(*label, sum(count for _, count in same)) for label, same in groupby(parts, key=lambda part: part[0])]
 
     # What it is
 
@@ -120,7 +183,7 @@ class SegmentMask:
 
     @cached_property
     def _all_positions(self) -> Tensor:
-        return arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
+        return arange(self._table.tokens) if self._positions is None else self._positions
 
     @property
     def density(self) -> float:
@@ -138,7 +201,9 @@ class SegmentMask:
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
         part = SegmentMask.__new__(SegmentMask)
-        part._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
+        part._given, part._positions = self._given, self._positions
+        part._rows, part._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
+        part._table = self._table.window(part._rows, part._columns)
         return part
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,11 +212,11 @@ class SegmentMask:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._table = _host.SegmentMask(self.segments, self._rows, self._columns)
+        self._table = self._make_table()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.segments, self._rows, self._columns))
+        return self._table.hash()
 
     def __hash__(self) -> int:
         return self._hash
@@ -159,12 +224,14 @@ class SegmentMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SegmentMask):
             return NotImplemented
-        same = (self._rows, self._columns) == (other._rows, other._columns) and self.segments == other.segments
+        same = self._table.equals(other._table) and self._labels == other._labels
         return same and torch.equal(self._all_positions, other._all_positions)
 
     def __repr__(self) -> str:
-        kinds = dict.fromkeys(segment.kind for segment in self.segments)
-        counts = (f"{sum(segment.kind == kind for segment in self.segments)} {kind}" for kind in kinds)
+        kinds: dict[str, int] = {}
+        for kind, _, count in self._labels:
+            kinds[kind] = kinds.get(kind, 0) + count
+        counts = (f"{count} {kind}" for kind, count in kinds.items())
         return f"{type(self).__name__}({self.q_len} x {self.kv_len}: {', '.join(counts)})"
 
     # Other forms
@@ -172,7 +239,7 @@ class SegmentMask:
     @cached_property
     def relation(self) -> Tensor:
         """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
-        size = len(self.segments)
+        size = self._table.segments
         if size == 0:
             return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._table.relation(), dtype=torch.uint8).view(size, size)
@@ -180,7 +247,9 @@ class SegmentMask:
     @cached_property
     def segment_ids(self) -> Tensor:
         """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
-        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64, device="cpu")
+        if self._table.segments == 0:
+            return torch.zeros(0, dtype=torch.int32, device="cpu")
+        lengths = torch.frombuffer(self._table.lengths(), dtype=torch.int64)
         return torch.repeat_interleave(arange(len(lengths), dtype=torch.int32), lengths)
 
     def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
