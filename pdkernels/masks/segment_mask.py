@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, groupby, repeat
 from os import PathLike
@@ -107,15 +107,16 @@ class SegmentMask:
                 getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions
             )
             check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
-        self._given: tuple[Segment, ...] | tuple[Run, ...] = segments
+        self._given: tuple[Segment, ...] = segments
+        self._runs: tuple[Run, ...] | None = None
         self._set_up(positions, (0, tokens), (0, tokens))
 
     @classmethod
     def _repeat(cls, runs: Sequence[Run], positions: Tensor) -> Self:
         """A mask of runs of alike segments, none of which is an object of its own before somebody asks for it."""
         mask = cls.__new__(cls)
-        mask._given = tuple(run for run in runs if run[0] > 0)
-        tokens = sum(count * sum(segment.length for segment in segments) for count, segments in mask._given)
+        mask._given, mask._runs = (), tuple(run for run in runs if run[0] > 0)
+        tokens = sum(count * sum(segment.length for segment in segments) for count, segments in mask._runs)
         mask._set_up(positions, (0, tokens), (0, tokens))
         return mask
 
@@ -125,15 +126,15 @@ class SegmentMask:
         self._table = self._make_table()
 
     def _make_table(self) -> _host.SegmentMask:
-        if self._given and not isinstance(self._given[0], Segment):
-            runs = [(count, [segment[:3] for segment in segments]) for count, segments in self._given]
+        if self._runs is not None:
+            runs = [(count, [segment[:3] for segment in segments]) for count, segments in self._runs]
             return _host.SegmentMask.repeat(runs, self._rows, self._columns)
         return _host.SegmentMask(self._given, self._rows, self._columns)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """All segments, also those outside the window of a slice."""
-        if not self._given or isinstance(self._given[0], Segment):
+        if self._runs is None:
             return self._given
         labels = chain.from_iterable(repeat(label, count) for *label, count in self._labels)
         return tuple(
@@ -144,14 +145,13 @@ class SegmentMask:
     @cached_property
     def _labels(self) -> list[tuple[str, int, int]]:
         """Kind, sample and number of segments, for each run of segments that agree in them."""
-        if self._given and not isinstance(self._given[0], Segment):
-            parts = (
-                ((part.kind, 0), 1 if len(run) > 1 else n)
-                for n, run in self._given
-                for part in run * (n if len(run) > 1 else 1)
+        parts: Iterable[tuple[tuple[str, int], int]] = (((part.kind, part.sample), 1) for part in self._given)
+        if self._runs is not None:
+            alone = (
+                ((count, segments[:1]),) if len(segments) == 1 else ((1, segments),) * count
+                for count, segments in self._runs
             )
-        else:
-            parts = (((segment.kind, segment.sample), 1) for segment in self._given)
+            parts = (((part.kind, 0), count) for count, run in chain.from_iterable(alone) for part in run)
         return [(*label, sum(count for _, count in same)) for label, same in groupby(parts, key=lambda part: part[0])]
 
     # What it is
@@ -201,7 +201,7 @@ class SegmentMask:
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
         part = SegmentMask.__new__(SegmentMask)
-        part._given, part._positions = self._given, self._positions
+        part._given, part._runs, part._positions = self._given, self._runs, self._positions
         part._rows, part._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
         part._table = self._table.window(part._rows, part._columns)
         return part
