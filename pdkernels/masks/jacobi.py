@@ -160,7 +160,7 @@ def noise_aware_causal(
         window = integer(op, "window", window, 1)
     else:
         check(window is None, f"masks.{op}", "window", f"be None with conditioning={conditioning!r}", window)
-    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window)
+    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window) or 1
 
     interleaved = layout == "interleaved"
     # Segment numbers of noisy and clean blocks: first, first + step, ..; the prompt is segment 0.
