@@ -1,7 +1,7 @@
 """Planning a noise-aware mask against FlexAttention's `create_block_mask`, at 128x128.
 
-Prompt and blocks of 32 as in Jacobi Forcing: 1152, 4608 and 16384 tokens. FlexAttention gets the mask as its trainer writes
-it: arithmetic on indices, interleaved order. The cost of every first call (imports, compilation) is reported separately, as
+Prompt and blocks of 32 as in Jacobi Forcing: 1152, 4608, 16384 and 1048576 tokens; dual streams of as many. FlexAttention gets the mask as its trainer writes
+it: arithmetic on indices, interleaved order. What every first call costs (imports, compilation) stands apart, as
 ``first_call_ms``. Eager creation is left out at 16384 tokens: it holds several int64 arrays of all 268 million pairs. On a GPU the
 mask is made there, and our plan, made by the host, is moved there.
 """
@@ -19,12 +19,14 @@ from torch.nn.attention.flex_attention import create_block_mask
 from bench.devices import DRY_RUN, refusals
 from bench.timing import compare
 from pdkernels.integrations.flex_attention import to_block_mask
-from pdkernels.masks import SegmentMask, noise_aware_causal
+from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal
 from pdkernels.masks.segment_mask import _plan
 
 BLOCK = 32
-CASES = {1152: (128, 16), 4608: (512, 64), 16384: (512, 248)}
+CASES = {1152: (128, 16), 4608: (512, 64), 16384: (512, 248), 1048576: (512, 16376)}
 MOST_EAGER = 5000
+# Beyond that FlexAttention's pass over all pairs, and lists of millions of partial tiles, take minutes.
+MOST_TILES = 20000
 Call = Callable[[], object]
 
 
@@ -49,9 +51,7 @@ def scratch(prompt_len: int, num_blocks: int, layout: str, device: str) -> Calla
     return call
 
 
-def plan_only(prompt_len: int, num_blocks: int, device: str) -> Call:
-    mask = noise_aware_causal(prompt_len, BLOCK, num_blocks)
-
+def plan_only(mask: SegmentMask, device: str) -> Call:
     def call() -> None:
         _plan.cache_clear()
         mask.plan(128, 128, device)
@@ -69,7 +69,8 @@ def candidate(name: str, length: int, device: str) -> Call:
     return {
         "pdkernels, mask and plan, streams": lambda: scratch(prompt_len, num_blocks, "streams", device),
         "pdkernels, mask and plan, interleaved": lambda: scratch(prompt_len, num_blocks, "interleaved", device),
-        "pdkernels, plan alone, streams": lambda: plan_only(prompt_len, num_blocks, device),
+        "pdkernels, plan alone, streams": lambda: plan_only(noise_aware_causal(prompt_len, BLOCK, num_blocks), device),
+        "pdkernels, plan alone, dual stream": lambda: plan_only(dual_stream(length // 2, BLOCK), device),
         "create_block_mask, eager": lambda: flex(prompt_len, length, False, device),
         "create_block_mask, compiled": lambda: flex(prompt_len, length, True, device),
     }[name]()
@@ -79,6 +80,7 @@ NAMES = [
     "pdkernels, mask and plan, streams",
     "pdkernels, mask and plan, interleaved",
     "pdkernels, plan alone, streams",
+    "pdkernels, plan alone, dual stream",
     "create_block_mask, eager",
     "create_block_mask, compiled",
 ]
@@ -100,6 +102,8 @@ def check(length: int, block_mask) -> None:
 def test_planner(benchmark, name: str, length: int, device: str) -> None:
     if name.endswith("eager") and length > MOST_EAGER:
         pytest.skip("several int64 arrays of all pairs")
+    if length > MOST_TILES and (name.startswith("create_block_mask") or name.endswith("interleaved")):
+        pytest.skip("minutes")
     if DRY_RUN and (name.startswith("create_block_mask") or length > MOST_EAGER):
         pytest.skip("compiled, or long")
     benchmark.group = f"planner, {length} tokens, {device}"
@@ -122,5 +126,6 @@ def test_planner(benchmark, name: str, length: int, device: str) -> None:
         op="planner",
         candidate=name,
         length=length,
+        plan_bytes=noise_aware_causal(CASES[length][0], BLOCK, CASES[length][1]).plan(128, 128).nbytes,
         first_call_ms=round(first_call * 1e3, 2),
     )

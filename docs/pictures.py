@@ -140,10 +140,10 @@ def block_sparse_attention() -> None:
     """Left the tiles of a mask, right how the program of one query tile walks its list."""
     plan, chosen = pdm.noise_aware_causal(72, 16, 6).plan(32, 32), 7
     figure, (axis, steps) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", width_ratios=[1, 1.2])
-    tiles = len(plan.kv_offsets) - 1
-    lists = [range(plan.kv_offsets[t], plan.kv_offsets[t + 1]) for t in range(tiles)]
+    tiles, (offsets, others, bitmaps) = plan.grid[0], (part.tolist() for part in plan.visits())
+    lists = [list(zip(others, bitmaps))[offsets[t] : offsets[t + 1]] for t in range(tiles)]
     for t in range(tiles):
-        content = {int(plan.kv_tiles[visit]): MODEL if plan.kv_bitmaps[visit] >= 0 else COMMITTED for visit in lists[t]}
+        content = {tile: MODEL if bitmap >= 0 else COMMITTED for tile, bitmap in lists[t]}
         for key in range(tiles):
             box = plt.Rectangle(
                 (key, t), 0.94, 0.94, facecolor=content.get(key, FREE), edgecolor="#444444", linewidth=0.8
@@ -174,7 +174,7 @@ def block_sparse_attention() -> None:
 
     steps.set(xlim=(-0.2, 8.6), ylim=(-5.2, 3.0))
     steps.axis("off")
-    visits = [(int(plan.kv_tiles[visit]), int(plan.kv_bitmaps[visit])) for visit in lists[chosen]]
+    visits = lists[chosen]
     steps.text(-0.1, 2.6, f"the list of query tile {chosen}", fontsize=11, weight="bold")
     full = sum(bitmap < 0 for _, bitmap in visits)
     for x, (tile, bitmap) in enumerate(visits):

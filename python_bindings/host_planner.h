@@ -5,6 +5,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
+
 #include "pdkernels/segment_mask.h"
 #include "pdkernels/tile_plan.h"
 
@@ -58,6 +60,65 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
   return mask;
 }
 
+// A segment of a run of alike ones: what repetition j sees are segments start + j * start_by, .. below stop + j *
+// stop_by.
+struct Repeated {
+  struct Range {
+    int32_t start, stop, step, start_by, stop_by;
+  };
+  int64_t length;
+  Inside inside;
+  std::vector<Range> sees;
+};
+
+// Runs as tuples (count, segments): the segments as (length, inside, ranges), one after the other, `count` times.
+SegmentMask repeat(const py::sequence& runs, std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) {
+  SegmentMask mask;
+  std::vector<SegmentRange> sees;
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const auto [count, parts] = py::cast<std::pair<int32_t, py::sequence>>(runs[i]);
+    std::vector<Repeated> segments;
+    for (const py::handle part : parts) {
+      const auto fields = py::cast<py::tuple>(part);
+      Repeated& segment = segments.emplace_back();
+      segment.length = py::cast<int64_t>(fields[0]), segment.inside = parse_inside(fields[1], i);
+      for (const py::handle range : py::cast<py::sequence>(fields[2])) {
+        const auto [start, stop, step, start_by, stop_by] = py::cast<std::array<int32_t, 5>>(range);
+        segment.sees.push_back({start, stop, step, start_by, stop_by});
+      }
+    }
+    for (int32_t j = 0; j < count; ++j) {
+      for (const Repeated& segment : segments) {
+        sees.clear();
+        for (const auto& range : segment.sees) {
+          const int32_t start = range.start + j * range.start_by, stop = range.stop + j * range.stop_by;
+          if (start < stop) sees.push_back({start, stop, range.step});
+        }
+        mask.add(segment.length, segment.inside, sees);
+      }
+    }
+  }
+  mask.finish(rows.first, rows.second, columns.first, columns.second);
+  return mask;
+}
+
+py::list listed(const SegmentMask& mask) {
+  static const std::array<const char*, 3> names{"none", "causal", "full"};
+  py::list segments;
+  for (int32_t i = 0; i < mask.segments(); ++i) {
+    py::list sees;
+    for (const SegmentRange& range : mask.sees(i)) sees.append(py::make_tuple(range.start, range.stop, range.step));
+    segments.append(py::make_tuple(mask.length(i), names[static_cast<int>(mask.inside(i))], sees));
+  }
+  return segments;
+}
+
+py::bytearray lengths(const SegmentMask& mask) {
+  std::vector<int64_t> all(mask.segments());
+  for (int32_t i = 0; i < mask.segments(); ++i) all[i] = mask.length(i);
+  return {reinterpret_cast<const char*>(all.data()), all.size() * sizeof(int64_t)};
+}
+
 py::bytearray relation(const SegmentMask& mask) {
   const auto size = static_cast<size_t>(mask.segments()) * mask.segments();
   py::bytearray bytes(nullptr, size);
@@ -78,13 +139,22 @@ void bind_planner(py::module_& m) {
             for (const auto& extent : plan.extents) extents.emplace_back(extent.begin, extent.size);
             return extents;
           },
-          "First word and size of: kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, "
-          "bitmaps.")
+          "First word and size of: rows, lists, bitmaps.")
+      .def_readonly("visits", &TilePlan::visits, "Tiles that hold a visible pair.")
       .def_readonly("visible_pairs", &TilePlan::visible_pairs, "Pairs that the mask shows.");
 
   py::class_<SegmentMask>(m, "SegmentMask",
                           "Segments as the planner reads them: checked, with a window of rows and columns.")
       .def(py::init(&parse), py::arg("segments"), py::arg("rows"), py::arg("columns"))
+      .def_static("repeat", &repeat, py::arg("runs"), py::arg("rows"), py::arg("columns"),
+                  "From runs (count, ((length, inside, ((start, stop, step, start_by, stop_by), ..)), ..)).")
+      .def("window", &SegmentMask::window, py::arg("rows"), py::arg("columns"), "The same segments, another window.")
+      .def("listed", &listed, "Segments as tuples (length, inside, [(start, stop, step), ..]).")
+      .def("lengths", &lengths, "Tokens of each segment, int64 bytes.")
+      .def_property_readonly("segments", &SegmentMask::segments)
+      .def_property_readonly("tokens", &SegmentMask::tokens)
+      .def("hash", &SegmentMask::hash)
+      .def("equals", [](const SegmentMask& mask, const SegmentMask& other) { return mask == other; })
       .def("relation", &relation, "Row-major bytes, segments x segments: 0 nothing, 1 all, 2 itself causally.")
       .def("plan", &pdkernels::plan_tiles, py::arg("block_q"), py::arg("block_k"),
            py::call_guard<py::gil_scoped_release>(),

@@ -40,29 +40,24 @@ char* pdkernels::cpu::thread_scratch(int64_t bytes) {
 namespace pdkernels::cpu::bindings {
 namespace {
 
-std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor kv_offsets, Tensor kv_tiles,
-                                                  Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps,
-                                                  Tensor q_order, Tensor k_order, Tensor bitmaps, int64_t block_q,
-                                                  int64_t block_k, double scale) {
+std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor plan_rows, Tensor plan_lists,
+                                                  Tensor bitmaps, int64_t block_q, int64_t block_k, double scale) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::AttentionArgs args;
-  unpack_attention(q, k, v, out, lse,
-                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
-                   block_q, block_k, scale, args);
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
   pdkernels::cpu::block_sparse_attention(args);
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
-    Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor kv_offsets, Tensor kv_tiles,
-    Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, Tensor q_order, Tensor k_order,
-    Tensor bitmaps, int64_t block_q, int64_t block_k, double scale, OptionalTensor grad_lse) {
+std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v,
+                                                                   Tensor out, Tensor lse, Tensor plan_rows,
+                                                                   Tensor plan_lists, Tensor bitmaps, int64_t block_q,
+                                                                   int64_t block_k, double scale,
+                                                                   OptionalTensor grad_lse) {
   pdkernels::AttentionGradArgs args;
-  unpack_attention(q, k, v, out, lse,
-                   {kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps},
-                   block_q, block_k, scale, args);
+  unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
   const SameDevice device(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
   // Two numbers a row that the first pass leaves for the second.
@@ -84,15 +79,13 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(
 template <class UnpackRows>
 std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
                                             const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                                            const std::array<Tensor, 3>& lists, const Tensor& bitmaps, int64_t block_q,
-                                            int64_t block_k, double scale, const OptionalTensor& block_table,
+                                            const PlanArguments& plan, double scale, const OptionalTensor& block_table,
                                             const UnpackRows& unpack_rows) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
   pdkernels::SpeculativeArgs args;
-  unpack_heads(q, k_new, v_new, out, lse, block_q, block_k, scale, args);
-  unpack_tail(SameDevice(q), lists, bitmaps, args);
+  unpack_attention(q, k_new, v_new, out, lse, plan, scale, args);
   unpack_prefix(SameDevice(q), k_cache, v_cache, lengths, block_table, args);
   unpack_rows(args);
   // What the splits of the prefix leave for each other: sized by the capacity, so the same at every step.
@@ -107,21 +100,21 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
 }
 
 std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                 Tensor lengths, Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps,
-                                                 Tensor bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 Tensor lengths, Tensor plan_rows, Tensor plan_lists, Tensor bitmaps,
+                                                 int64_t block_q, int64_t block_k, double scale,
                                                  OptionalTensor block_table) {
-  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps,
-                          block_q, block_k, scale, block_table, [](pdkernels::SpeculativeArgs&) {});
+  return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths,
+                          {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, block_table,
+                          [](pdkernels::SpeculativeArgs&) {});
 }
 
 std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache,
-                                                        Tensor v_cache, Tensor lengths, Tensor kv_offsets,
-                                                        Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps,
-                                                        int64_t block_q, int64_t block_k, double scale,
-                                                        OptionalTensor block_table, OptionalTensor counts,
-                                                        OptionalTensor source_index) {
+                                                        Tensor v_cache, Tensor lengths, Tensor plan_rows,
+                                                        Tensor plan_lists, Tensor bitmaps, int64_t block_q,
+                                                        int64_t block_k, double scale, OptionalTensor block_table,
+                                                        OptionalTensor counts, OptionalTensor source_index) {
   return attend_to_prefix(
-      q, k_new, v_new, k_cache, v_cache, lengths, {kv_offsets, kv_tiles, kv_bitmaps}, bitmaps, block_q, block_k, scale,
+      q, k_new, v_new, k_cache, v_cache, lengths, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale,
       block_table, [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });
 }
 

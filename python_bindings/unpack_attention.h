@@ -4,13 +4,12 @@
 #include "pdkernels/speculative_attention.h"
 #include "unpack.h"
 
-#include <array>
-
 namespace pdkernels::bindings {
 
-// The tensors of a TilePlan, in its order.
-struct PlanTensors {
-  Tensor kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, bitmaps;
+// What an op is given of a TilePlan, in the order of its schema.
+struct PlanArguments {
+  Tensor rows, lists, bitmaps;
+  int64_t block_q, block_k;
 };
 
 inline Element element_of(const Tensor& t) {
@@ -41,67 +40,45 @@ inline float* row_numbers(const SameDevice& device, const Tensor& t, const Atten
   return static_cast<float*>(t.data_ptr());
 }
 
-// A contiguous int32 tensor of `dim` dimensions, or with a batch in front of them.
-inline int64_t batch_stride(const SameDevice& device, const Tensor& t, int64_t dim, int64_t batch) {
+inline const int32_t* plan_words(const SameDevice& device, const Tensor& t) {
   device.require(t);
-  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous() &&
-                      (t.dim() == dim || (t.dim() == dim + 1 && t.size(0) == batch)),
-                  "pdkernels: a plan's tensors must be contiguous, of int32, with at most a batch dimension in front");
-  return t.dim() == dim ? 0 : t.stride(0);
+  STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int && t.is_contiguous(),
+                  "pdkernels: a plan's tensors must be contiguous, of int32");
+  return static_cast<const int32_t*>(t.data_ptr());
 }
 
-inline const int32_t* words(const Tensor& t) { return static_cast<const int32_t*>(t.data_ptr()); }
-
-// The lists of one side, all in their given order.
-inline TileLists tile_lists(const SameDevice& device, const Tensor& offsets, const Tensor& tiles,
-                            const Tensor& bitmap_ids, int64_t tokens, int64_t block, int64_t batch) {
-  TileLists lists{};
-  lists.offsets = words(offsets), lists.offsets_stride = batch_stride(device, offsets, 1, batch);
-  lists.tiles = words(tiles), lists.tiles_stride = batch_stride(device, tiles, 1, batch);
-  lists.bitmap_ids = words(bitmap_ids), lists.bitmap_ids_stride = batch_stride(device, bitmap_ids, 1, batch);
-  lists.num_tiles = (tokens + block - 1) / block;
-  lists.visits = tiles.size(tiles.dim() - 1);
-  STD_TORCH_CHECK(
-      offsets.size(offsets.dim() - 1) == lists.num_tiles + 1 && bitmap_ids.size(bitmap_ids.dim() - 1) == lists.visits,
-      "pdkernels: the plan must be for as many tokens as there are, and its lists must fit together");
-  return lists;
-}
-
-inline void set_order(const SameDevice& device, const Tensor& order, int64_t batch, TileLists& lists) {
-  lists.order = words(order), lists.order_stride = batch_stride(device, order, 1, batch);
-  STD_TORCH_CHECK(order.size(order.dim() - 1) == lists.num_tiles, "pdkernels: a plan's lists must fit together");
-}
-
-inline void unpack_bitmaps(const SameDevice& device, const Tensor& bitmaps, AttentionArgs& args) {
-  const int64_t words_per_row = (args.block_k + 31) / 32, dim = bitmaps.dim();
-  args.bitmaps = {static_cast<const uint32_t*>(bitmaps.data_ptr()), batch_stride(device, bitmaps, 3, args.batch),
-                  bitmaps.size(dim - 3), args.block_q, words_per_row};
-  STD_TORCH_CHECK(bitmaps.size(dim - 2) == args.block_q && bitmaps.size(dim - 1) == words_per_row,
+// The one place that knows how a plan's tensors are laid out: see tile_plan.h.
+inline void unpack_plan(const SameDevice& device, const PlanArguments& plan, AttentionArgs& args) {
+  const auto& [rows, lists, bitmaps, block_q, block_k] = plan;
+  const int64_t q_tiles = (args.q_len + block_q - 1) / block_q, k_tiles = (args.kv_len + block_k - 1) / block_k;
+  const int64_t dim = rows.dim(), words_per_row = (block_k + 31) / 32;
+  STD_TORCH_CHECK((dim == 2 || (dim == 3 && rows.size(0) == args.batch)) && rows.size(dim - 1) == 4 &&
+                      rows.size(dim - 2) == q_tiles + k_tiles && lists.dim() == 2 && lists.size(1) == 2,
+                  "pdkernels: the plan must be for as many samples and tokens as there are");
+  STD_TORCH_CHECK(bitmaps.dim() == 3 && bitmaps.size(1) == block_q && bitmaps.size(2) == words_per_row,
                   "pdkernels: a plan's bitmaps must have its tile size");
+  TileLists& of_q = args.of_q;
+  of_q.rows = plan_words(device, rows), of_q.rows_stride = dim == 2 ? 0 : rows.stride(0), of_q.num_tiles = q_tiles;
+  of_q.pairs = reinterpret_cast<const TilePair*>(plan_words(device, lists)), of_q.num_pairs = lists.size(0);
+  args.of_k = of_q;
+  args.of_k.rows += 4 * q_tiles, args.of_k.num_tiles = k_tiles;
+  args.bitmaps = {reinterpret_cast<const uint32_t*>(plan_words(device, bitmaps)), bitmaps.size(0), block_q,
+                  words_per_row};
 }
 
-inline void unpack_plan(const SameDevice& device, const PlanTensors& plan, AttentionArgs& args) {
-  args.of_q = tile_lists(device, plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, args.q_len, args.block_q, args.batch);
-  args.of_k = tile_lists(device, plan.q_offsets, plan.q_tiles, plan.q_bitmaps, args.kv_len, args.block_k, args.batch);
-  set_order(device, plan.q_order, args.batch, args.of_q);
-  set_order(device, plan.k_order, args.batch, args.of_k);
-  unpack_bitmaps(device, plan.bitmaps, args);
-}
-
-// All but the plan.
-inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                         int64_t block_q, int64_t block_k, double scale, AttentionArgs& args) {
+inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
+                             const PlanArguments& plan, double scale, AttentionArgs& args) {
   const SameDevice device(q);
   STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "pdkernels: q, k and v must have 4 dimensions");
   args.element = element_of(q);
   args.batch = q.size(0), args.q_len = q.size(1), args.q_heads = q.size(2), args.head_dim = q.size(3);
   args.kv_len = k.size(1), args.kv_heads = k.size(2);
-  args.block_q = block_q, args.block_k = block_k, args.scale = static_cast<float>(scale);
+  args.block_q = plan.block_q, args.block_k = plan.block_k, args.scale = static_cast<float>(scale);
   STD_TORCH_CHECK(args.kv_heads > 0 && args.q_heads > 0 && args.q_heads % args.kv_heads == 0,
                   "pdkernels: q heads must be a multiple of kv heads");
   STD_TORCH_CHECK(args.head_dim % 8 == 0 && args.head_dim >= 16 && args.head_dim <= 256,
                   "pdkernels: head_dim must be a multiple of 8 in [16, 256]");
-  STD_TORCH_CHECK(block_q > 0 && block_q % 16 == 0 && block_k > 0 && block_k % 16 == 0,
+  STD_TORCH_CHECK(args.block_q > 0 && args.block_q % 16 == 0 && args.block_k > 0 && args.block_k % 16 == 0,
                   "pdkernels: block_q and block_k must be multiples of 16");
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(device, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
@@ -111,26 +88,12 @@ inline void unpack_heads(const Tensor& q, const Tensor& k, const Tensor& v, cons
   args.v = view(v, args.kv_len, args.kv_heads);
   args.out = view(out, args.q_len, args.q_heads);
   args.lse = row_numbers(device, lse, args);
-}
-
-inline void unpack_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-                             const PlanTensors& plan, int64_t block_q, int64_t block_k, double scale,
-                             AttentionArgs& args) {
-  unpack_heads(q, k, v, out, lse, block_q, block_k, scale, args);
-  unpack_plan(SameDevice(q), plan, args);
-}
-
-// The part of a plan of (new, new) tokens that a forward pass reads: offsets, tiles and bitmap numbers of the queries.
-inline void unpack_tail(const SameDevice& device, const std::array<Tensor, 3>& lists, const Tensor& bitmaps,
-                        SpeculativeArgs& args) {
-  STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
-  args.of_q = tile_lists(device, lists[0], lists[1], lists[2], args.q_len, args.block_q, args.batch);
-  args.of_k = TileLists{};
-  unpack_bitmaps(device, bitmaps, args);
+  unpack_plan(device, plan, args);
 }
 
 inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                           const OptionalTensor& block_table, SpeculativeArgs& args) {
+  STD_TORCH_CHECK(args.kv_len == args.q_len, "pdkernels: k_new must have as many tokens as q");
   STD_TORCH_CHECK(k_cache.dim() == 4, "pdkernels: caches must have 4 dimensions");
   args.pages.num_pages = k_cache.size(0);
   args.pages.page_size = k_cache.size(1);

@@ -8,8 +8,9 @@ namespace pdkernels::cpu {
 namespace {
 
 void check_plan(const AttentionArgs& args) {
-  check_lists("block_sparse_attention", args.of_q, args.batch, args.of_k.num_tiles, args.bitmaps.count);
-  check_lists("block_sparse_attention", args.of_k, args.batch, args.of_q.num_tiles, args.bitmaps.count);
+  const char* op = "block_sparse_attention";
+  check_lists(op, args.of_q, args.batch, args.of_k.num_tiles, args.kv_len / args.block_k, args.bitmaps.count);
+  check_lists(op, args.of_k, args.batch, args.of_q.num_tiles, args.q_len / args.block_q, args.bitmaps.count);
 }
 
 }  // namespace

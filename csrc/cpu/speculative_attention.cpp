@@ -22,7 +22,7 @@ void speculative_attention(const SpeculativeArgs& args) {
            source, "It names one of the new tokens.");
     }
   }
-  check_lists(args.op, args.of_q, args.batch, (args.kv_len + args.block_k - 1) / args.block_k, args.bitmaps.count);
+  check_lists(args.op, args.of_q, args.batch, args.of_k.num_tiles, args.kv_len / args.block_k, args.bitmaps.count);
   PDK_DISPATCH(speculative_attention, args)
 }
 

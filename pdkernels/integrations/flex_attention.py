@@ -69,7 +69,7 @@ def from_block_mask(block_mask: BlockMask) -> TilePlan:
         >>> from torch.nn.attention.flex_attention import create_block_mask
         >>> from pdkernels.integrations.flex_attention import from_block_mask
         >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
-        >>> from_block_mask(block_mask).kv_bitmaps.tolist() == pd.masks.causal(256).plan(64, 64).kv_bitmaps.tolist()
+        >>> from_block_mask(block_mask).lists.tolist() == pd.masks.causal(256).plan(64, 64).lists.tolist()
         True
     """
     op = "integrations.from_block_mask"

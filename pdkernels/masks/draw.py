@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from math import prod
 from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -90,8 +92,7 @@ def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title:
     if plan is not None:
         _tiles(axes, plan)
         entries += _tile_legend()
-        visits, partial = plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
-        of = (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1)
+        visits, partial, of = plan.visited_tiles, int((plan.visits().bitmaps >= 0).sum()), prod(plan.grid)
         shape += f"\n{plan.block_q} x {plan.block_k} tiles: {visits} of {of} visited, {partial} partial"
         shape += f", efficiency {plan.tile_efficiency:.1%}"
     axes.set(xlim=(0, kv_len), ylim=(q_len, 0))
@@ -232,11 +233,12 @@ def _tiles(axes: Axes, plan: TilePlan) -> None:
 
     full: list[Rectangle] = []
     partial: list[Rectangle] = []
-    for i in range(len(plan.kv_offsets) - 1):
-        for visit in range(int(plan.kv_offsets[i]), int(plan.kv_offsets[i + 1])):
-            corner = (int(plan.kv_tiles[visit]) * plan.block_k, i * plan.block_q)
+    offsets, tiles, bitmaps = (part.tolist() for part in plan.visits())
+    for i, (first, last) in enumerate(pairwise(offsets)):
+        for tile, bitmap in zip(tiles[first:last], bitmaps[first:last]):
+            corner = (tile * plan.block_k, i * plan.block_q)
             box = (min(plan.block_k, plan.kv_len - corner[0]), min(plan.block_q, plan.q_len - corner[1]))
-            (full if plan.kv_bitmaps[visit] < 0 else partial).append(Rectangle(corner, *box))
+            (full if bitmap < 0 else partial).append(Rectangle(corner, *box))
     thin = 1.1 if len(full) + len(partial) < 300 else 0.35
     axes.add_collection(PatchCollection(full, facecolor="none", edgecolor=INK, linewidth=thin, zorder=3))
     hatched: dict[str, Any] = {"hatch": "///" if len(partial) < 1000 else None, "hatch_linewidth": 0.6}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, check, check_type
-from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, choice, integer
+from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, blocks, choice, integer
 
 
 def dual_stream(
@@ -96,11 +97,19 @@ def dual_stream(
     noisy_first = order == "noisy_first"
     prefix = len(sizes) if noisy_first else 0  # number of the prefix's segment, before the clean blocks
     inside: Literal["causal", "full"] = "causal" if clean == "causal" else "full"
-    clean_segments = [Segment(prefix_len, "causal", (), "prompt")]
-    clean_segments += [Segment(size, inside, (range(prefix, prefix + 1 + j),), "clean") for j, size in enumerate(sizes)]
-    noisy_segments = [
-        Segment(size, "full", (range(prefix, prefix + 1 + j),), "noisy") for j, size in enumerate(noisy_sizes)
-    ]
-    both = noisy_segments + clean_segments if noisy_first else clean_segments + noisy_segments
+    cleans = [(1, (Repeated(prefix_len, "causal", (), "prompt"),)), *_runs(sizes, inside, prefix, "clean")]
+    noisies = _runs(noisy_sizes, "full", prefix, "noisy")
+    both = noisies + cleans if noisy_first else cleans + noisies
     streams = [kept, arange(length)]
-    return SegmentMask(both, torch.cat(streams if noisy_first else streams[::-1]))
+    return SegmentMask._repeat(both, torch.cat(streams if noisy_first else streams[::-1]))
+
+
+def _runs(sizes: list[int], inside: Literal["causal", "full"], prefix: int, kind: str) -> list[Run]:
+    """Blocks of one stream: block j sees the clean prefix and the j clean blocks behind it."""
+    runs: list[Run] = []
+    first = 0
+    for size, same in groupby(sizes):
+        count = sum(1 for _ in same)
+        runs.append((count, (Repeated(size, inside, (Sees(prefix, prefix + 1 + first, 1, 0, 1),), kind),)))
+        first += count
+    return runs

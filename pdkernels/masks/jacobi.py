@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, integer, inverse
+from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, choice, integer, inverse
 
 Conditioning = Literal["noisy", "clean", "window"]
 Layout = Literal["streams", "interleaved"]
@@ -160,28 +160,34 @@ def noise_aware_causal(
     else:
         check(window is None, f"masks.{op}", "window", f"be None with conditioning={conditioning!r}", window)
     context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window or 1)
+    context = {"noisy": num_blocks or 1, "clean": 1}.get(conditioning, window) or 1
 
-    prompt = Segment(prompt_len, "causal", (), "prompt")
     interleaved = layout == "interleaved"
     # Segment numbers of noisy and clean blocks: first, first + step, ..; the prompt is segment 0.
     step, first_noisy, first_clean = (2, 1, 2) if interleaved else (1, 1 + num_blocks, 1)
-    clean = [
-        Segment(block_size, "causal", (range(1), range(first_clean, first_clean + step * j, step)), "clean")
-        for j in range(num_blocks)
-    ]
-    noisy = []
-    for j in range(num_blocks):
-        i = j - j % context
-        cleans = range(first_clean, first_clean + step * i, step)
-        noisies = range(first_noisy + step * i, first_noisy + step * j, step)
-        noisy.append(Segment(block_size, "causal", (range(1), cleans, noisies), "noisy"))
-    answer = [block for pair in zip(noisy, clean) for block in pair] if interleaved else clean + noisy
+    runs: list[Run] = [(1, (Repeated(prompt_len, "causal", (), "prompt"),))]
+    noisy_runs: list[Run] = []
+    for i in [0] if context == 1 else range(0, num_blocks, context):
+        # Blocks i, i + 1, ..: the noisy ones see clean blocks before i, or before their own.
+        count = num_blocks if context == 1 else min(context, num_blocks - i)
+        cleans = Sees(first_clean, first_clean + step * i, step, 0, step)
+        own, noisies = (
+            (cleans, ())
+            if context == 1
+            else (cleans._replace(stop_by=0), (Sees(first_noisy + step * i, first_noisy + step * i, step, 0, step),))
+        )
+        noisy = Repeated(block_size, "causal", (Sees(0, 1), own, *noisies), "noisy")
+        clean = Repeated(block_size, "causal", (Sees(0, 1), cleans), "clean")
+        noisy_runs.append((count, (noisy, clean) if interleaved else (noisy,)))
+    if not interleaved:
+        cleans = Sees(first_clean, first_clean, step, 0, step)
+        runs.append((num_blocks, (Repeated(block_size, "causal", (Sees(0, 1), cleans), "clean"),)))
 
     stream = arange(prompt_len, prompt_len + num_blocks * block_size)
     both = (
         torch.stack([stream.view(num_blocks, block_size)] * 2, dim=1) if interleaved else torch.stack([stream, stream])
     )
-    mask = NoiseAwareMask([prompt, *answer], torch.cat([arange(prompt_len), both.flatten()]))
+    mask = NoiseAwareMask._repeat(runs + noisy_runs, torch.cat([arange(prompt_len), both.flatten()]))
     mask.prompt_len, mask.block_size, mask.num_blocks = prompt_len, block_size, num_blocks
     mask.conditioning, mask.window, mask.layout = conditioning, window, layout
     return mask
@@ -211,4 +217,4 @@ def candidates(count: int, length: int) -> SegmentMask:
         [0, 1, 2, 0, 1, 2]
     """
     count, length = integer("candidates", "count", count, 0), integer("candidates", "length", length, 0)
-    return SegmentMask([Segment(length, "causal", (), "candidate")] * count, arange(length).repeat(count))
+    return SegmentMask._repeat([(count, (Repeated(length, "causal", (), "candidate"),))], arange(length).repeat(count))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
+from itertools import chain, groupby, repeat
 from os import PathLike
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,13 @@ from pdkernels._validation import check, check_type, fail, message
 from pdkernels.masks.draw import Picture, draw
 from pdkernels.masks.tile_plan import TilePlan, numbered
 
-# Masks lie in the computer's memory, whatever torch's default device is.
+# Masks are in host memory regardless of torch's default device.
 arange = partial(torch.arange, device="cpu")
 
 # Longer masks do not fit the 32-bit numbers of a plan.
 MOST_TOKENS = 2**31 - 1
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -37,6 +40,29 @@ class Segment(NamedTuple):
     """What the segment is, such as ``"prompt"`` or ``"noisy"``: a colour in pictures."""
     sample: int = 0
     """The packed sample it belongs to."""
+
+
+class Sees(NamedTuple):
+    """Segments ``range(start, stop, step)`` that a repeated segment sees; from one repetition to the next both ends move on."""
+
+    start: int
+    stop: int
+    step: int = 1
+    start_by: int = 0
+    stop_by: int = 0
+
+
+class Repeated(NamedTuple):
+    """A segment of a run of alike ones."""
+
+    length: int
+    inside: Literal["causal", "full", "none"]
+    sees: tuple[Sees, ...] = ()
+    kind: str = "tokens"
+
+
+# Some segments, one after the other, so many times.
+Run = tuple[int, tuple[Repeated, ...]]
 
 
 class SegmentMask:
@@ -86,16 +112,52 @@ class SegmentMask:
                 getattr(positions, "dtype", None) == torch.int64, op, "positions", "be an int64 tensor", positions
             )
             check(positions.shape == (tokens,), op, "positions", f"have shape ({tokens},)", tuple(positions.shape))
-        self._build(segments, positions, (0, tokens), (0, tokens))
+        self._given: tuple[Segment, ...] = segments
+        self._runs: tuple[Run, ...] | None = None
+        self._set_up(positions, (0, tokens), (0, tokens))
 
-    def _build(
-        self, segments: tuple[Segment, ...], positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]
-    ) -> None:
-        self.segments = segments
-        """All segments, also those outside the window of a slice."""
+    @classmethod
+    def _repeat(cls, runs: Sequence[Run], positions: Tensor) -> Self:
+        """A mask of runs of alike segments, none of which is an object of its own before somebody asks for it."""
+        mask = cls.__new__(cls)
+        mask._given, mask._runs = (), tuple(run for run in runs if run[0] > 0)
+        tokens = sum(count * sum(segment.length for segment in segments) for count, segments in mask._runs)
+        mask._set_up(positions, (0, tokens), (0, tokens))
+        return mask
+
+    def _set_up(self, positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         self._rows, self._columns = rows, columns
         self._positions = positions
-        self._table = _host.SegmentMask(segments, rows, columns)
+        self._table = self._make_table()
+
+    def _make_table(self) -> _host.SegmentMask:
+        if self._runs is not None:
+            runs = [(count, [segment[:3] for segment in segments]) for count, segments in self._runs]
+            return _host.SegmentMask.repeat(runs, self._rows, self._columns)
+        return _host.SegmentMask(self._given, self._rows, self._columns)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """All segments, also those outside the window of a slice."""
+        if self._runs is None:
+            return self._given
+        labels = chain.from_iterable(repeat(label, count) for *label, count in self._labels)
+        return tuple(
+            Segment(length, inside, tuple(range(*numbers) for numbers in sees), kind, sample)
+            for (length, inside, sees), (kind, sample) in zip(self._table.listed(), labels)
+        )
+
+    @cached_property
+    def _labels(self) -> list[tuple[str, int, int]]:
+        """Kind, sample and number of segments, for each run of segments that agree in them."""
+        parts: Iterable[tuple[tuple[str, int], int]] = (((part.kind, part.sample), 1) for part in self._given)
+        if self._runs is not None:
+            alone = (
+                ((count, segments[:1]),) if len(segments) == 1 else ((1, segments),) * count
+                for count, segments in self._runs
+            )
+            parts = (((part.kind, 0), count) for count, run in chain.from_iterable(alone) for part in run)
+        return [(*label, sum(count for _, count in same)) for label, same in groupby(parts, key=lambda part: part[0])]
 
     # What it is
 
@@ -126,7 +188,7 @@ class SegmentMask:
 
     @cached_property
     def _all_positions(self) -> Tensor:
-        return arange(sum(segment.length for segment in self.segments)) if self._positions is None else self._positions
+        return arange(self._table.tokens) if self._positions is None else self._positions
 
     @property
     def density(self) -> float:
@@ -143,9 +205,11 @@ class SegmentMask:
         for name, part in (("rows", rows), ("columns", columns)):
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
-        view = SegmentMask.__new__(SegmentMask)
-        view._build(self.segments, self._positions, _narrow(self._rows, rows), _narrow(self._columns, columns))
-        return view
+        part = SegmentMask.__new__(SegmentMask)
+        part._given, part._runs, part._positions = self._given, self._runs, self._positions
+        part._rows, part._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
+        part._table = self._table.window(part._rows, part._columns)
+        return part
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and other processes need: the planner's table and all that is kept follow from it."""
@@ -153,11 +217,11 @@ class SegmentMask:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._table = _host.SegmentMask(self.segments, self._rows, self._columns)
+        self._table = self._make_table()
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.segments, self._rows, self._columns))
+        return self._table.hash()
 
     def __hash__(self) -> int:
         return self._hash
@@ -165,12 +229,14 @@ class SegmentMask:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SegmentMask):
             return NotImplemented
-        same = (self._rows, self._columns) == (other._rows, other._columns) and self.segments == other.segments
+        same = self._table.equals(other._table) and self._labels == other._labels
         return same and torch.equal(self._all_positions, other._all_positions)
 
     def __repr__(self) -> str:
-        kinds = dict.fromkeys(segment.kind for segment in self.segments)
-        counts = (f"{sum(segment.kind == kind for segment in self.segments)} {kind}" for kind in kinds)
+        kinds: dict[str, int] = {}
+        for kind, _, count in self._labels:
+            kinds[kind] = kinds.get(kind, 0) + count
+        counts = (f"{count} {kind}" for kind, count in kinds.items())
         return f"{type(self).__name__}({self.q_len} x {self.kv_len}: {', '.join(counts)})"
 
     # Other forms
@@ -178,7 +244,7 @@ class SegmentMask:
     @cached_property
     def relation(self) -> Tensor:
         """``(segments, segments)`` uint8: 0 where the row's segment sees nothing of the column's, 1 all, 2 itself causally."""
-        size = len(self.segments)
+        size = self._table.segments
         if size == 0:
             return torch.zeros(0, 0, dtype=torch.uint8, device="cpu")
         return torch.frombuffer(self._table.relation(), dtype=torch.uint8).view(size, size)
@@ -186,7 +252,9 @@ class SegmentMask:
     @cached_property
     def segment_ids(self) -> Tensor:
         """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
-        lengths = torch.tensor([segment.length for segment in self.segments], dtype=torch.int64, device="cpu")
+        if self._table.segments == 0:
+            return torch.zeros(0, dtype=torch.int32, device="cpu")
+        lengths = torch.frombuffer(self._table.lengths(), dtype=torch.int64)
         return torch.repeat_interleave(arange(len(lengths), dtype=torch.int32), lengths)
 
     def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -241,10 +309,8 @@ class SegmentMask:
         Example:
             >>> import pdkernels as pd
             >>> plan = pd.masks.causal(96).plan(32, 32)
-            >>> plan.kv_offsets.tolist(), plan.kv_tiles.tolist()
-            ([0, 1, 3, 6], [0, 0, 1, 0, 1, 2])
-            >>> plan.kv_bitmaps.tolist()
-            [0, -1, 0, -1, -1, 0]
+            >>> plan.visited_tiles, round(plan.tile_efficiency, 3)
+            (6, 0.758)
         """
         sizes = (
             _validation.integer("masks.plan", name, size, 0)

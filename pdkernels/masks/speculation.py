@@ -106,7 +106,7 @@ def quadratic(
         >>> mask = pd.masks.quadratic(2)
         >>> mask.positions.tolist(), mask.mask_rows.tolist()
         ([0, 1, 1, 2, 2, 3], [[2, 3], [4, 5]])
-        >>> pd.masks.quadratic(32).plan(64, 64).kv_tiles.numel()
+        >>> pd.masks.quadratic(32).plan(64, 64).visited_tiles
         33
     """
     op = "quadratic"

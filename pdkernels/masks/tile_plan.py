@@ -30,6 +30,12 @@ def _words(visible: Tensor) -> Tensor:
     return (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
 
 
+def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
+    """The numbers of all ranges ``[begin, end)``, one range after the other."""
+    sizes = end - begin
+    return torch.arange(int(sizes.sum()), device=begin.device) + torch.repeat_interleave(end - sizes.cumsum(0), sizes)
+
+
 class BlockLists(NamedTuple):
     """Full and partial key tiles of each query tile, padded: what FlashAttention 4 and FlexAttention read. All int32."""
 
@@ -43,32 +49,44 @@ class BlockLists(NamedTuple):
     """(..., q_tiles, kv_tiles) their numbers, ascending, then 0."""
 
 
+class Visits(NamedTuple):
+    """The tiles that each tile of one side meets, one by one, in the order in which kernels visit them. All int32."""
+
+    offsets: Tensor
+    """(tiles + 1,): tile t meets entries ``offsets[t] .. offsets[t + 1]`` of the next two."""
+    tiles: Tensor
+    """(visits,): tiles of the other side; for each tile the full ones ascending, then the partial ones ascending."""
+    bitmaps: Tensor
+    """(visits,): -1 where all pairs inside the lengths are visible, else the number of a bitmap."""
+
+
+class PlanArguments(NamedTuple):
+    """What an op is given of a plan, in the order of its schema: see `TilePlan`."""
+
+    plan_rows: Tensor
+    plan_lists: Tensor
+    bitmaps: Tensor
+    block_q: int
+    block_k: int
+
+
 @dataclass(frozen=True, eq=False)
 class TilePlan:
     """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit a pair.
 
-    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible are not listed. Each list holds its full
-    tiles first, then its partial ones, both ascending. The bits of partial tiles are stored once for all tiles that look the
-    same. All tensors are int32 and share one block of memory. A stacked plan has a leading batch dimension on the offsets and
-    orders; offsets then count over the lists of all samples.
+    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible take no space. Full tiles come in runs, so each
+    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: partial ones, and one that shows all
+    its pairs but reaches beyond the lengths. The bits of partial tiles are stored once for all tiles that look the same. All
+    tensors are int32 and share one block of memory. `visits` lists every tile.
     """
 
-    kv_offsets: Tensor
-    """(q_tiles + 1,): query tile t visits entries ``kv_offsets[t] .. kv_offsets[t + 1]`` of the next two."""
-    kv_tiles: Tensor
-    """(visits,): key tiles; for each query tile the full ones ascending, then the partial ones ascending."""
-    kv_bitmaps: Tensor
-    """(visits,): -1 where all pairs inside the lengths are visible, else the number of a bitmap."""
-    q_offsets: Tensor
-    """(kv_tiles + 1,): the transposed lists, for the gradients of keys and values."""
-    q_tiles: Tensor
-    """(visits,): query tiles; for each key tile the full ones ascending, then the partial ones ascending."""
-    q_bitmaps: Tensor
-    """(visits,): as `kv_bitmaps`; bitmaps are not transposed."""
-    q_order: Tensor
-    """(q_tiles,): query tiles, those with the longest lists first."""
-    k_order: Tensor
-    """(kv_tiles,): key tiles, those with the longest lists first."""
+    rows: Tensor
+    """(q_tiles + kv_tiles, 4), a row for each query tile, then one for each key tile: its ranges are ``lists[row[0] : row[1]]``,
+    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side: those with the most visits come first. A stacked
+    plan has a leading batch dimension here."""
+    lists: Tensor
+    """(n, 2): ranges ``[first, last)`` of full tiles, wholly inside the lengths; and tiles with the number of their bitmap, or -1.
+    Ranges and lists ascend, but that a tile with -1 comes first."""
     bitmaps: Tensor
     """(n, block_q, ceil(block_k / 32)): bit ``c % 32`` of word ``[r, c // 32]`` is the pair of row r and column c of the tile.
     Bits outside the lengths are 0."""
@@ -82,30 +100,51 @@ class TilePlan:
     """Columns of a tile, a multiple of 16."""
     visible_pairs: int
     """Pairs that the mask shows, over all samples."""
+    visited_tiles: int
+    """Tiles that hold a visible pair, over all samples."""
 
     @property
     def tile_efficiency(self) -> float:
         """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted whole; 1 if none is visited."""
-        visits = int((self.kv_offsets[..., -1] - self.kv_offsets[..., 0]).sum())
-        return self.visible_pairs / (visits * self.block_q * self.block_k) if visits else 1.0
+        return self.visible_pairs / (self.visited_tiles * self.block_q * self.block_k) if self.visited_tiles else 1.0
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self._tensors())
 
     @property
     def device(self) -> torch.device:
         """Where the tensors lie."""
-        return self.kv_offsets.device
+        return self.rows.device
 
     @property
     def batch(self) -> int | None:
         """Samples of a stacked plan; None for a plan that all samples share."""
-        return self.kv_offsets.shape[0] if self.kv_offsets.dim() == 2 else None
+        return self.rows.shape[0] if self.rows.dim() == 3 else None
 
-    def _tensors(self) -> dict[str, Tensor]:
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.type == "Tensor"}
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Query tiles and key tiles."""
+        return -(-self.q_len // self.block_q), -(-self.kv_len // self.block_k)
+
+    @property
+    def q_order(self) -> Tensor:
+        """(q_tiles,): query tiles, those with the most visits first."""
+        return self.rows[..., : self.grid[0], 3]
+
+    @property
+    def k_order(self) -> Tensor:
+        """(kv_tiles,): key tiles, those with the most visits first."""
+        return self.rows[..., self.grid[0] :, 3]
+
+    @property
+    def arguments(self) -> PlanArguments:
+        """What the attention ops take."""
+        return PlanArguments(self.rows, self.lists, self.bitmaps, self.block_q, self.block_k)
+
+    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.rows, self.lists, self.bitmaps
 
     def _facts(self) -> dict[str, int]:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.type != "Tensor"}
@@ -116,6 +155,33 @@ class TilePlan:
         if self.device == device:
             return self
         return TilePlan._laid_out(self._tensors(), self._facts(), device)
+
+    def visits(self, transposed: bool = False, sample: int = 0) -> Visits:
+        """Every visited tile, unpacked from the ranges: for checks and pictures, since there may be very many.
+
+        Args:
+            transposed: query tiles of each key tile instead of key tiles of each query tile.
+            sample: of a stacked plan.
+
+        Example:
+            >>> import pdkernels as pd
+            >>> visits = pd.masks.causal(96).plan(32, 32).visits()
+            >>> visits.offsets.tolist(), visits.tiles.tolist(), visits.bitmaps.tolist()
+            ([0, 1, 3, 6], [0, 0, 1, 0, 1, 2], [0, -1, 0, -1, -1, 0])
+        """
+        side = slice(self.grid[0], None) if transposed else slice(self.grid[0])
+        rows = self.rows if self.batch is None else self.rows[sample]
+        begin, middle, end, _ = rows[side].T.to(torch.int64)
+        owner = torch.repeat_interleave(end - begin)
+        pairs = _concatenated(begin, end)
+        first, second = self.lists[pairs].T
+        is_range = pairs < middle[owner]
+        counts = torch.where(is_range, second - first, 1)
+        tiles = _concatenated(first, first + counts).to(torch.int32)
+        bitmaps = torch.repeat_interleave(torch.where(is_range, -1, second), counts)
+        totals = torch.zeros_like(begin).index_add_(0, owner, counts.to(torch.int64))
+        offsets = torch.cat([totals.new_zeros(1), totals.cumsum(0)])
+        return Visits(offsets.to(torch.int32), tiles, bitmaps)
 
     def dense(self) -> Tensor:
         """``(q_len, kv_len)`` bool, or ``(batch, q_len, kv_len)`` of a stacked plan: True where the row sees the column.
@@ -128,25 +194,33 @@ class TilePlan:
             >>> bool((mask.plan(16, 32).dense() == mask.dense()).all())
             True
         """
-        samples, q_tiles, kv_tiles = (
-            1 if self.batch is None else self.batch,
-            self.q_order.shape[-1],
-            self.k_order.shape[-1],
-        )
-        offsets = self.kv_offsets.view(samples, q_tiles + 1)
-        visits = torch.arange(self.kv_tiles.shape[0], dtype=torch.int32, device=self.device).repeat(samples, 1)
-        rows = torch.searchsorted(offsets, visits, right=True) - 1
-        # Each tile's content: nothing, all, or a bitmap. Visits of other samples go to a column that is cut off.
-        own = (rows >= 0) & (rows < q_tiles)
-        contents = torch.zeros(samples, q_tiles * (kv_tiles + 1), dtype=torch.int64, device=self.device)
-        places = rows.clamp(0, max(q_tiles - 1, 0)) * (kv_tiles + 1) + torch.where(own, self.kv_tiles, kv_tiles)
-        contents.scatter_(1, places, torch.where(own, self.kv_bitmaps + 2, 0).to(torch.int64))
-        contents = contents.view(samples, q_tiles, kv_tiles + 1)[..., :kv_tiles]
+        samples, (q_tiles, kv_tiles) = 1 if self.batch is None else self.batch, self.grid
+        if q_tiles == 0:
+            return self.lists.new_zeros((*self.rows.shape[:-2], 0, self.kv_len), dtype=torch.bool)
+        rows = self.rows.view(samples, -1, 4)[:, :q_tiles]
+        begin, middle, end = (rows[..., i].contiguous() for i in range(3))
+        numbers = torch.arange(len(self.lists), dtype=torch.int32, device=self.device).repeat(samples, 1)
+        # The row of each pair of the lists, if it has one: most belong to key tiles, or to other samples.
+        own = (torch.searchsorted(begin, numbers, right=True) - 1).clamp(min=0)
+        there = (numbers >= begin.gather(1, own)) & (numbers < end.gather(1, own))
+        is_range = there & (numbers < middle.gather(1, own))
+        first, second = self.lists.T
+        # Each tile's content: nothing, all, or a bitmap. What is none of a row's goes to a column that is cut off.
+        width = kv_tiles + 1
+        edges = torch.zeros(samples, q_tiles * width, dtype=torch.int32, device=self.device)
+        for column, step in ((first, 1), (second, -1)):
+            places = own * width + torch.where(is_range, column, kv_tiles)
+            edges.scatter_add_(1, places, torch.where(is_range, step, 0).to(torch.int32))
+        contents = (edges.view(samples, q_tiles, width).cumsum(-1) > 0).to(torch.int64).flatten(1)
+        is_other = there & ~is_range
+        places = own * width + torch.where(is_other, first, kv_tiles)
+        contents.scatter_(1, places, torch.where(is_other, second + 2, 0).to(torch.int64))
+        contents = contents.view(samples, q_tiles, width)[..., :-1]
         bits = (self.bitmaps[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
         bits = bits.to(torch.bool).flatten(2)[..., : self.block_k]
         table = torch.cat([bits.new_zeros(1, *bits.shape[1:]), bits.new_ones(1, *bits.shape[1:]), bits])
-        pairs = table[contents].transpose(2, 3).flatten(3).flatten(1, 2)[:, : self.q_len, : self.kv_len]
-        return pairs[0] if self.batch is None else pairs
+        dense = table[contents].transpose(2, 3).flatten(3).flatten(1, 2)[:, : self.q_len, : self.kv_len]
+        return dense[0] if self.batch is None else dense
 
     def block_lists(self, ragged_is_partial: bool = False) -> BlockLists:
         """Counts and padded lists of partial and of full key tiles: the block-sparsity tensors of FlashAttention 4.
@@ -161,15 +235,15 @@ class TilePlan:
             ([[0, 0, 0], [1, 0, 0], [2, 0, 0]], [0, 1, 2])
         """
         if self.batch is not None:
-            samples = [self._sample(b).block_lists(ragged_is_partial) for b in range(self.batch)]
+            samples = [replace(self, rows=rows).block_lists(ragged_is_partial) for rows in self.rows]
             return BlockLists(*(torch.stack(tensors) for tensors in zip(*samples)))
-        q_tiles, kv_tiles = len(self.kv_offsets) - 1, len(self.q_offsets) - 1
-        rows = torch.repeat_interleave(torch.arange(q_tiles, device=self.device), self.kv_offsets.diff())
-        full = self.kv_bitmaps < 0
+        (q_tiles, kv_tiles), visits = self.grid, self.visits()
+        rows = torch.repeat_interleave(torch.arange(q_tiles, device=self.device), visits.offsets.diff())
+        full = visits.bitmaps < 0
         if ragged_is_partial:
-            full &= ((rows + 1) * self.block_q <= self.q_len) & ((self.kv_tiles + 1) * self.block_k <= self.kv_len)
-        order = torch.argsort(rows * kv_tiles + self.kv_tiles)
-        rows, full, tiles = rows[order], full[order], self.kv_tiles[order]
+            full &= ((rows + 1) * self.block_q <= self.q_len) & ((visits.tiles + 1) * self.block_k <= self.kv_len)
+        order = torch.argsort(rows * kv_tiles + visits.tiles)
+        rows, full, tiles = rows[order], full[order], visits.tiles[order]
         lists = []
         for chosen in (~full, full):
             counts = torch.bincount(rows[chosen], minlength=q_tiles)
@@ -180,35 +254,24 @@ class TilePlan:
             lists += [counts.to(torch.int32), index]
         return BlockLists(*lists)
 
-    def _sample(self, number: int) -> TilePlan:
-        """One sample of a stacked plan."""
-        visits = slice(*self.kv_offsets[number, [0, -1]].tolist())
-        parts = {name: getattr(self, name)[visits] for name in ("kv_tiles", "kv_bitmaps", "q_tiles", "q_bitmaps")}
-        parts |= {name: getattr(self, name)[number] - visits.start for name in ("kv_offsets", "q_offsets")}
-        return replace(self, q_order=self.q_order[number], k_order=self.k_order[number], **parts)
-
     @staticmethod
-    def _laid_out(tensors: dict[str, Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
-        """A plan of these tensors in one fresh block of memory."""
-        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+    def _laid_out(tensors: Sequence[Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
+        """A plan of its three tensors, copied to one fresh block of memory."""
+        sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         words = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
-        for begin, tensor in zip(begins, tensors.values()):
+        for begin, tensor in zip(begins, tensors):
             words[begin : begin + tensor.numel()] = tensor.flatten()
         words = words.to(device)
-        views = {
-            name: words[begin : begin + tensor.numel()].view(tensor.shape)
-            for begin, (name, tensor) in zip(begins, tensors.items())
-        }
-        return TilePlan(**views, **facts)
+        views = (words[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
+        return TilePlan(*views, **facts)
 
     @staticmethod
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:
         words = torch.frombuffer(host, dtype=torch.int32)
-        *lists, bitmaps = (words[begin : begin + size] for begin, size in host.extents)
-        return TilePlan(
-            *lists, bitmaps.view(-1, block_q, -(-block_k // 32)), q_len, kv_len, block_q, block_k, host.visible_pairs
-        )
+        rows, lists, bitmaps = (words[begin : begin + size] for begin, size in host.extents)
+        tensors = rows.view(-1, 4), lists.view(-1, 2), bitmaps.view(-1, block_q, -(-block_k // 32))
+        return TilePlan(*tensors, q_len, kv_len, block_q, block_k, host.visible_pairs, host.visits)
 
     @staticmethod
     def from_tiles(full: Tensor, partial: tuple[Tensor, Tensor], visible: Tensor, q_len: int, kv_len: int) -> TilePlan:
@@ -230,9 +293,9 @@ class TilePlan:
             136
         """
         block_q, block_k = visible.shape[1:]
-        rows = (q_len - torch.arange(full.shape[0], device=full.device) * block_q).clamp(max=block_q)
+        rows_of = (q_len - torch.arange(full.shape[0], device=full.device) * block_q).clamp(max=block_q)
         columns = (kv_len - torch.arange(full.shape[1], device=full.device) * block_k).clamp(max=block_k)
-        areas = rows[:, None] * columns
+        areas = rows_of[:, None] * columns
         pairs = torch.where(full, areas, 0)
         pairs[partial] = visible.flatten(1).sum(1)
         # The number of a partial tile's bitmap is the order in which such a bitmap is met first.
@@ -245,27 +308,32 @@ class TilePlan:
         rank = torch.argsort(met)
         numbers[partial[0][needed], partial[1][needed]] = torch.argsort(rank)[content]
 
-        def lists(pairs: Tensor, numbers: Tensor) -> list[Tensor]:
-            counts = (pairs > 0).sum(1)
-            offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-            order = torch.argsort(counts, descending=True, stable=True)
-            lines, tiles = (pairs > 0).nonzero(as_tuple=True)
-            full_first = torch.argsort(2 * lines + (numbers[lines, tiles] >= 0), stable=True)
-            visits = tiles[full_first], numbers[lines, tiles][full_first]
-            return [part.to(torch.int32) for part in (offsets, *visits, order)]
-
-        kv_offsets, kv_tiles, kv_bitmaps, q_order = lists(pairs, numbers)
-        q_offsets, q_tiles, q_bitmaps, k_order = lists(pairs.T, numbers.T)
-        tensors = [kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, contents[rank]]
-        names = [field.name for field in fields(TilePlan) if field.type == "Tensor"]
+        rows, lists, begin = [], [], 0
+        for shown, number, ragged in ((pairs, numbers, columns < block_k), (pairs.T, numbers.T, rows_of < block_q)):
+            full = (shown > 0) & (number < 0) & ~ragged
+            steps = torch.nn.functional.pad(full.to(torch.int8), (1, 1)).diff()
+            (owner, first), last = (steps > 0).nonzero(as_tuple=True), (steps < 0).nonzero(as_tuple=True)[1]
+            others = ((shown > 0) & ~full).nonzero(as_tuple=True)
+            first_of_others = torch.where(number[others] < 0, -1, others[1])
+            key = torch.cat([owner * 2, others[0] * 2 + 1]) * (full.shape[1] + 1)
+            order = torch.argsort(key + torch.cat([first, first_of_others + 1]))
+            ends = torch.stack([torch.bincount(of, minlength=len(full)) for of in (owner, others[0])], 1)
+            ends = begin + ends.flatten().cumsum(0).view(-1, 2)
+            begins = torch.cat([ends.new_tensor([begin]), ends[:, 1]])[:-1]
+            longest = torch.argsort((shown > 0).sum(1), descending=True, stable=True)
+            rows.append(torch.stack([begins, *ends.T, longest], 1))
+            pairs_of = torch.cat([torch.stack([first, last], 1), torch.stack([others[1], number[others]], 1)])
+            lists.append(pairs_of[order])
+            begin += len(order)
         facts = {
             "q_len": q_len,
             "kv_len": kv_len,
             "block_q": block_q,
             "block_k": block_k,
             "visible_pairs": int(pairs.sum()),
+            "visited_tiles": int((pairs > 0).sum()),
         }
-        return TilePlan._laid_out(dict(zip(names, tensors)), facts, full.device)
+        return TilePlan._laid_out([torch.cat(rows), torch.cat(lists), contents[rank]], facts, full.device)
 
     @staticmethod
     def stack(plans: Sequence[TilePlan]) -> TilePlan:
@@ -281,8 +349,8 @@ class TilePlan:
             >>> import pdkernels as pd
             >>> masks = [pd.masks.causal(64), pd.masks.full(64)]
             >>> plan = pd.masks.TilePlan.stack([mask.plan(32, 32) for mask in masks])
-            >>> plan.kv_offsets.tolist(), plan.kv_tiles.tolist()
-            ([[0, 1, 3], [3, 5, 7]], [0, 0, 1, 0, 1, 0, 1])
+            >>> [plan.visits(sample=sample).tiles.tolist() for sample in (0, 1)]
+            [[0, 0, 1], [0, 1, 0, 1]]
         """
         op = "masks.TilePlan.stack"
         check(len(plans) > 0, op, "plans", "hold at least one plan", "none")
@@ -297,19 +365,16 @@ class TilePlan:
                 check(have == wanted, op, "plans", f"agree in {name} ({wanted})", have, remedy)
         # Samples that share a plan share its lists and bitmaps.
         distinct = list({id(plan): plan for plan in plans}.values())
-        visits = dict(zip(map(id, distinct), accumulate((plan.kv_tiles.numel() for plan in distinct), initial=0)))
-        bitmaps = dict(zip(map(id, distinct), accumulate((plan.bitmaps.shape[0] for plan in distinct), initial=0)))
-        shifted = lambda plan, tensor: torch.where(tensor < 0, tensor, tensor + bitmaps[id(plan)])  # noqa: E731
-        tensors = {
-            "kv_offsets": torch.stack([plan.kv_offsets + visits[id(plan)] for plan in plans]),
-            "kv_tiles": torch.cat([plan.kv_tiles for plan in distinct]),
-            "kv_bitmaps": torch.cat([shifted(plan, plan.kv_bitmaps) for plan in distinct]),
-            "q_offsets": torch.stack([plan.q_offsets + visits[id(plan)] for plan in plans]),
-            "q_tiles": torch.cat([plan.q_tiles for plan in distinct]),
-            "q_bitmaps": torch.cat([shifted(plan, plan.q_bitmaps) for plan in distinct]),
-            "q_order": torch.stack([plan.q_order for plan in plans]),
-            "k_order": torch.stack([plan.k_order for plan in plans]),
-            "bitmaps": torch.cat([plan.bitmaps for plan in distinct]),
-        }
-        facts = {**first._facts(), "visible_pairs": sum(plan.visible_pairs for plan in plans)}
-        return TilePlan._laid_out(tensors, facts, first.device)
+        before = dict(zip(map(id, distinct), accumulate((len(plan.lists) for plan in distinct), initial=0)))
+        shift = torch.tensor([[1], [1], [1], [0]], device=first.device).T
+        rows = torch.stack([plan.rows + before[id(plan)] * shift for plan in plans])
+        lists = []
+        for plan, bitmaps in zip(distinct, accumulate((len(plan.bitmaps) for plan in distinct), initial=0)):
+            steps = torch.zeros(len(plan.lists) + 1, dtype=torch.int64, device=plan.device)
+            for column, step in ((1, 1), (2, -1)):
+                steps.index_add_(0, plan.rows[:, column].to(torch.int64), steps.new_full((len(plan.rows),), step))
+            numbered_pair = (steps.cumsum(0)[:-1] > 0) & (plan.lists[:, 1] >= 0)
+            lists.append(torch.stack([plan.lists[:, 0], plan.lists[:, 1] + bitmaps * numbered_pair], 1))
+        facts = {name: sum(getattr(plan, name) for plan in plans) for name in ("visible_pairs", "visited_tiles")}
+        tensors = rows, torch.cat(lists), torch.cat([plan.bitmaps for plan in distinct])
+        return TilePlan._laid_out(tensors, {**first._facts(), **facts}, first.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check, check_type, fail, message
+from pdkernels.masks.tile_plan import PlanArguments, TilePlan
 
 LARGEST = torch.finfo(torch.float32).max
 
@@ -28,24 +29,14 @@ def given_scale(op: str, scale: float | None, q: Tensor) -> float:
     return scale
 
 
-def check_plan(
-    op: str,
-    q: Tensor,
-    kv_len: int,
-    lists: tuple[Tensor, ...],
-    orders: tuple[Tensor, ...],
-    bitmaps: Tensor,
-    block_q: int,
-    block_k: int,
-) -> None:
-    """The tensors of a `TilePlan` of the rows of `q` ``(batch, q_len, heads, head_dim)`` and `kv_len` columns: all but values.
+# The plan in the schema of an op: what `TilePlan.arguments` holds.
+PLAN_SCHEMA = "Tensor plan_rows, Tensor plan_lists, Tensor bitmaps, int block_q, int block_k"
 
-    Args:
-        op: whose arguments they are.
-        lists: kv_offsets, kv_tiles and kv_bitmaps; then, for ops that read them, q_offsets, q_tiles and q_bitmaps.
-        orders: q_order and k_order, or nothing.
-    """
-    for part in (*lists, *orders, bitmaps):
+
+def check_plan(op: str, q: Tensor, kv_len: int, plan: PlanArguments) -> None:
+    """A plan of the rows of `q` ``(batch, q_len, heads, head_dim)`` and `kv_len` columns: all but values."""
+    rows, lists, bitmaps, block_q, block_k = plan
+    for part in (rows, lists, bitmaps):
         if part.device != q.device:
             fail(op, "plan", f"be on {q.device} like q", part.device, f"Move it with plan.to({str(q.device)!r}).")
         if part.dtype != torch.int32 or not part.is_contiguous():
@@ -55,17 +46,19 @@ def check_plan(
     for name, size in (("block_q", block_q), ("block_k", block_k)):
         if size % 16 != 0 or size < 16 or size > 1024:
             fail(op, name, "be a multiple of 16 in [16, 1024]", size)
-    stacked = tuple(lists[0].shape[:-1])
-    if len(stacked) == 1 and stacked[0] != q.shape[0]:
+    if rows.dim() == 3 and rows.shape[0] != q.shape[0]:
         remedy = "Stack one plan for each sample, or pass a single plan that all samples share."
-        fail(op, "plan", f"have {q.shape[0]} samples like q", stacked[0], remedy)
-    rows, columns = -(-q.shape[1] // block_q), -(-kv_len // block_k)
-    for part, size in (*zip(lists[::3], (rows + 1, columns + 1)), *zip(orders, (rows, columns))):
-        if tuple(part.shape) != (*stacked, size) or len(stacked) > 1:
-            wanted = f"have {rows} x {columns} tiles of {block_q} x {block_k} in all its offsets and orders"
-            fail(op, "plan", wanted, tuple(part.shape))
-    for part in (*lists[1::3], *lists[2::3]):
-        if tuple(part.shape) != (lists[1].numel(),):
-            fail(op, "plan", "have as many entries in all its lists", tuple(part.shape))
+        fail(op, "plan", f"have {q.shape[0]} samples like q", rows.shape[0], remedy)
+    q_tiles, kv_tiles = -(-q.shape[1] // block_q), -(-kv_len // block_k)
+    if rows.dim() not in (2, 3) or tuple(rows.shape[-2:]) != (q_tiles + kv_tiles, 4):
+        fail(op, "plan", f"have rows for {q_tiles} x {kv_tiles} tiles of {block_q} x {block_k}", tuple(rows.shape))
+    if lists.dim() != 2 or lists.shape[1] != 2:
+        fail(op, "plan", "have lists of pairs", tuple(lists.shape))
     if bitmaps.dim() != 3 or tuple(bitmaps.shape[1:]) != (block_q, -(-block_k // 32)):
         fail(op, "plan", f"have bitmaps of shape (any, {block_q}, {-(-block_k // 32)})", tuple(bitmaps.shape))
+
+
+def dense_plan(plan: PlanArguments, q_len: int, kv_len: int) -> Tensor:
+    """The pairs that a plan of so many rows and columns shows."""
+    rows, lists, bitmaps, block_q, block_k = plan
+    return TilePlan(rows, lists, bitmaps, q_len, kv_len, block_q, block_k, visible_pairs=0, visited_tiles=0).dense()

@@ -7,6 +7,7 @@ the same bit for bit from run to run, whatever the number of threads and whateve
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,8 @@ from pdkernels import masks
 from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
+from pdkernels.masks.tile_plan import PlanArguments
+from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
 from pdkernels.ops._library import LIBRARY, Draw, call, define
 from pdkernels.reference import block_sparse_attention as reference
 
@@ -92,14 +94,22 @@ def block_sparse_attention(
             "Build the mask for these lengths; pack(..., length=n) pads one.",
         )
     scale = given_scale(OP, scale, q)
-    lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.q_offsets, plan.q_tiles, plan.q_bitmaps)
-    rest = (plan.q_order, plan.k_order, plan.bitmaps, plan.block_q, plan.block_k, scale)
-    out, lse = call(attention_op, (q, k, v, *lists, *rest), q, backend)
+    out, lse = call(attention_op, (q, k, v, *plan.arguments, scale), q, backend)
     return (out, lse) if return_lse else out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> None:
-    """All but dtypes of float64. `plan_and_scale`: the plan's nine tensors, its tile sizes, the scale."""
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
+) -> None:
+    """All but dtypes of float64."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             fail(OP, name, "have shape (batch, length, heads, head_dim)", tuple(x.shape))
@@ -125,8 +135,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> None:
             q.shape[3],
             "Pad q, k and v with zeros and pass the scale.",
         )
-    *tensors, block_q, block_k, _ = plan_and_scale
-    check_plan(OP, q, k.shape[1], tuple(tensors[:6]), tuple(tensors[6:8]), tensors[8], block_q, block_k)
+    check_plan(OP, q, k.shape[1], PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k))
 
 
 def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -144,13 +153,15 @@ def _fake_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *rest: Any,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The schema's default arrives as the last positional argument where a caller gives one.
-    if len(rest) > 12:
-        rest, grad_lse = rest[:12], rest[12]
-    _check(q, k, v, *rest)
+    _check(q, k, v, plan_rows, plan_lists, bitmaps, block_q, block_k, scale)
     rows = (q.shape[0], q.shape[2], q.shape[1])
     for name, x, shape, dtype in (
         ("grad_out", grad_out, q.shape, q.dtype),
@@ -170,12 +181,19 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _dense(q: Tensor, k: Tensor, *tensors_and_tiles: Any) -> Tensor:
-    return TilePlan(*tensors_and_tiles[:9], q.shape[1], k.shape[1], *tensors_and_tiles[9:11], visible_pairs=0).dense()
-
-
-def _reference(q: Tensor, k: Tensor, v: Tensor, *plan_and_scale: Any) -> tuple[Tensor, Tensor]:
-    return reference.block_sparse_attention(q, k, v, _dense(q, k, *plan_and_scale), plan_and_scale[-1])
+def _reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    plan = PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k)
+    return reference.block_sparse_attention(q, k, v, dense_plan(plan, q.shape[1], k.shape[1]), scale)
 
 
 def _reference_backward(
@@ -185,15 +203,18 @@ def _reference_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *rest: Any,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
+    bitmaps: Tensor,
+    block_q: int,
+    block_k: int,
+    scale: float,
     grad_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if len(rest) > 12:
-        rest, grad_lse = rest[:12], rest[12]
-    mask = _dense(q, k, *rest)
+    mask = dense_plan(PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k), q.shape[1], k.shape[1])
 
     def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return reference.block_sparse_attention(*leaves, mask, rest[11])
+        return reference.block_sparse_attention(*leaves, mask, scale)
 
     _, gradients = torch.func.vjp(run, q, k, v)
     return gradients((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
@@ -211,12 +232,6 @@ def _triton_backward(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor, T
     return backward(*arguments, **options)
 
 
-PLAN_SCHEMA = (
-    "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor q_offsets, Tensor q_tiles, Tensor q_bitmaps, "
-    "Tensor q_order, Tensor k_order, Tensor bitmaps, int block_q, int block_k, float scale"
-)
-
-
 def _example(draw: Draw) -> dict[str, Any]:
     mask = masks.noise_aware_causal(40, 8, 5)
     q, k, v = (draw.floats(2, mask.q_len, heads, 32) for heads in (4, 2, 2))
@@ -224,7 +239,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 attention_op = define(
-    f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}) -> (Tensor, Tensor)",
+    f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}, float scale) -> (Tensor, Tensor)",
     fake=_fake,
     reference=_reference,
     triton=_triton,
@@ -234,7 +249,7 @@ attention_op = define(
 )
 backward_op = define(
     f"{OP}_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {PLAN_SCHEMA}, "
-    "Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)",
+    "float scale, Tensor? grad_lse=None) -> (Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     reference=_reference_backward,
     triton=_triton_backward,
@@ -250,37 +265,48 @@ class _Attention(torch.autograd.Function):
     """Both results get gradients; either may be absent."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan_rows: Tensor,
+        plan_lists: Tensor,
+        bitmaps: Tensor,
+        block_q: int,
+        block_k: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = attention_op(*inputs)
+            out, lse = attention_op(q, k, v, plan_rows, plan_lists, bitmaps, block_q, block_k, scale)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:3], out, lse, *inputs[3:12])
-        ctx.sizes = inputs[12:]
+        ctx.save_for_backward(q, k, v, out, lse, plan_rows, plan_lists, bitmaps)
+        ctx.sizes = block_q, block_k, scale
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        refuse_tangents(OP, (grad_out, grad_lse, *saved[:3]))
+        q, k, v, out, *others = ctx.saved_tensors
+        refuse_tangents(OP, (grad_out, grad_lse, q, k, v))
         if grad_out is None:
-            grad_out = torch.zeros_like(saved[3])
+            grad_out = torch.zeros_like(out)
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
-        gradients = backward_op(grad_out, *saved, *ctx.sizes, grad_lse)
-        wanted = (gradient if needed else None for gradient, needed in zip(gradients, ctx.needs_input_grad))
-        return *wanted, *[None] * 12
+        gradients = backward_op(grad_out, q, k, v, out, *others, *ctx.sizes, grad_lse)
+        # None for the plan and the scale, which follow q, k and v.
+        return tuple(gradient if needed else None for gradient, needed in zip_longest(gradients, ctx.needs_input_grad))
 
 
-def _autograd(*inputs: Any) -> tuple[Tensor, Tensor]:
-    refuse_tangents(OP, inputs[:3])
-    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs[:3]):
+def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    refuse_tangents(OP, (q, k, v))
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if torch._C._are_functorch_transforms_active():
             _refuse_transforms()
-        return _Attention.apply(*inputs)
+        return _Attention.apply(q, k, v, *rest)
     with torch._C._AutoDispatchBelowAutograd():
-        return attention_op(*inputs)
+        return attention_op(q, k, v, *rest)
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:

@@ -29,7 +29,8 @@ from pdkernels._validation import (
 )
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
-from pdkernels.ops._attention import check_plan, given_scale, takes_head_dim
+from pdkernels.masks.tile_plan import PlanArguments
+from pdkernels.ops._attention import PLAN_SCHEMA, check_plan, dense_plan, given_scale, takes_head_dim
 from pdkernels.ops._library import DEBUG_CHECKS, LIBRARY, Draw, call, define
 from pdkernels.reference import speculative_attention as reference
 
@@ -194,8 +195,7 @@ def _arguments(
             f"{plan.q_len} and {plan.kv_len}",
             remedy,
         )
-    tail = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, plan.block_q, plan.block_k)
-    return (q, k_new, v_new, k_cache, v_cache, lengths, *tail, given_scale(op, scale, q))
+    return (q, k_new, v_new, k_cache, v_cache, lengths, *plan.arguments, given_scale(op, scale, q))
 
 
 def _check(
@@ -206,9 +206,8 @@ def _check(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    kv_offsets: Tensor,
-    kv_tiles: Tensor,
-    kv_bitmaps: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
     bitmaps: Tensor,
     block_q: int,
     block_k: int,
@@ -216,8 +215,10 @@ def _check(
     block_table: Tensor | None = None,
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
+    *,
+    values: bool = False,
 ) -> None:
-    """All but values, and dtypes of float64."""
+    """All but dtypes of float64, and but values unless asked for."""
     for name, x in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             layout = "(batch, new, heads, head_dim)"
@@ -274,7 +275,9 @@ def _check(
         check_index(op, "counts", counts, (q.shape[0],), q.device)
     if source_index is not None:
         check_index(op, "source_index", source_index, (q.shape[0], None), q.device)
-    check_plan(op, q, q.shape[1], (kv_offsets, kv_tiles, kv_bitmaps), (), bitmaps, block_q, block_k)
+    check_plan(op, q, q.shape[1], PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k))
+    if values:
+        _check_values(op, q.shape[1], k_cache, lengths, block_table, counts, source_index)
 
 
 def _check_values(
@@ -322,12 +325,6 @@ def _check_values(
                 fail(op, f"source_index[{b}, {i}]", f"be in [0, {new - 1}]", f"{source} for sequence {b}", remedy)
 
 
-def _check_all(op: str, *arguments: Any) -> None:
-    _check(op, *arguments)
-    table_and_rows = arguments[13:] or (None,)
-    _check_values(op, arguments[0].shape[1], arguments[3], arguments[5], *table_and_rows)
-
-
 def _results(op: str, q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     _check(op, q, *rest)
     if q.dtype == torch.float64:
@@ -344,9 +341,8 @@ def _by_reference(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    kv_offsets: Tensor,
-    kv_tiles: Tensor,
-    kv_bitmaps: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
     bitmaps: Tensor,
     block_q: int,
     block_k: int,
@@ -354,12 +350,8 @@ def _by_reference(
     block_table: Tensor | None = None,
     *rows: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    new = q.shape[1]
-    # Of what a whole plan has besides, unpacking it looks at the numbers of tiles alone.
-    row_tiles, column_tiles = (kv_offsets.new_empty(-(-new // block)) for block in (block_q, block_k))
-    lists = (kv_offsets, kv_tiles, kv_bitmaps)
-    plan = TilePlan(*lists, *lists, row_tiles, column_tiles, bitmaps, new, new, block_q, block_k, visible_pairs=0)
-    tensors = (q, k_new, v_new, k_cache, v_cache, lengths, plan.dense(), *rows)
+    mask = dense_plan(PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k), q.shape[1], q.shape[1])
+    tensors = (q, k_new, v_new, k_cache, v_cache, lengths, mask, *rows)
     return getattr(reference, op)(*tensors, block_table=block_table, scale=scale)
 
 
@@ -367,18 +359,21 @@ def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
     from pdkernels.triton.speculative_attention import forward
 
     if DEBUG_CHECKS:
-        _check_all(op, *arguments)
+        _check(op, *arguments, values=True)
     return forward(*arguments, append=op == APPEND)
 
 
-def _refuse_gradients(op: torch._ops.OpOverload, *arguments: Any) -> tuple[Tensor, Tensor]:
+def _refuse_gradients(
+    op: torch._ops.OpOverload, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
     """Results without a history would look like constants to whoever trains through them."""
-    refuse_tangents(op._opname, arguments[:5])
-    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:5]):
+    inputs = (q, k_new, v_new, k_cache, v_cache)
+    refuse_tangents(op._opname, inputs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*arguments)
+        return op(*inputs, *rest)
 
 
 def _example(draw: Draw) -> dict[str, Any]:
@@ -392,12 +387,11 @@ def _example(draw: Draw) -> dict[str, Any]:
 def _define(op: str, cache: tuple[str, str], rows: str = "") -> torch._ops.OpOverload:
     defined = define(
         f"{op}(Tensor q, Tensor k_new, Tensor v_new, {cache[0]} k_cache, {cache[1]} v_cache, Tensor lengths, "
-        "Tensor kv_offsets, Tensor kv_tiles, Tensor kv_bitmaps, Tensor bitmaps, int block_q, int block_k, float scale, "
-        f"Tensor? block_table=None{rows}) -> (Tensor, Tensor)",
+        f"{PLAN_SCHEMA}, float scale, Tensor? block_table=None{rows}) -> (Tensor, Tensor)",
         fake=partial(_results, op),
         reference=partial(_by_reference, op),
         triton=partial(_by_triton, op),
-        reference_check=partial(_check_all, op),
+        reference_check=partial(_check, op, values=True),
         example=_example,
         gradients="own",
     )

@@ -25,7 +25,8 @@ class Blocking(NamedTuple):
 
 # Fixed, so that no call ever waits for a search: {(kernel, architecture): {largest head dimension: blocking}}.
 #   - Hopper and Blackwell: 8 warps are two warp groups of 64 rows each. 128 key columns halve the work on row maxima,
-#     against 64, and fill 160 KiB of shared memory at d=128 with K and V double-buffered.
+#     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V. What ptxas spills there, 72
+#     bytes, is stored in front of all loops and loaded behind them.
 #   - The masked loop walks half as far, since bits take registers: at full width ptxas spills, and serializes wgmma.
 #   - dK/dV holds two accumulators of 128 x d, 128 of 255 registers at d=128, so its queries come 64 at a time. On
 #     Hopper that spills some 15 words of addresses; 32 at a time would not, but would synchronize twice as often.

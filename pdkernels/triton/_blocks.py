@@ -1,4 +1,4 @@
-"""What the attention kernels share: blocks of a head, cuts of a bitmap, runs of a plan's list.
+"""What the attention kernels share: blocks of a head, cuts of a bitmap, walks over ranges, a step of the online softmax.
 
 A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is no power of two is cut in
 two, 96 = 64 + 32, so that it costs no more than it has. Columns behind the head dimension are zero.
@@ -162,16 +162,55 @@ def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
 
 
 @triton.jit
-def end_of_full_tiles(tiles, bitmaps, first, last, length, BLOCK: tl.constexpr):
-    """Where the run of tiles that need no mask ends: full ones that lie wholly inside the sequence.
+def weigh(query, key, seen, peak, total, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
+          FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """(weights of a step of the online softmax, factor of older sums, peak, total); `seen` None: all is seen."""
+    s = products(query, key, D1)
+    factor = score_scale
+    if not FOLD_SCALE:
+        s *= score_scale
+        factor = 1.0
+    if seen is not None:
+        s = tl.where(seen, s, float("-inf"))
+    new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
+    origin = new_peak
+    if seen is not None:
+        # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+    p = power(BASE_2, s * factor - origin[:, None])
+    shrink = power(BASE_2, peak - origin)
+    return p, shrink, new_peak, total * shrink + tl.sum(p, 1)
 
-    A list may go on with full tiles after partial ones, but only those of the leading run are spared the mask.
+
+@triton.jit
+def attend(query, key, value, seen, acc, peak, total, score_scale,
+           D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
+    """A step of the online softmax and its weighted values."""
+    p, shrink, peak, total = weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+    return add_weighted(scale_rows(acc, shrink, D1), p, value, D1), peak, total
+
+
+@triton.jit
+def first_range(lists, begin, middle, CUTS: tl.constexpr):
+    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first one, where that one ends).
+
+    A step is one of CUTS cuts of a tile. Ranges are walked in one loop, whose state says where it is: in a nest of two
+    loops ptxas serializes all wgmma instructions. No load of the loop depends on a load, but where a range ends.
     """
-    end = last
-    for start in tl.range(first, last, 128, num_stages=1):
-        at = start + tl.arange(0, 128)
-        tile = tl.load(tiles + at, mask=at < last, other=0)
-        bitmap = tl.load(bitmaps + at, mask=at < last, other=0)
-        unmasked = (bitmap < 0) & ((tile + 1) * BLOCK <= length)
-        end = tl.minimum(end, tl.min(tl.where(unmasked | (at >= last), last, at)))
-    return end
+    tiles = 0
+    for pair in range(begin, middle):
+        tiles += tl.load(lists + 2 * pair + 1) - tl.load(lists + 2 * pair)
+    some = begin < middle
+    first = tl.load(lists + 2 * begin, mask=some, other=0)
+    return tiles * CUTS, first * CUTS, tl.load(lists + 2 * begin + 1, mask=some, other=0) * CUTS
+
+
+@triton.jit
+def next_step(lists, begin, middle, pair, at, end, CUTS: tl.constexpr):
+    """(range, step, end of the range) that follow step `at` of range `pair`; the first one again after the last."""
+    at += 1
+    over = at >= end
+    pair = tl.where(over, tl.where(pair + 1 < middle, pair + 1, begin), pair)
+    at = tl.where(over, tl.load(lists + 2 * pair, mask=over, other=0) * CUTS, at)
+    end = tl.where(over, tl.load(lists + 2 * pair + 1, mask=over, other=0) * CUTS, end)
+    return pair, at, end

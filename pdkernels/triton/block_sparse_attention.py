@@ -4,9 +4,9 @@ One program owns one block of rows of the result and walks the plan's list for i
 kernels, key rows in the dK/dV kernel. So nothing is summed across programs, there are no atomics, and a run repeats bit
 for bit. A plan's tile may be cut into smaller blocks (`Blocking`), each a power of two that divides it.
 
-Each list is walked in two loops: first the leading full tiles, without any mask arithmetic, then the rest. A branch in
-one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its note C7515). So a list is
-quickest with its full tiles first, and right in any order.
+Ranges of full tiles are counted loops without any mask arithmetic and without a load that says what to load; tiles that
+need a mask follow. A branch in one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its
+note C7515).
 
 For half precision the softmax runs in base 2: exp2 is one instruction, and the scale times log2(e) is folded into the
 multiply-add in front of it. For float32 it runs in base e, since a score in base 2 is larger and so is its rounding.
@@ -27,11 +27,12 @@ from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
 
 
 @triton.jit
-def _program(order, order_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: tl.constexpr):
-    """(batch, kv head, head within its group, tile, cut) of this program.
+def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: tl.constexpr):
+    """(batch, kv head, head within its group, tile, cut) of this program; and of its tile where in the plan's lists the
+    ranges begin, where the tiles that need a mask do, and where they end.
 
-    Programs of one KV head are neighbours, so that its keys and values stay in the L2 cache; among them the longest
-    lists start first, so that short ones fill the end of the wave.
+    Programs of one KV head are neighbours, so that its keys and values stay in the L2 cache; among them the tiles with
+    the most visits start first, so that the others fill the end of the wave.
     """
     program = tl.program_id(0)
     in_group = program % GROUP
@@ -42,57 +43,23 @@ def _program(order, order_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS
     program = program // num_tiles
     kv_head = program % kv_heads
     batch = (program // kv_heads).to(tl.int64)
-    tile = tl.load(order + batch * order_stride + rank)
-    return batch, kv_head, in_group, tile, cut
-
-
-@triton.jit
-def _forward_steps(
-    first, last, q, acc, peak, total, k, v, k_stride, v_stride, tiles, bitmap_ids, bitmaps, kv_len, row, score_scale,
-    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    CUTS: tl.constexpr = BLOCK_K // BLOCK_N
-    for step in range(first * CUTS, last * CUTS):
-        column = (step % CUTS) * BLOCK_N
-        start = tl.load(tiles + step // CUTS).to(tl.int64) * BLOCK_K + column
-        key = blocks.load(k + start * k_stride, k_stride, kv_len - start, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        s = blocks.products(q, key, D1)
-        factor = score_scale
-        if not FOLD_SCALE:
-            s *= score_scale
-            factor = 1.0
-        if MASKED:
-            bitmap = tl.load(bitmap_ids + step // CUTS)
-            seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
-            s = tl.where(seen & (tl.arange(0, BLOCK_N)[None, :] < kv_len - start), s, float("-inf"))
-
-        new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
-        origin = new_peak
-        if MASKED:
-            # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
-            origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        p = blocks.power(BASE_2, s * factor - origin[:, None])
-        shrink = blocks.power(BASE_2, peak - origin)
-        total = total * shrink + tl.sum(p, 1)
-        peak = new_peak
-        value = blocks.load(v + start * v_stride, v_stride, kv_len - start, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
-    return acc, peak, total
+    rows += batch * rows_stride
+    tile = tl.load(rows + rank * 4 + 3)
+    rows += tile * 4
+    return batch, kv_head, in_group, tile, cut, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
 
 
 @triton.jit
 def _forward_kernel(
-    q, k, v, out, lse, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, q_order,
+    q, k, v, out, lse, plan_rows, lists, bitmaps,
     q_stride_b, q_stride, q_stride_h, k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    offsets_stride, tiles_stride, bitmaps_stride, order_stride, num_tiles, q_len, kv_len, kv_heads, score_scale,
+    rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    batch, kv_head, in_group, tile, cut = _program(
-        q_order, order_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
+    batch, kv_head, in_group, tile, cut, begin, middle, end = _program(
+        plan_rows, rows_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
     )
     head = kv_head * GROUP + in_group
     heads = kv_heads * GROUP
@@ -101,27 +68,32 @@ def _forward_kernel(
     left = q_len - start
     k += batch * k_stride_b + kv_head * k_stride_h
     v += batch * v_stride_b + kv_head * v_stride_h
-    tiles = kv_tiles + batch * tiles_stride
-    ids = kv_bitmaps + batch * tiles_stride
-    bitmaps += batch * bitmaps_stride
-    offsets = kv_offsets + batch * offsets_stride + tile
-    first = tl.load(offsets)
-    last = tl.load(offsets + 1)
-    middle = blocks.end_of_full_tiles(tiles, ids, first, last, kv_len, BLOCK_K)
-
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
     acc = blocks.zeros(BLOCK_M, D0, D1)
     peak = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
-    acc, peak, total = _forward_steps(
-        first, middle, query, acc, peak, total, k, v, k_stride, v_stride, tiles, ids, bitmaps, kv_len, row, score_scale,
-        HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, BASE_2, FOLD_SCALE, False,
-    )  # fmt: skip
-    acc, peak, total = _forward_steps(
-        middle, last, query, acc, peak, total, k, v, k_stride, v_stride, tiles, ids, bitmaps, kv_len, row, score_scale,
-        HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, BASE_2, FOLD_SCALE, True,
-    )  # fmt: skip
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
+    for _ in range(0, steps):
+        place = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        p, shrink, peak, total = blocks.weigh(query, key, None, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
+    CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
+    for step in range(middle * CUTS, end * CUTS):
+        column = (step % CUTS) * BLOCK_MASKED
+        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
+        keys_left = kv_len - place
+        key = blocks.load(k + place * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        bitmap = tl.load(lists + step // CUTS * 2 + 1)
+        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
+        seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
+        p, shrink, peak, total = blocks.weigh(query, key, seen, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
     acc = blocks.scale_rows(acc, 1.0 / tl.where(total == 0.0, 1.0, total), D1)
@@ -133,42 +105,27 @@ def _forward_kernel(
 
 
 @triton.jit
-def _dq_steps(
-    first, last, q, grad, acc, row_lse, delta, k, v, k_stride, v_stride, tiles, bitmap_ids, bitmaps, kv_len, row,
-    score_scale,
-    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BASE_2: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    CUTS: tl.constexpr = BLOCK_K // BLOCK_N
-    for step in range(first * CUTS, last * CUTS):
-        column = (step % CUTS) * BLOCK_N
-        start = tl.load(tiles + step // CUTS).to(tl.int64) * BLOCK_K + column
-        key = blocks.load(k + start * k_stride, k_stride, kv_len - start, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        value = blocks.load(v + start * v_stride, v_stride, kv_len - start, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        p = blocks.power(BASE_2, blocks.products(q, key, D1) * score_scale - row_lse[:, None])
-        if MASKED:
-            bitmap = tl.load(bitmap_ids + step // CUTS)
-            seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
-            p = tl.where(seen & (tl.arange(0, BLOCK_N)[None, :] < kv_len - start), p, 0.0)
-        ds = p * (blocks.products(grad, value, D1) - delta[:, None])
-        acc = blocks.add_weighted(acc, ds, key, D1)
-    return acc
+def _dq_step(query, grad, key, value, seen, acc, row_lse, delta, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr):
+    p = blocks.power(BASE_2, blocks.products(query, key, D1) * score_scale - row_lse[:, None])
+    if seen is not None:
+        p = tl.where(seen, p, 0.0)
+    ds = p * (blocks.products(grad, value, D1) - delta[:, None])
+    return blocks.add_weighted(acc, ds, key, D1)
 
 
 @triton.jit
 def _dq_kernel(
-    grad_out, q, k, v, out, lse, grad_lse, dq, lse_b, delta, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, q_order,
+    grad_out, q, k, v, out, lse, grad_lse, dq, lse_b, delta, plan_rows, lists, bitmaps,
     grad_stride_b, grad_stride, grad_stride_h, q_stride_b, q_stride, q_stride_h,
     k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    offsets_stride, tiles_stride, bitmaps_stride, order_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
+    rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """dQ, and for the dK/dV kernel each row's log-sum-exp in the softmax's base and delta = rowsum(dO * O) - dLSE."""
-    batch, kv_head, in_group, tile, cut = _program(
-        q_order, order_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
+    batch, kv_head, in_group, tile, cut, begin, middle, end = _program(
+        plan_rows, rows_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
     )
     head = kv_head * GROUP + in_group
     heads = kv_heads * GROUP
@@ -177,14 +134,6 @@ def _dq_kernel(
     left = q_len - start
     k += batch * k_stride_b + kv_head * k_stride_h
     v += batch * v_stride_b + kv_head * v_stride_h
-    tiles = kv_tiles + batch * tiles_stride
-    ids = kv_bitmaps + batch * tiles_stride
-    bitmaps += batch * bitmaps_stride
-    offsets = kv_offsets + batch * offsets_stride + tile
-    first = tl.load(offsets)
-    last = tl.load(offsets + 1)
-    middle = blocks.end_of_full_tiles(tiles, ids, first, last, kv_len, BLOCK_K)
-
     q += batch * q_stride_b + head * q_stride_h + start * q_stride
     grad_out += batch * grad_stride_b + head * grad_stride_h + start * grad_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, True)
@@ -203,68 +152,70 @@ def _dq_kernel(
     tl.store(delta + in_rows + rows, row_delta, mask=rows < left)
 
     acc = blocks.zeros(BLOCK_M, D0, D1)
-    acc = _dq_steps(
-        first, middle, query, grad, acc, row_lse, row_delta, k, v, k_stride, v_stride, tiles, ids, bitmaps, kv_len, row,
-        score_scale, HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, BASE_2, False,
-    )  # fmt: skip
-    acc = _dq_steps(
-        middle, last, query, grad, acc, row_lse, row_delta, k, v, k_stride, v_stride, tiles, ids, bitmaps, kv_len, row,
-        score_scale, HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, BASE_2, True,
-    )  # fmt: skip
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_K // BLOCK_N)
+    for _ in range(0, steps):
+        place = at.to(tl.int64) * BLOCK_N
+        key = blocks.load(k + place * k_stride, k_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        value = blocks.load(v + place * v_stride, v_stride, 0, BLOCK_N, HEAD_DIM, D0, D1, False)
+        acc = _dq_step(query, grad, key, value, None, acc, row_lse, row_delta, score_scale, D1, BASE_2)
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_K // BLOCK_N)
+    CUTS: tl.constexpr = BLOCK_K // BLOCK_MASKED
+    for step in range(middle * CUTS, end * CUTS):
+        column = (step % CUTS) * BLOCK_MASKED
+        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_K + column
+        keys_left = kv_len - place
+        key = blocks.load(k + place * k_stride, k_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        value = blocks.load(v + place * v_stride, v_stride, keys_left, BLOCK_MASKED, HEAD_DIM, D0, D1, True)
+        bitmap = tl.load(lists + step // CUTS * 2 + 1)
+        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_MASKED, False)
+        seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
+        acc = _dq_step(query, grad, key, value, seen, acc, row_lse, row_delta, score_scale, D1, BASE_2)
     acc = blocks.scale_rows(acc, tl.full((BLOCK_M,), scale, tl.float32), D1)
     blocks.store(dq + in_result, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
 
 
 @triton.jit
-def _dkv_steps(
-    first, last, k, v, dk, dv, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h, lse_b, delta,
-    tiles, bitmap_ids, bitmaps, q_len, column, score_scale,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BASE_2: tl.constexpr, MASKED: tl.constexpr,
+def _dkv_step(
+    head, start, seen, k, v, dk, dv, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h, lse_b, delta,
+    q_len, score_scale,
+    HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """Scores stand transposed, keys by queries, so that weights are left operands straight from registers.
-
-    One loop over (query head, tile, cut): loads of the next head are under way while the last one ends.
-    """
-    CUTS: tl.constexpr = BLOCK_Q // BLOCK_M
-    steps = (last - first) * CUTS
-    divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even where the list is empty
-    for flat in range(0, steps * GROUP):
-        head = (flat // divisor).to(tl.int64)
-        step = first * CUTS + flat % divisor
-        row = (step % CUTS) * BLOCK_M
-        start = tl.load(tiles + step // CUTS).to(tl.int64) * BLOCK_Q + row
-        left = q_len - start
-        head_q = q + head * q_stride_h + start * q_stride
-        head_grad = grad_out + head * grad_stride_h + start * grad_stride
-        query = blocks.load(head_q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-        grad = blocks.load(head_grad, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-        row_lse = blocks.load_rows(lse_b + head * q_len + start, left, BLOCK_M, float("inf"), MASKED)
-        row_delta = blocks.load_rows(delta + head * q_len + start, left, BLOCK_M, 0.0, MASKED)
-        p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
-        if MASKED:
-            bitmap = tl.load(bitmap_ids + step // CUTS)
-            seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, True)
-            p = tl.where(seen, p, 0.0)
-        dv = blocks.add_weighted(dv, p, grad, D1)
-        ds = p * (blocks.products(v, grad, D1) - row_delta[None, :])
-        dk = blocks.add_weighted(dk, ds, query, D1)
+    """Scores stand transposed, keys by queries, so that weights are left operands straight from registers."""
+    MASKED: tl.constexpr = seen is not None
+    left = q_len - start
+    q += head * q_stride_h + start * q_stride
+    grad_out += head * grad_stride_h + start * grad_stride
+    query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
+    grad = blocks.load(grad_out, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
+    row_lse = blocks.load_rows(lse_b + head * q_len + start, left, BLOCK_M, float("inf"), MASKED)
+    row_delta = blocks.load_rows(delta + head * q_len + start, left, BLOCK_M, 0.0, MASKED)
+    p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
+    if MASKED:
+        p = tl.where(seen, p, 0.0)
+    dv = blocks.add_weighted(dv, p, grad, D1)
+    ds = p * (blocks.products(v, grad, D1) - row_delta[None, :])
+    dk = blocks.add_weighted(dk, ds, query, D1)
     return dk, dv
 
 
 @triton.jit
 def _dkv_kernel(
-    grad_out, q, k, v, lse_b, delta, dk, dv, q_offsets, q_tiles, q_bitmaps, bitmaps, k_order,
+    grad_out, q, k, v, lse_b, delta, dk, dv, plan_rows, lists, bitmaps,
     grad_stride_b, grad_stride, grad_stride_h, q_stride_b, q_stride, q_stride_h,
     k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    offsets_stride, tiles_stride, bitmaps_stride, order_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
+    rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of a block of keys, summed over the query heads that share it."""
-    batch, kv_head, _, tile, cut = _program(k_order, order_stride, num_tiles, kv_heads, 1, BLOCK_K // BLOCK_N)
+    """dK and dV of a block of keys, summed over the query heads that share it.
+
+    Its loops run over (query head, query tile, cut): loads of the next head are under way while the last one ends.
+    """
+    batch, kv_head, _, tile, cut, begin, middle, end = _program(
+        plan_rows, rows_stride, num_tiles, kv_heads, 1, BLOCK_K // BLOCK_N
+    )
     column = cut * BLOCK_N
     start = tile.to(tl.int64) * BLOCK_K + column
     left = kv_len - start
@@ -272,30 +223,36 @@ def _dkv_kernel(
     grad_out += batch * grad_stride_b + kv_head * GROUP * grad_stride_h
     lse_b += (batch * kv_heads + kv_head) * GROUP * q_len
     delta += (batch * kv_heads + kv_head) * GROUP * q_len
-    tiles = q_tiles + batch * tiles_stride
-    ids = q_bitmaps + batch * tiles_stride
-    bitmaps += batch * bitmaps_stride
-    offsets = q_offsets + batch * offsets_stride + tile
-    first = tl.load(offsets)
-    last = tl.load(offsets + 1)
-    middle = blocks.end_of_full_tiles(tiles, ids, first, last, q_len, BLOCK_Q)
-
     k += batch * k_stride_b + kv_head * k_stride_h + start * k_stride
     v += batch * v_stride_b + kv_head * v_stride_h + start * v_stride
     key = blocks.load(k, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     value = blocks.load(v, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     acc_k = blocks.zeros(BLOCK_N, D0, D1)
     acc_v = blocks.zeros(BLOCK_N, D0, D1)
-    acc_k, acc_v = _dkv_steps(
-        first, middle, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h,
-        lse_b, delta, tiles, ids, bitmaps, q_len, column, score_scale,
-        GROUP, HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, BASE_2, False,
-    )  # fmt: skip
-    acc_k, acc_v = _dkv_steps(
-        middle, last, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h,
-        lse_b, delta, tiles, ids, bitmaps, q_len, column, score_scale,
-        GROUP, HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, BASE_2, True,
-    )  # fmt: skip
+    pair = begin
+    steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_Q // BLOCK_M)
+    divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even where there are no ranges
+    for flat in range(0, steps * GROUP):
+        head = (flat // divisor).to(tl.int64)
+        acc_k, acc_v = _dkv_step(
+            head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
+            grad_stride_h, q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
+        )  # fmt: skip
+        pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_Q // BLOCK_M)
+    CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
+    steps = (end - middle) * CUTS
+    divisor = tl.maximum(steps, 1)
+    for flat in range(0, steps * GROUP):
+        head = (flat // divisor).to(tl.int64)
+        step = middle * CUTS + flat % divisor
+        row = (step % CUTS) * BLOCK_MASKED
+        place = tl.load(lists + step // CUTS * 2).to(tl.int64) * BLOCK_Q + row
+        bitmap = tl.load(lists + step // CUTS * 2 + 1)
+        seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
+        acc_k, acc_v = _dkv_step(
+            head, place, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
+            q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
+        )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)
     in_result = ((batch * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
     blocks.store(dk + in_result, kv_heads * HEAD_DIM, left, acc_k, HEAD_DIM, D0, D1)
@@ -306,14 +263,8 @@ def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kv_offsets: Tensor,
-    kv_tiles: Tensor,
-    kv_bitmaps: Tensor,
-    q_offsets: Tensor,
-    q_tiles: Tensor,
-    q_bitmaps: Tensor,
-    q_order: Tensor,
-    k_order: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
     bitmaps: Tensor,
     block_q: int,
     block_k: int,
@@ -321,8 +272,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``.
 
-    The plan's tensors are those of a `TilePlan`, in its order; any of them may have a batch dimension in front.
-    `q_offsets`, `q_tiles`, `q_bitmaps` and `k_order` serve the backward pass alone.
+    The plan is that of `TilePlan.arguments`.
     """
     q, k, v = (addressable(x) for x in (q, k, v))
     batch, q_len, heads, _ = q.shape
@@ -330,11 +280,12 @@ def forward(
     lse = torch.empty((batch, heads, q_len), dtype=torch.float32, device=q.device)
     blocking = choose_blocking("forward", q, block_q, block_k)
     sizes, constants = _sizes(q, k, scale), _constants(q, k, block_q, block_k, blocking)
-    programs = batch * heads * q_order.shape[-1] * (block_q // blocking.block_m)
+    of_q, q_tiles = _side(plan_rows, 0, q_len, block_q)
+    programs = batch * heads * q_tiles * (block_q // blocking.block_m)
     if programs:
         _forward_kernel[(programs,)](
-            q, k, v, out, lse, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, q_order,
-            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_plan_sizes(kv_offsets, kv_tiles, bitmaps, q_order),
+            q, k, v, out, lse, of_q, plan_lists, bitmaps,
+            *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], _stride(of_q), q_tiles,
             *sizes, **constants, FOLD_SCALE=scale > 0,
         )  # fmt: skip
     return out, lse
@@ -347,14 +298,8 @@ def backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    kv_offsets: Tensor,
-    kv_tiles: Tensor,
-    kv_bitmaps: Tensor,
-    q_offsets: Tensor,
-    q_tiles: Tensor,
-    q_bitmaps: Tensor,
-    q_order: Tensor,
-    k_order: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
     bitmaps: Tensor,
     block_q: int,
     block_k: int,
@@ -370,33 +315,39 @@ def backward(
     lse_b, delta = torch.empty_like(lse), torch.empty_like(lse)
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = _sizes(q, k, scale)
-    batch, _, heads, _ = q.shape
+    batch, q_len, heads, _ = q.shape
+    of_q, q_tiles = _side(plan_rows, 0, q_len, block_q)
+    of_k, k_tiles = _side(plan_rows, q_tiles, k.shape[1], block_k)
 
     blocking = choose_blocking("dq", q, block_q, block_k)
-    programs = batch * heads * q_order.shape[-1] * (block_q // blocking.block_m)
+    programs = batch * heads * q_tiles * (block_q // blocking.block_m)
     if programs:
         _dq_kernel[(programs,)](
             grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, lse_b, delta,
-            kv_offsets, kv_tiles, kv_bitmaps, bitmaps, q_order,
-            *inputs, *_plan_sizes(kv_offsets, kv_tiles, bitmaps, q_order), *sizes, scale,
+            of_q, plan_lists, bitmaps, *inputs, _stride(of_q), q_tiles, *sizes, scale,
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
 
     blocking = choose_blocking("dkv", q, block_q, block_k)
-    programs = batch * k.shape[2] * k_order.shape[-1] * (block_k // blocking.block_n)
+    programs = batch * k.shape[2] * k_tiles * (block_k // blocking.block_n)
     if programs:
         _dkv_kernel[(programs,)](
-            grad_out, q, k, v, lse_b, delta, dk, dv, q_offsets, q_tiles, q_bitmaps, bitmaps, k_order,
-            *inputs, *_plan_sizes(q_offsets, q_tiles, bitmaps, k_order), *sizes, scale,
+            grad_out, q, k, v, lse_b, delta, dk, dv, of_k, plan_lists, bitmaps,
+            *inputs, _stride(of_k), k_tiles, *sizes, scale,
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
     return dq, dk, dv
 
 
-def _plan_sizes(offsets: Tensor, tiles: Tensor, bitmaps: Tensor, order: Tensor) -> tuple[int, ...]:
-    """Batch strides of a plan's tensors, 0 where all sequences share one; and the number of its tiles."""
-    shared = ((offsets, 1), (tiles, 1), (bitmaps, 3), (order, 1))
-    return *(x.stride(0) if x.dim() > dims else 0 for x, dims in shared), order.shape[-1]
+def _side(plan_rows: Tensor, first: int, length: int, block: int) -> tuple[Tensor, int]:
+    """The rows of a plan's tiles that cover so many tokens, and how many there are."""
+    tiles = triton.cdiv(length, block)
+    return plan_rows.narrow(-2, first, tiles), tiles
+
+
+def _stride(rows: Tensor) -> int:
+    """Words from sample to sample: 0 where all share a plan."""
+    return rows.stride(0) if rows.dim() == 3 else 0
 
 
 def _sizes(q: Tensor, k: Tensor, scale: float) -> tuple[int, int, int, float]:

@@ -11,8 +11,8 @@ How many splits there are follows from the cache's capacity, how long they are f
 on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
 same bits in any batch.
 
-The prefix needs no mask but in its last step. The tail is a small part of the work and is masked throughout, in whatever
-order its lists are. Arithmetic is that of the block-sparse kernels.
+The prefix needs no mask but in its last step. The tail is a small part of the work and is masked throughout. Arithmetic is
+that of the block-sparse kernels.
 """
 
 from __future__ import annotations
@@ -70,32 +70,9 @@ SHARE_OVERHEAD = 256
 def _splits(lengths, batch, capacity, splits):
     """(length of a sequence, keys in each split of it, splits in use: at least one). Lengths out of range are clamped."""
     length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
-    split = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
-    split = tl.maximum(split, SHORTEST_SHARE)
-    return length, split, tl.maximum(tl.cdiv(length, split), 1)
-
-
-@triton.jit
-def _attend(query, key, value, seen, acc, peak, total, score_scale,
-            D1: tl.constexpr, BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr):  # fmt: skip
-    """One step of the online softmax; `seen` None: all is seen."""
-    s = blocks.products(query, key, D1)
-    factor = score_scale
-    if not FOLD_SCALE:
-        s *= score_scale
-        factor = 1.0
-    if seen is not None:
-        s = tl.where(seen, s, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
-    origin = new_peak
-    if seen is not None:
-        # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
-        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    p = blocks.power(BASE_2, s * factor - origin[:, None])
-    shrink = blocks.power(BASE_2, peak - origin)
-    total = total * shrink + tl.sum(p, 1)
-    acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
-    return acc, new_peak, total
+    keys = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
+    keys = tl.maximum(keys, SHORTEST_SHARE)
+    return length, keys, tl.maximum(tl.cdiv(length, keys), 1)
 
 
 @triton.jit
@@ -133,41 +110,37 @@ def _prefix_steps(
             v_rows = v + (page * v_page + slot * v_stride)
             key = blocks.load(k_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
             value = blocks.load(v_rows[:, None], 0, left, BLOCK_N, HEAD_DIM, D0, D1, MASKED)
-        acc, peak, total = _attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
+        acc, peak, total = blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
     return acc, peak, total
 
 
 @triton.jit
-def _tail_steps(
-    first, last, query, acc, peak, total, k, v, k_stride, v_stride, tiles, bitmap_ids, bitmaps, new, row, score_scale,
+def _tail_step(
+    tile, column, bitmap, query, acc, peak, total, k, v, k_stride, v_stride, bitmaps, new, row, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """The tiles of one list for the rows of its query tile; `row` is each row's place in it, out of range for others."""
-    CUTS: tl.constexpr = BLOCK_K // BLOCK_N
+    """A cut of a tile for the rows of one query tile; `row` is each row's place in it, out of range for others."""
     inside = (row >= 0) & (row < BLOCK_Q)
-    # `visible` counts rows from its argument on.
-    shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
-    for step in range(first * CUTS, last * CUTS):
-        column = (step % CUTS) * BLOCK_N
-        start = tl.load(tiles + step // CUTS).to(tl.int64) * BLOCK_K + column
-        left = new - start
-        key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-        value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
-        bitmap = tl.load(bitmap_ids + step // CUTS)
-        seen = blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
-        seen = seen & inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
-        acc, peak, total = _attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
-    return acc, peak, total
+    start = tile.to(tl.int64) * BLOCK_K + column
+    left = new - start
+    key = blocks.load(k + start * k_stride, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
+    seen = inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
+    if bitmap is not None:
+        # `visible` counts rows from its argument on.
+        shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
+        seen &= blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
+    return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
 
 
 @triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
 def _split_kernel(
-    q, k_new, v_new, k_cache, v_cache, lengths, table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps, out, lse,
+    q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse,
     counts, sources,
     q_stride_b, q_stride, q_stride_h, kn_stride_b, kn_stride, kn_stride_h, vn_stride_b, vn_stride, vn_stride_h,
-    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, offsets_stride,
+    kc_stride_b, kc_stride, kc_stride_h, vc_stride_b, vc_stride, vc_stride_h, table_stride, rows_stride,
     source_stride_b, source_stride,
     batch_size, new, kv_heads, capacity, splits, row_tiles, append_rows, pages, score_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
@@ -183,7 +156,7 @@ def _split_kernel(
     program = program // kv_heads
     batch = (program % batch_size).to(tl.int64)
     split = splits - 1 - program // batch_size
-    length, split, in_use = _splits(lengths, batch, capacity, splits)
+    length, keys, in_use = _splits(lengths, batch, capacity, splits)
     if split >= in_use:
         return
 
@@ -204,8 +177,8 @@ def _split_kernel(
     else:
         k_cache += batch * kc_stride_b
         v_cache += batch * vc_stride_b
-    first = split * split
-    end = tl.minimum(first + split, length)
+    first = split * keys
+    end = tl.minimum(first + keys, length)
     whole = first + (end - first) // BLOCK_N * BLOCK_N
     acc, peak, total = _prefix_steps(
         first, whole, end, query, acc, peak, total, k_cache, v_cache, kc_stride_b, vc_stride_b, kc_stride, vc_stride,
@@ -218,15 +191,28 @@ def _split_kernel(
 
     k_new += batch * kn_stride_b + kv_head * kn_stride_h
     v_new += batch * vn_stride_b + kv_head * vn_stride_h
-    kv_offsets += batch * offsets_stride
+    plan_rows += batch * rows_stride
+    CUTS: tl.constexpr = BLOCK_K // BLOCK_TAIL
     first_tile = row_start // GROUP // BLOCK_Q
     last_tile = (row_start + tl.minimum(rows_left, BLOCK_M) - 1) // GROUP // BLOCK_Q + 1
     for tile in range(first_tile, tl.where(split == in_use - 1, last_tile, first_tile)):
-        acc, peak, total = _tail_steps(
-            tl.load(kv_offsets + tile), tl.load(kv_offsets + tile + 1), query, acc, peak, total, k_new, v_new,
-            kn_stride, vn_stride, kv_tiles, kv_bitmaps, bitmaps, new, token - tile * BLOCK_Q, score_scale,
-            HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
-        )  # fmt: skip
+        middle = tl.load(plan_rows + tile * 4 + 1)
+        row = token - tile * BLOCK_Q
+        for pair in range(tl.load(plan_rows + tile * 4), middle):
+            first_key = tl.load(lists + 2 * pair)
+            for step in range(0, (tl.load(lists + 2 * pair + 1) - first_key) * CUTS):
+                acc, peak, total = _tail_step(
+                    first_key + step // CUTS, step % CUTS * BLOCK_TAIL, None, query, acc, peak, total, k_new, v_new, kn_stride,
+                    vn_stride, bitmaps, new, row, score_scale,
+                    HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
+                )  # fmt: skip
+        for step in range(middle * CUTS, tl.load(plan_rows + tile * 4 + 2) * CUTS):
+            at = step // CUTS * 2
+            acc, peak, total = _tail_step(
+                tl.load(lists + at), step % CUTS * BLOCK_TAIL, tl.load(lists + at + 1), query, acc, peak, total, k_new,
+                v_new, kn_stride, vn_stride, bitmaps, new, row, score_scale,
+                HEAD_DIM, D0, D1, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_TAIL, BASE_2, FOLD_SCALE,
+            )  # fmt: skip
 
     heads = kv_heads * GROUP
     in_results = split * batch_size.to(tl.int64) + batch
@@ -287,9 +273,8 @@ def forward(
     k_cache: Tensor,
     v_cache: Tensor,
     lengths: Tensor,
-    kv_offsets: Tensor,
-    kv_tiles: Tensor,
-    kv_bitmaps: Tensor,
+    plan_rows: Tensor,
+    plan_lists: Tensor,
     bitmaps: Tensor,
     block_q: int,
     block_k: int,
@@ -302,8 +287,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
-    The plan's tensors are those of a `TilePlan` of ``(new, new)`` tokens; of a stacked one, `kv_offsets` has a batch
-    dimension in front. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
+    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
     ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
     not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
     """
@@ -333,10 +317,10 @@ def forward(
     first, second = split_head_dim(head_dim)
     base_2 = q.element_size() == 2
     _split_kernel[(splits * batch * kv_heads * row_tiles,)](
-        q, k_new, v_new, k_cache, v_cache, lengths, block_table, kv_offsets, kv_tiles, kv_bitmaps, bitmaps,
+        q, k_new, v_new, k_cache, v_cache, lengths, block_table, plan_rows, plan_lists, bitmaps,
         parts, part_lse, counts, source_index,
         *(stride for x in (q, k_new, v_new, k_cache, v_cache) for stride in x.stride()[:3]),
-        0 if block_table is None else block_table.stride(0), kv_offsets.stride(0) if kv_offsets.dim() == 2 else 0,
+        0 if block_table is None else block_table.stride(0), plan_rows.stride(0) if plan_rows.dim() == 3 else 0,
         *((0, 0) if source_index is None else source_index.stride()),
         batch, new, kv_heads, capacity, splits, row_tiles, append_rows, k_cache.shape[0],
         scale * math.log2(math.e) if base_2 else scale,

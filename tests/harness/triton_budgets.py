@@ -94,6 +94,7 @@ def compile_case(case: str) -> dict[str, Any]:
     import triton
     from triton.runtime.jit import JITFunction
 
+    from pdkernels.masks import Segment, SegmentMask
     from pdkernels.triton import _blocking
     from pdkernels.triton import block_sparse_attention as kernels
 
@@ -110,10 +111,9 @@ def compile_case(case: str) -> dict[str, Any]:
     try:
         element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
         q, k = (torch.zeros(1, 256, heads, int(head_dim), dtype=element) for heads in (8, 2))
-        sizes = (3, 4, 4, 3, 4, 4, 2, 2)
-        plan = (*(torch.zeros(size, dtype=torch.int32) for size in sizes), torch.zeros(1, 128, 4, dtype=torch.int32))
-        out, lse = kernels.forward(q, k, k, *plan, 128, 128, 0.1)
-        kernels.backward(out, q, k, k, out, lse, *plan, 128, 128, 0.1)
+        plan = SegmentMask([Segment(256, "causal")]).plan(128, 128).arguments
+        out, lse = kernels.forward(q, k, k, *plan, 0.1)
+        kernels.backward(out, q, k, k, out, lse, *plan, 0.1)
     finally:
         JITFunction.run, _blocking.architecture = launch, chosen
     return compiled

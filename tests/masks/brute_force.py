@@ -29,37 +29,52 @@ def brute_force(dense: Tensor, block_q: int, block_k: int) -> dict[str, object]:
                     bitmaps.append(bits)
                 grid[i][j] = bitmaps.index(bits)
 
-    def lists(lines: list[list[int | None]]) -> tuple[list[int], list[int], list[int], list[int]]:
-        offsets, tiles, numbers = [0], [], []
+    rows: list[list[int]] = []
+    pairs: list[list[int]] = []
+
+    def visits(lines: list[list[int | None]], length: int, block: int) -> tuple[list[int], list[int], list[int]]:
+        """The tiles of each line, full ones first; notes the same as ranges and lists."""
+        offsets, tiles, numbers, described = [0], [], [], []
         for line in lines:
+            begin, others = len(pairs), []
             for partial in (False, True):
-                visited = [j for j, number in enumerate(line) if number is not None and (number >= 0) == partial]
-                tiles += visited
-                numbers += [line[j] for j in visited]
+                for j, number in enumerate(line):
+                    if number is None or (number >= 0) != partial:
+                        continue
+                    tiles.append(j)
+                    numbers.append(number)
+                    if partial or (j + 1) * block > length:
+                        others.append([j, number])
+                    elif len(pairs) > begin and pairs[-1][1] == j:
+                        pairs[-1][1] = j + 1
+                    else:
+                        pairs.append([j, j + 1])
+            described.append([begin, len(pairs), len(pairs) + len(others)])
+            pairs.extend(others)
             offsets.append(len(tiles))
         order = sorted(range(len(lines)), key=lambda i: offsets[i] - offsets[i + 1])
-        return offsets, tiles, numbers, order
+        rows.extend([*row, tile] for row, tile in zip(described, order))
+        return offsets, tiles, numbers
 
-    kv_offsets, kv_list, kv_bitmaps, q_order = lists(grid)
-    q_offsets, q_list, q_bitmaps, k_order = lists([[grid[i][j] for i in range(q_tiles)] for j in range(kv_tiles)])
+    of_q = visits(grid, kv_len, block_k)
+    of_k = visits([[grid[i][j] for i in range(q_tiles)] for j in range(kv_tiles)], q_len, block_q)
     return {
-        "kv_offsets": kv_offsets,
-        "kv_tiles": kv_list,
-        "kv_bitmaps": kv_bitmaps,
-        "q_offsets": q_offsets,
-        "q_tiles": q_list,
-        "q_bitmaps": q_bitmaps,
-        "q_order": q_order,
-        "k_order": k_order,
+        "visits": [list(part) for part in of_q],
+        "transposed": [list(part) for part in of_k],
+        "rows": rows,
+        "lists": pairs,
         "bitmaps": [[list(line) for line in bits] for bits in bitmaps],
         "q_len": q_len,
         "kv_len": kv_len,
         "block_q": block_q,
         "block_k": block_k,
         "visible_pairs": int(dense.sum()),
+        "visited_tiles": len(of_q[1]),
     }
 
 
 def listed(plan: TilePlan) -> dict[str, object]:
     """A plan in the same form."""
-    return {name: value.tolist() for name, value in plan._tensors().items()} | plan._facts()
+    tensors = {"rows": plan.rows.tolist(), "lists": plan.lists.tolist(), "bitmaps": plan.bitmaps.tolist()}
+    visits = {name: [part.tolist() for part in plan.visits(name == "transposed")] for name in ("visits", "transposed")}
+    return {**visits, **tensors, **plan._facts()}

@@ -112,7 +112,7 @@ def test_block_mask_of_a_batch() -> None:
     dense = [masks.causal(50).dense() & (torch.arange(50) < length) for length in lengths]
     assert plan.visible_pairs == sum(int(part.sum()) for part in dense)
     for b, part in enumerate(dense):
-        assert listed(plan._sample(b))["kv_tiles"] == brute_force(part, 16, 16)["kv_tiles"]
+        assert plan.visits(sample=b).tiles.tolist() == brute_force(part, 16, 16)["visits"][1]
     with pytest.raises(
         ValueError, match=r"from_block_mask: block_mask must have one head, got 2. Create it with H=None"
     ):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -50,10 +52,8 @@ def test_skipped_tiles_are_hidden_and_full_tiles_visible(mask: masks.SegmentMask
     """The plan, unpacked pair by pair, is the mask, read along rows and along columns."""
     dense, plan = mask.dense(), mask.plan(block_q, block_k)
     bits = (plan.bitmaps[..., None] >> torch.arange(32)) & 1
-    for offsets, others, numbers, transposed in (
-        (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, False),
-        (plan.q_offsets, plan.q_tiles, plan.q_bitmaps, True),
-    ):
+    for transposed in (False, True):
+        offsets, others, numbers = plan.visits(transposed)
         unpacked = torch.zeros(
             -(-mask.q_len // block_q) * block_q, -(-mask.kv_len // block_k) * block_k, dtype=torch.bool
         )
@@ -65,7 +65,7 @@ def test_skipped_tiles_are_hidden_and_full_tiles_visible(mask: masks.SegmentMask
                 unpacked[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k] = content.bool()
         assert torch.equal(unpacked[: mask.q_len, : mask.kv_len], dense)
     # Beyond the lengths all bits of partial tiles are 0.
-    assert sum(int(bits[number].sum()) for number in plan.kv_bitmaps.tolist() if number >= 0) <= int(dense.sum())
+    assert sum(int(bits[number].sum()) for number in plan.visits().bitmaps.tolist() if number >= 0) <= int(dense.sum())
 
 
 @settings(max_examples=60)
@@ -75,23 +75,22 @@ def test_dense_is_the_mask(mask: masks.SegmentMask, block_q: int, block_k: int) 
 
 
 @pytest.mark.parametrize("layout", ["streams", "interleaved"])
-def test_full_tiles_stand_first(layout: str) -> None:
-    """A kernel that goes on without a mask up to the first partial or ragged tile meets every whole full tile."""
+def test_ranges_hold_every_whole_full_tile(layout: str) -> None:
+    """A kernel that walks ranges without a mask reads nothing beyond the lengths, and lists hold no tile that needs none."""
     plan = masks.noise_aware_causal(37, 32, 9, layout=layout).plan(32, 48)
-    for offsets, others, numbers, length, block in (
-        (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.kv_len, plan.block_k),
-        (plan.q_offsets, plan.q_tiles, plan.q_bitmaps, plan.q_len, plan.block_q),
-    ):
+    q_tiles = plan.grid[0]
+    for rows, length, block in ((plan.rows[:q_tiles], plan.kv_len, 48), (plan.rows[q_tiles:], plan.q_len, 32)):
         assert length % block, "the case wants a ragged last tile"
-        for first, last in zip(offsets[:-1].tolist(), offsets[1:].tolist()):
-            free = (numbers[first:last] < 0) & ((others[first:last] + 1) * block <= length)
-            run = int(free.int().cumprod(0).sum())
-            assert run == int(free.sum())
+        for begin, middle, end, _ in rows.tolist():
+            ranges, others = plan.lists[begin:middle], plan.lists[middle:end]
+            assert bool((ranges[:, 1] * block <= length).all()) and bool((ranges[:, 0] < ranges[:, 1]).all())
+            assert bool((ranges[1:, 0] > ranges[:-1, 1]).all())
+            assert all(number >= 0 or (tile + 1) * block > length for tile, number in others.tolist())
 
 
 def counts(mask: masks.SegmentMask, tile: int = 128) -> tuple[int, int]:
     plan = mask.plan(tile, tile)
-    return plan.kv_tiles.numel(), int((plan.kv_bitmaps >= 0).sum())
+    return plan.visited_tiles, int((plan.visits().bitmaps >= 0).sum())
 
 
 @pytest.mark.parametrize(
@@ -133,12 +132,19 @@ def test_dual_stream_tiles(clean: str, pairs: int, work: float, order: str) -> N
 def test_quadratic_tiles(tile: int, block_size: int, interleaved: int, spec_first: int, of: int) -> None:
     for layout, visited in (("interleaved", interleaved), ("spec_first", spec_first)):
         plan = masks.quadratic(block_size, layout=layout).plan(tile, tile)
-        assert plan.kv_tiles.numel() == visited and (len(plan.kv_offsets) - 1) * (len(plan.q_offsets) - 1) == of
+        assert plan.visited_tiles == visited and math.prod(plan.grid) == of
 
 
 def test_equal_bitmaps_are_stored_once() -> None:
     assert len(masks.noise_aware_causal(512, 32, 248).plan().bitmaps) == 1
     assert len(masks.causal(4096).plan(64, 64).bitmaps) == 1
+
+
+@pytest.mark.parametrize("mask", [masks.noise_aware_causal(512, 32, 2032), masks.dual_stream(65536, 32)], ids=repr)
+def test_long_plans_stay_small(mask: masks.SegmentMask) -> None:
+    """131,072 tokens: a plan grows with rows of tiles, not with the tiles they visit."""
+    plan = mask.plan()
+    assert plan.visited_tiles > 200_000 and plan.nbytes < 150_000
 
 
 def test_plans_are_shared_by_equal_masks() -> None:
@@ -150,13 +156,13 @@ def test_plans_are_shared_by_equal_masks() -> None:
 
 def test_a_plan_never_holds_all_pairs() -> None:
     plan = masks.noise_aware_causal(512, 32, 248).plan()
-    assert plan.nbytes < 100_000 and plan.tile_efficiency > 0.98
-    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in plan._tensors().values())
+    assert plan.nbytes < 16_000 and plan.tile_efficiency > 0.98
+    assert all(tensor.dtype == torch.int32 and tensor.is_contiguous() for tensor in plan._tensors())
 
 
 def test_rows_that_see_nothing() -> None:
     plan = masks.pack([masks.causal(10)], length=64).plan(32, 32)
-    assert plan.kv_offsets.tolist() == [0, 1, 1] and plan.q_offsets.tolist() == [0, 1, 1]
+    assert plan.visits().offsets.tolist() == plan.visits(True).offsets.tolist() == [0, 1, 1]
     empty = masks.causal(0).plan(16, 16)
     assert listed(empty) == brute_force(masks.causal(0).dense(), 16, 16) and empty.tile_efficiency == 1.0
 
@@ -189,21 +195,18 @@ def test_stack() -> None:
     assert stacked.batch == 3 and plans[0].batch is None and stacked.to("cpu") is stacked
     assert stacked.visible_pairs == sum(plan.visible_pairs for plan in plans)
     for sample, plan in enumerate(plans):
-        for prefix in ("kv", "q"):
-            offsets, single = getattr(stacked, f"{prefix}_offsets")[sample], getattr(plan, f"{prefix}_offsets")
-            visits = slice(offsets[0], offsets[-1])
-            assert torch.equal(offsets - offsets[0], single)
-            assert torch.equal(getattr(stacked, f"{prefix}_tiles")[visits], getattr(plan, f"{prefix}_tiles"))
-            numbers, single_numbers = getattr(stacked, f"{prefix}_bitmaps")[visits], getattr(plan, f"{prefix}_bitmaps")
-            assert torch.equal(numbers < 0, single_numbers < 0)
-            partial = numbers >= 0
-            assert torch.equal(stacked.bitmaps[numbers[partial]], plan.bitmaps[single_numbers[partial]])
+        for transposed in (False, True):
+            visits, single = stacked.visits(transposed, sample), plan.visits(transposed)
+            assert torch.equal(visits.offsets, single.offsets) and torch.equal(visits.tiles, single.tiles)
+            partial = visits.bitmaps >= 0
+            assert torch.equal(partial, single.bitmaps >= 0)
+            assert torch.equal(stacked.bitmaps[visits.bitmaps[partial]], plan.bitmaps[single.bitmaps[partial]])
         assert torch.equal(stacked.q_order[sample], plan.q_order) and torch.equal(stacked.k_order[sample], plan.k_order)
     dense = [masks.causal(100).dense(), masks.dual_stream(50, 8).dense(), masks.causal(100).dense()]
     assert torch.equal(stacked.dense(), torch.stack(dense))
     # Equal samples share their lists.
-    assert stacked.kv_tiles.numel() == plans[0].kv_tiles.numel() + plans[1].kv_tiles.numel()
-    visited = sum(plan.kv_tiles.numel() for plan in plans) * 32 * 32
+    assert len(stacked.lists) == len(plans[0].lists) + len(plans[1].lists)
+    visited = sum(plan.visited_tiles for plan in plans) * 32 * 32
     assert stacked.tile_efficiency == pytest.approx(stacked.visible_pairs / visited)
 
 
@@ -212,13 +215,12 @@ def test_stack() -> None:
 def test_block_lists(mask: masks.SegmentMask, block_q: int, block_k: int, ragged_is_partial: bool) -> None:
     plan = mask.plan(block_q, block_k)
     lists = plan.block_lists(ragged_is_partial)
-    for i in range(len(plan.kv_offsets) - 1):
-        visits = sorted(range(plan.kv_offsets[i], plan.kv_offsets[i + 1]), key=plan.kv_tiles.tolist().__getitem__)
+    offsets, tiles, bitmaps = (part.tolist() for part in plan.visits())
+    for i in range(len(offsets) - 1):
         full, partial = [], []
-        for visit in visits:
-            j = int(plan.kv_tiles[visit])
+        for j, bitmap in sorted(zip(tiles[offsets[i] : offsets[i + 1]], bitmaps[offsets[i] : offsets[i + 1]])):
             ragged = (i + 1) * block_q > mask.q_len or (j + 1) * block_k > mask.kv_len
-            (partial if plan.kv_bitmaps[visit] >= 0 or (ragged and ragged_is_partial) else full).append(j)
+            (partial if bitmap >= 0 or (ragged and ragged_is_partial) else full).append(j)
         assert lists.full_block_idx[i, : lists.full_block_cnt[i]].tolist() == full
         assert lists.mask_block_idx[i, : lists.mask_block_cnt[i]].tolist() == partial
 

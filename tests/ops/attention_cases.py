@@ -141,7 +141,7 @@ def raw(mask: SegmentMask, inputs: Inputs, device: str) -> tuple[tuple, tuple]:
     """Arguments of the two raw ops."""
     q, k, v, grad_out, grad_lse = inputs.map(lambda x: x.to(device))
     plan = mask.plan(32, 48, device)
-    rest = (*plan._tensors().values(), 32, 48, 0.2)
+    rest = (*plan.arguments, 0.2)
     forward = (*(x.requires_grad_() for x in (q, k, v)), *rest)
     out, lse = OP(*forward)
     return forward, (grad_out, *(x.detach() for x in (q, k, v, out, lse)), *rest, grad_lse)

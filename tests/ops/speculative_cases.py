@@ -106,8 +106,7 @@ def run(backend: str, inputs: Inputs, plan: TilePlan, scale: float | None = None
 
         *tensors, table = inputs.map(lambda x: x.to(triton_device()))
         plan, scale = plan.to(triton_device()), inputs.q.shape[-1] ** -0.5 if scale is None else scale
-        lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps)
-        return Results(*(x.cpu() for x in forward(*tensors, *lists, plan.block_q, plan.block_k, scale, table)))
+        return Results(*(x.cpu() for x in forward(*tensors, *plan.arguments, scale, table)))
     device, name = on_device(backend)
     *tensors, table = inputs.map(lambda x: x.to(device))
     options = {"block_table": table, "scale": scale, "return_lse": True, "backend": name}
@@ -183,11 +182,8 @@ def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tupl
 
         *tensors, table = inputs.map(lambda x: copy_of(x, triton_device()))
         plan = plan.to(triton_device())
-        lists = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps)
         moved = (None if x is None else x.to(triton_device()) for x in rows)
-        results = forward(
-            *tensors, *lists, plan.block_q, plan.block_k, inputs.q.shape[-1] ** -0.5, table, *moved, append=True
-        )
+        results = forward(*tensors, *plan.arguments, inputs.q.shape[-1] ** -0.5, table, *moved, append=True)
     else:
         device, name = on_device(backend)
         *tensors, table = inputs.map(lambda x: copy_of(x, torch.device(device)))
@@ -239,6 +235,5 @@ TAILS: dict[str, SegmentMask] = {
 
 def raw(inputs: Inputs, mask: SegmentMask, device: str) -> tuple:
     """Arguments of the raw op."""
-    plan = mask.plan(32, 48, device)
     *tensors, table = inputs.map(lambda x: x.to(device))
-    return (*tensors, plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, 0.2, table)
+    return (*tensors, *mask.plan(32, 48, device).arguments, 0.2, table)

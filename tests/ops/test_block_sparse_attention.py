@@ -254,9 +254,9 @@ def test_skipped_tiles_are_not_read(kernels: str) -> None:
 def test_inputs_stay_as_they_are(backend: str) -> None:
     mask = masks.noise_aware_causal(20, 8, 4)
     inputs, plan = make_inputs(*mask.shape), mask.plan(32, 32)
-    before = [x.clone() for x in (*inputs, *plan._tensors().values())]
+    before = [x.clone() for x in (*inputs, *plan._tensors())]
     run(backend, inputs, plan)
-    assert all(torch.equal(a, b) for a, b in zip(before, (*inputs, *plan._tensors().values())))
+    assert all(torch.equal(a, b) for a, b in zip(before, (*inputs, *plan._tensors())))
 
 
 # --- the same bits -----------------------------------------------------------------------------------------------------
@@ -358,7 +358,7 @@ def test_triton_kernels_read_the_planners_lists(kind: str) -> None:
         make_inputs(*mask.shape, batch=1, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16),
     )
     q, k, v, grad_out, grad_lse = inputs
-    rest = (*plan._tensors().values(), 32, 32, 0.25)
+    rest = (*plan.arguments, 0.25)
     out, lse = triton.forward(q, k, v, *rest)
     actual = Results(out, lse, *triton.backward(grad_out, q, k, v, out, lse, *rest, grad_lse))
     exact, same = (run_dense(inputs, mask.dense(), dtype, 0.25) for dtype in (torch.float64, torch.float16))

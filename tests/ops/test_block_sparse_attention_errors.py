@@ -150,14 +150,16 @@ def replaced(arguments: tuple, place: int, value: object) -> tuple:
 @pytest.mark.parametrize(
     "place, change, text",
     [
-        (3, lambda x: x[:-1], "plan must have 3 x 1 tiles of 32 x 48 in all its offsets and orders, got (3,)"),
-        (3, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (1,)"),
-        (5, lambda x: x[:-1], "plan must have as many entries in all its lists, got"),
-        (9, lambda x: x[:-1], "plan must have 3 x 1 tiles of 32 x 48 in all its offsets and orders, got (2,)"),
-        (11, lambda x: x[:, :-1], "plan must hold contiguous int32 tensors"),
-        (11, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),
-        (12, lambda x: 33, "block_q must be a multiple of 16 in [16, 1024], got 33"),
-        (13, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
+        (3, lambda x: x[:-1], "plan must have rows for 3 x 1 tiles of 32 x 48, got (3, 4)"),
+        (3, lambda x: x[:, :3].contiguous(), "plan must have rows for 3 x 1 tiles of 32 x 48, got (4, 3)"),
+        (3, lambda x: x[None, None], "plan must have rows for 3 x 1 tiles of 32 x 48, got (1, 1, 4, 4)"),
+        (3, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (4, 1)"),
+        (4, lambda x: x.flatten(), "plan must have lists of pairs, got"),
+        (4, lambda x: x[:, :1].contiguous(), "plan must have lists of pairs, got"),
+        (5, lambda x: x[:, :-1], "plan must hold contiguous int32 tensors"),
+        (5, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),
+        (6, lambda x: 33, "block_q must be a multiple of 16 in [16, 1024], got 33"),
+        (7, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
     ],
 )
 def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
@@ -175,11 +177,59 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "place, value, text",
+    [
+        ((4, 3), 0, "plan must list every tile once in its order"),
+        ((0, 0), -1, "plan must have ascending offsets inside its lists"),
+        ((4, 1), 0, "plan must have ascending offsets inside its lists"),
+        ((2, 2), 2**31 - 1, "plan must have ascending offsets inside its lists"),
+    ],
+)
+def test_rows_of_wild_numbers(place: tuple[int, int], value: int, text: str) -> None:
+    """A plan is trusted with addresses: on the CPU its numbers are looked at, in both directions and both passes."""
+    if not pd.has_native():
+        pytest.skip("needs the compiled library")
+    forward, backward = raw(masks.causal(70), make_inputs(70, 70), "cpu")
+    rows = forward[3].clone()
+    rows[place] = value
+    for op, arguments, at in ((OP, forward, 3), (BACKWARD, backward, 6)):
+        with pytest.raises(ValueError, match=text):
+            op(*replaced(arguments, at, rows))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    "of_range, column, value, text",
+    [
+        (True, 0, -1, "plan must have ranges of whole tiles that exist"),
+        (True, 1, 3, "plan must have ranges of whole tiles that exist"),  # ragged, with a third that is not
+        (True, 0, 2**31 - 1, "plan must have ranges of whole tiles that exist"),
+        (False, 0, 3, "plan must list tiles that exist"),
+        (False, 0, -1, "plan must list tiles that exist"),
+        (False, 1, 99, "plan must name bitmaps that exist"),
+        (False, 1, -2, "plan must name bitmaps that exist"),
+    ],
+)
+def test_lists_of_wild_numbers(transposed: bool, of_range: bool, column: int, value: int, text: str) -> None:
+    if not pd.has_native():
+        pytest.skip("needs the compiled library")
+    mask = masks.full(70) if of_range else masks.causal(70)
+    forward, _ = raw(mask, make_inputs(70, 70), "cpu")
+    _, _, _, rows, lists, _, block_q, block_k, _ = forward
+    begin, middle, end, _ = rows[-(-70 // block_q) if transposed else 0].tolist()
+    assert begin < middle if of_range else middle < end
+    wild = lists.clone()
+    wild[begin if of_range else middle, column] = value
+    with pytest.raises(ValueError, match=text):
+        OP(*replaced(forward, 4, wild))
+
+
+@pytest.mark.parametrize(
     "place, text",
     [
         (0, "grad_out must be torch.float32 of shape (2, 40, 4, 32) on cpu"),
         (5, "lse must be"),
-        (18, "grad_lse must be"),
+        (12, "grad_lse must be"),
     ],
 )
 def test_bad_raw_gradient(kernels: str, place: int, text: str) -> None:

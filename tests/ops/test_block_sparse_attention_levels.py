@@ -24,7 +24,7 @@ TILES = [(16, 16), (48, 80), (128, 128), (64, 32)]
 
 def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
     q, k, v, grad_out, grad_lse = inputs
-    rest = (*plan._tensors().values(), plan.block_q, plan.block_k, q.shape[-1] ** -0.5)
+    rest = (*plan.arguments, q.shape[-1] ** -0.5)
     out, lse = ops.block_sparse_attention(q, k, v, *rest)
     return Results(out, lse, *ops.block_sparse_attention_backward(grad_out, q, k, v, out, lse, *rest, grad_lse))
 

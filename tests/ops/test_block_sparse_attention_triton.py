@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdkernels.masks.tile_plan import PlanArguments
 from pdkernels.reference.block_sparse_attention import block_sparse_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import dot_dtypes, requires_triton, triton_device
+from tests.masks.brute_force import brute_force
 
 pytest.importorskip("triton", reason="needs triton")
 from pdkernels.triton import block_sparse_attention as kernels
@@ -21,66 +23,38 @@ pytestmark = [requires_triton, pytest.mark.filterwarnings("ignore::RuntimeWarnin
 DEVICE = triton_device()
 
 
-class Plan(NamedTuple):
-    """A tile plan by brute force, in the order the kernels take it."""
-
-    kv_offsets: Tensor
-    kv_tiles: Tensor
-    kv_bitmaps: Tensor
-    q_offsets: Tensor
-    q_tiles: Tensor
-    q_bitmaps: Tensor
-    q_order: Tensor
-    k_order: Tensor
-    bitmaps: Tensor
+def make_plan(mask: Tensor, block_q: int, block_k: int) -> PlanArguments:
+    """A tile plan by brute force, as the kernels take it."""
+    plan = brute_force(mask, block_q, block_k)
+    shapes = {"rows": (-1, 4), "lists": (-1, 2), "bitmaps": (-1, block_q, -(-block_k // 32))}
+    tensors = (torch.tensor(plan[name], dtype=torch.int32, device=DEVICE).view(s) for name, s in shapes.items())
+    return PlanArguments(*tensors, block_q, block_k)
 
 
-def make_plan(mask: Tensor, block_q: int, block_k: int, *, full_first: bool = False) -> Plan:
-    q_len, kv_len = mask.shape
-    rows, columns = -(-q_len // block_q), -(-kv_len // block_k)
-    width = -(-block_k // 32) * 32
-    padded = torch.zeros(rows * block_q, columns * block_k, dtype=torch.bool)
-    padded[:q_len, :kv_len] = mask
-    bitmaps: list[Tensor] = []
-    visits: dict[tuple[int, int], int] = {}
-    for i in range(rows):
-        for j in range(columns):
-            inside = mask[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
-            if inside.any():
-                visits[i, j] = -1
-                if not inside.all():
-                    visits[i, j] = len(bitmaps)
-                    bits = torch.zeros(block_q, width, dtype=torch.int64)
-                    bits[:, :block_k] = padded[i * block_q : (i + 1) * block_q, j * block_k : (j + 1) * block_k]
-                    words = (bits.view(block_q, -1, 32) << torch.arange(32)).sum(-1)
-                    bitmaps.append(torch.where(words >= 2**31, words - 2**32, words).int())
-
-    def lists(count: int, axis: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        per_tile = [[(at[1 - axis], bitmap) for at, bitmap in visits.items() if at[axis] == t] for t in range(count)]
-        per_tile = [sorted(entries, key=lambda e: (full_first and e[1] >= 0, e[0])) for entries in per_tile]
-        lengths = torch.tensor([len(entries) for entries in per_tile], dtype=torch.int32)
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0).int()])
-        flat = torch.tensor([e for entries in per_tile for e in entries], dtype=torch.int32).reshape(-1, 2)
-        return offsets, flat[:, 0].contiguous(), flat[:, 1].contiguous(), (-lengths).argsort(stable=True).int()
-
-    kv_offsets, kv_tiles, kv_bitmaps, q_order = lists(rows, 0)
-    q_offsets, q_tiles, q_bitmaps, k_order = lists(columns, 1)
-    table = torch.stack(bitmaps) if bitmaps else torch.zeros(0, block_q, width // 32, dtype=torch.int32)
-    plan = (kv_offsets, kv_tiles, kv_bitmaps, q_offsets, q_tiles, q_bitmaps, q_order, k_order, table)
-    return Plan(*(tensor.to(DEVICE) for tensor in plan))
+def without_ranges(plan: PlanArguments) -> PlanArguments:
+    """The same plan with full tiles in the lists, among the others and backwards."""
+    rows, lists = plan.plan_rows.clone(), []
+    for row in rows:
+        begin, middle, end = row[:3].tolist()
+        ranges = [[tile, -1] for first, last in plan.plan_lists[begin:middle].tolist() for tile in range(first, last)]
+        row[:2] = len(lists)
+        lists += sorted(ranges + plan.plan_lists[middle:end].tolist(), reverse=True)
+        row[2] = len(lists)
+    return plan._replace(plan_rows=rows, plan_lists=torch.tensor(lists, dtype=torch.int32, device=DEVICE).view(-1, 2))
 
 
-def stack(plans: list[Plan]) -> Plan:
-    """One plan per sequence, padded with entries that must not be read."""
-
-    def pad(tensors: list[Tensor]) -> Tensor:
-        longest = max(tensor.shape[0] for tensor in tensors)
-        result = torch.full((len(tensors), longest, *tensors[0].shape[1:]), 2**30, dtype=torch.int32, device=DEVICE)
-        for row, tensor in zip(result, tensors):
-            row[: tensor.shape[0]] = tensor
-        return result
-
-    return Plan(*(pad(list(tensors)) for tensors in zip(*plans)))
+def stack(plans: list[PlanArguments]) -> PlanArguments:
+    """One plan per sequence, apart from each other by words that must not be read."""
+    rows, lists, bitmaps = [], [], []
+    for plan in plans:
+        shift = torch.tensor([sum(map(len, lists))] * 3 + [0], dtype=torch.int32, device=DEVICE)
+        rows.append(plan.plan_rows + shift)
+        pairs = plan.plan_lists.clone()
+        for _, middle, end, _ in plan.plan_rows.tolist():
+            pairs[middle:end, 1] += sum(map(len, bitmaps)) * (pairs[middle:end, 1] >= 0)
+        lists.append(torch.cat([pairs, pairs.new_full((3, 2), 2**30)]))
+        bitmaps.append(plan.bitmaps)
+    return plans[0]._replace(plan_rows=torch.stack(rows), plan_lists=torch.cat(lists), bitmaps=torch.cat(bitmaps))
 
 
 def causal(n: int) -> Tensor:
@@ -126,9 +100,9 @@ class Results(NamedTuple):
     dv: Tensor
 
 
-def run_kernels(q, k, v, plan: Plan, blocks: tuple[int, int], scale: float, grad_out, grad_lse) -> Results:
-    out, lse = kernels.forward(q, k, v, *plan, *blocks, scale)
-    return Results(out, lse, *kernels.backward(grad_out, q, k, v, out, lse, *plan, *blocks, scale, grad_lse))
+def run_kernels(q, k, v, plan: PlanArguments, scale: float, grad_out, grad_lse) -> Results:
+    out, lse = kernels.forward(q, k, v, *plan, scale)
+    return Results(out, lse, *kernels.backward(grad_out, q, k, v, out, lse, *plan, scale, grad_lse))
 
 
 def run_reference(q, k, v, mask: Tensor, scale: float, grad_out, grad_lse, dtype: torch.dtype) -> Results:
@@ -149,7 +123,7 @@ def check(
     dtype: torch.dtype = torch.float16,
     scale: float | None = None,
     with_lse: bool = True,
-    plan: Plan | None = None,
+    plan: PlanArguments | None = None,
 ) -> Results:
     q_len, kv_len = mask.shape[-2:]
     q = randn(batch, q_len, heads, head_dim, dtype=dtype, seed=0)
@@ -158,7 +132,7 @@ def check(
     grad_lse = randn(batch, heads, q_len, dtype=torch.float32, seed=4) if with_lse else None
     scale = head_dim**-0.5 if scale is None else scale
     plan = make_plan(mask, *blocks) if plan is None else plan
-    actual = run_kernels(q, k, v, plan, blocks, scale, grad_out, grad_lse)
+    actual = run_kernels(q, k, v, plan, scale, grad_out, grad_lse)
     exact = run_reference(q, k, v, mask, scale, grad_out, grad_lse, torch.float64)
     same = run_reference(q, k, v, mask, scale, grad_out, grad_lse, dtype)
     for name in Results._fields:
@@ -201,10 +175,12 @@ def test_lengths(q_len: int, kv_len: int) -> None:
     check(torch.ones(q_len, kv_len, dtype=torch.bool), head_dim=64, heads=8)
 
 
-def test_full_tiles_may_come_in_any_order() -> None:
+def test_lists_may_be_in_any_order() -> None:
     mask = noise_aware(17, 8, 5)
-    for full_first in (False, True):
-        check(mask, (16, 16), plan=make_plan(mask, 16, 16, full_first=full_first))
+    plan = make_plan(mask, 16, 16)
+    assert any(begin < middle for begin, middle, _, _ in plan.plan_rows.tolist())
+    for ordered in (plan, without_ranges(plan)):
+        check(mask, (16, 16), plan=ordered)
 
 
 @pytest.mark.parametrize("scale", [-0.5, 0.0, 1.0])
@@ -239,14 +215,14 @@ def test_empty(batch: int, q_len: int, kv_len: int) -> None:
 
 
 def test_strided_inputs() -> None:
-    mask, blocks, scale = noise_aware(9, 8, 3), (32, 32), 0.25
+    mask, scale = noise_aware(9, 8, 3), 0.25
     length = mask.shape[0]
     packed = randn(length, 2, 3, 4, 48, dtype=torch.float16, seed=0)  # (length, batch, q k v, heads, head_dim)
     q, k, v = (packed[:, :, i, :, 5:37].transpose(0, 1) for i in range(3))
     grad_out = randn(1, 1, 1, 1, dtype=torch.float16, seed=1).expand(2, length, 4, 32)
-    plan = make_plan(mask, *blocks)
-    strided = run_kernels(q, k, v, plan, blocks, scale, grad_out, None)
-    plain = run_kernels(*(x.contiguous() for x in (q, k, v)), plan, blocks, scale, grad_out.contiguous(), None)
+    plan = make_plan(mask, 32, 32)
+    strided = run_kernels(q, k, v, plan, scale, grad_out, None)
+    plain = run_kernels(*(x.contiguous() for x in (q, k, v)), plan, scale, grad_out.contiguous(), None)
     assert all(torch.equal(a, b) and a.is_contiguous() for a, b in zip(strided, plain))
 
 
@@ -258,8 +234,8 @@ def test_repeats_bit_for_bit() -> None:
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     q, k, v, grad = (randn(3, 50, 2, 16, dtype=torch.float16, seed=seed) for seed in range(4))
     plan = make_plan(causal(50), 32, 32)
-    together = run_kernels(q, k, v, plan, (32, 32), 0.25, grad, None)
-    alone = run_kernels(q[1:2], k[1:2], v[1:2], plan, (32, 32), 0.25, grad[1:2], None)
+    together = run_kernels(q, k, v, plan, 0.25, grad, None)
+    alone = run_kernels(q[1:2], k[1:2], v[1:2], plan, 0.25, grad[1:2], None)
     assert all(torch.equal(a[1:2], b) for a, b in zip(together, alone))
 
 
@@ -271,7 +247,7 @@ def test_nothing_is_read_or_written_outside() -> None:
     )
     for seed, x in enumerate((q, k, v, grad)):
         x.copy_(randn(1, 41, 2, 16, dtype=torch.float16, seed=seed))
-    results = run_kernels(q, k, v, make_plan(mask, 32, 32), (32, 32), 0.25, grad, None)
+    results = run_kernels(q, k, v, make_plan(mask, 32, 32), 0.25, grad, None)
     assert all(x.isfinite().all() for x in results)
 
 

@@ -37,12 +37,11 @@ def compile_variant(case: str, new: int, layout: str) -> dict[str, Any]:
         else {}
     )
 
-    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *plan: Any) -> tuple[torch.Tensor, torch.Tensor]:
         pages = k.new_zeros((4, page_size or 4096, *k.shape[2:]))
         table = torch.zeros(1, 4096 // page_size, dtype=torch.int32) if page_size else None
-        lists = (torch.zeros(size, dtype=torch.int32) for size in ((3,), (4,), (4,), (1, 128, 4)))
         return speculative_attention.forward(
-            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *lists, 128, 128, 0.1, table, **rows
+            q[:, :new], k[:, :new], v[:, :new], pages, pages, lengths, *plan, table, **rows
         )
 
     with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):

@@ -227,12 +227,12 @@ def replaced(arguments: tuple, place: int, value: object) -> tuple:
 @pytest.mark.parametrize(
     "place, change, text",
     [
-        (6, lambda x: x[:-1], "plan must have 3 x 2 tiles of 32 x 48 in all its offsets and orders, got (3,)"),
-        (6, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (1,)"),
-        (8, lambda x: x[:-1], "plan must have as many entries in all its lists, got"),
-        (9, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),
-        (10, lambda x: 33, "block_q must be a multiple of 16 in [16, 1024], got 33"),
-        (11, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
+        (6, lambda x: x[:-1], "plan must have rows for 3 x 2 tiles of 32 x 48, got (4, 4)"),
+        (6, lambda x: x.long(), "plan must hold contiguous int32 tensors, got torch.int64 with strides (4, 1)"),
+        (7, lambda x: x.flatten(), "plan must have lists of pairs, got"),
+        (8, lambda x: x[:, :-1].contiguous(), "plan must have bitmaps of shape (any, 32, 2), got"),
+        (9, lambda x: 33, "block_q must be a multiple of 16 in [16, 1024], got 33"),
+        (10, lambda x: 0, "block_k must be a multiple of 16 in [16, 1024], got 0"),
     ],
 )
 def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
@@ -251,9 +251,10 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
 @pytest.mark.parametrize(
     "place, change, text",
     [
-        (6, lambda x: x + 100, "plan must have ascending offsets inside its lists"),
-        (7, lambda x: x + 9, "plan must list tiles that exist"),
-        (8, lambda x: x + 9, "plan must name bitmaps that exist"),
+        (6, lambda x: x + torch.tensor([100, 100, 100, 0]).int(), "plan must have ascending offsets inside its lists"),
+        (6, lambda x: x * 2 + 1, "plan must list every tile once in its order"),
+        (7, lambda x: x + torch.tensor([9, 0]).int(), "plan must list tiles that exist"),
+        (7, lambda x: x + torch.tensor([0, 9]).int(), "plan must name bitmaps that exist"),
     ],
 )
 def test_a_plan_of_wild_numbers(place: int, change, text: str) -> None:

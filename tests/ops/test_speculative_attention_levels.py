@@ -19,7 +19,7 @@ PAGES = [0, 1, 16]
 
 def run(ops: object, inputs: Inputs, tail: str) -> Results:
     plan = TAILS[tail].plan(32, 48)
-    parts = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, inputs.q.shape[-1] ** -0.5)
+    parts = (*plan.arguments, inputs.q.shape[-1] ** -0.5)
     return Results(*ops.speculative_attention(*inputs[:6], *parts, inputs.block_table))
 
 
@@ -60,7 +60,7 @@ def test_rows_are_stored(level_ops: object, dtype: torch.dtype, page_size: int) 
     rows = make_rows(inputs, "both")
     inputs = with_room(inputs, rows, page_size) if page_size else inputs
     written, plan = inputs.map(copy_of), TAILS["quadratic"].plan(32, 48)
-    parts = (plan.kv_offsets, plan.kv_tiles, plan.kv_bitmaps, plan.bitmaps, 32, 48, inputs.q.shape[-1] ** -0.5)
+    parts = (*plan.arguments, inputs.q.shape[-1] ** -0.5)
     results = level_ops.speculative_attention_append_(*written[:6], *parts, written.block_table, *rows)
     assert all(torch.equal(a, b) for a, b in zip(results, run(level_ops, inputs, "quadratic")))
     assert_stored(written[3:5], inputs, rows)

@@ -91,10 +91,16 @@ def test_a_plan_for_each_sequence() -> None:
 def test_lists_may_be_in_any_order() -> None:
     mask = pd.masks.causal(75)
     plan = mask.plan(16, 16)
-    offsets = plan.kv_offsets.tolist()
-    backwards = [entry for first, last in zip(offsets, offsets[1:]) for entry in reversed(range(first, last))]
-    turned = replace(plan, kv_tiles=plan.kv_tiles[backwards], kv_bitmaps=plan.kv_bitmaps[backwards])
-    assert not torch.equal(turned.kv_tiles, plan.kv_tiles)
+    rows, lists = plan.rows.clone(), plan.lists.clone()
+    for row in rows[: plan.grid[0]]:
+        begin, middle, end = row[:3].tolist()
+        # The ranges, tile by tile, behind the tiles that need a mask.
+        tiles = [[tile, -1] for first, last in plan.lists[begin:middle].tolist() for tile in range(first, last)]
+        turned = torch.tensor(plan.lists[middle:end].tolist() + tiles[::-1], dtype=torch.int32).view(-1, 2)
+        row[:2], row[2] = len(lists), len(lists) + len(turned)
+        lists = torch.cat([lists, turned])
+    assert bool((lists[len(plan.lists) :, 1] < 0).any())
+    turned = replace(plan, rows=rows, lists=lists)
     check(make_inputs(75, [9]), mask, plan=turned)
 
 

@@ -80,14 +80,21 @@ void for_tiles(const AttentionArgs& args, const TileLists& lists, int64_t scratc
   });
 }
 
-// Calls body(first token, tokens, bitmap, first token inside the other tile) for each chunk of the tiles in a list.
+// Calls body(first token, tokens, bitmap, first token inside the other tile) for each chunk of the tiles that a tile
+// meets, the full ones first.
 template <class Body>
 void for_chunks(const AttentionArgs& args, const TileLists& lists, int64_t other_block, int64_t other_len,
                 int64_t batch, int64_t tile, const Body& body) {
-  for (int64_t visit = lists.begin(batch, tile); visit < lists.end(batch, tile); ++visit) {
-    const int64_t begin = lists.other(batch, visit) * other_block;
-    const int64_t tokens = smaller(other_block, other_len - begin);
-    const uint32_t* bitmap = args.bitmaps.of(batch, lists.bitmap_id(batch, visit));
+  for (const TilePair range : lists.full(batch, tile)) {
+    for (int64_t begin = range.first * other_block; begin < range.second * other_block; begin += other_block) {
+      for (int64_t inside = 0; inside < other_block; inside += kChunk) {
+        body(begin + inside, smaller(kChunk, other_block - inside), nullptr, inside);
+      }
+    }
+  }
+  for (const TilePair other : lists.others(batch, tile)) {
+    const int64_t begin = other.first * other_block, tokens = smaller(other_block, other_len - begin);
+    const uint32_t* bitmap = args.bitmaps.of(other.second);
     for (int64_t inside = 0; inside < tokens; inside += kChunk) {
       body(begin + inside, smaller(kChunk, tokens - inside), bitmap, inside);
     }

@@ -20,32 +20,45 @@ struct HeadsView {
   }
 };
 
-// One direction of a tile plan: for each tile of this side, the tiles of the other side that it meets. Batch strides
-// are 0 where all samples share a tensor.
-struct TileLists {
-  const int32_t *offsets, *tiles, *bitmap_ids, *order;
-  int64_t offsets_stride, tiles_stride, bitmap_ids_stride, order_stride;
-  int64_t num_tiles;  // of this side
-  int64_t visits;     // entries in each sample's tensor of tiles
+// Two words of a plan's lists: a range [first, second) of full tiles, or a tile and the number of its bitmap.
+struct TilePair {
+  int32_t first, second;
+};
 
-  // Without an order: as they come.
-  int64_t tile_at(int64_t batch, int64_t place) const { return order ? order[batch * order_stride + place] : place; }
-  int64_t begin(int64_t batch, int64_t tile) const { return offsets[batch * offsets_stride + tile]; }
-  int64_t end(int64_t batch, int64_t tile) const { return offsets[batch * offsets_stride + tile + 1]; }
-  int64_t other(int64_t batch, int64_t visit) const { return tiles[batch * tiles_stride + visit]; }
-  int64_t bitmap_id(int64_t batch, int64_t visit) const { return bitmap_ids[batch * bitmap_ids_stride + visit]; }
+// One direction of a tile plan, laid out as tile_plan.h says: for each tile of this side, the tiles of the other side
+// that it meets.
+struct TileLists {
+  struct Pairs {
+    const TilePair *first, *last;
+    const TilePair* begin() const { return first; }
+    const TilePair* end() const { return last; }
+  };
+
+  const int32_t* rows;    // four words a tile
+  int64_t rows_stride;    // from sample to sample, 0 where all share them
+  int64_t num_tiles;      // of this side
+  const TilePair* pairs;  // of both sides and all samples
+  int64_t num_pairs;
+
+  const int32_t* row(int64_t batch, int64_t tile) const { return rows + batch * rows_stride + 4 * tile; }
+  int64_t tile_at(int64_t batch, int64_t rank) const { return row(batch, rank)[3]; }
+  Pairs full(int64_t batch, int64_t tile) const {
+    const int32_t* at = row(batch, tile);
+    return {pairs + at[0], pairs + at[1]};
+  }
+  Pairs others(int64_t batch, int64_t tile) const {
+    const int32_t* at = row(batch, tile);
+    return {pairs + at[1], pairs + at[2]};
+  }
 };
 
 // Bit c % 32 of word [row][c / 32] of a bitmap is the pair (row, column c) of a tile.
 struct Bitmaps {
   const uint32_t* words;
-  int64_t batch_stride, count;
-  int64_t block_q, words_per_row;
+  int64_t count, block_q, words_per_row;
 
   // nullptr for a tile that shows all its pairs.
-  const uint32_t* of(int64_t batch, int64_t id) const {
-    return id < 0 ? nullptr : words + batch * batch_stride + id * block_q * words_per_row;
-  }
+  const uint32_t* of(int64_t id) const { return id < 0 ? nullptr : words + id * block_q * words_per_row; }
 };
 
 struct AttentionArgs {

@@ -17,6 +17,7 @@ enum class Inside : uint8_t { kNone, kCausal, kFull };
 // Segment numbers start, start + step, .. below stop.
 struct SegmentRange {
   int32_t start, stop, step;
+  bool operator==(const SegmentRange&) const = default;
 };
 
 // Keys [begin, end), counted from the first column of the window.
@@ -34,11 +35,10 @@ class SegmentMask {
  public:
   // Segments are added in token order; `sees` lists other segments, ascending, no range reaching into the next.
   void add(int64_t length, Inside inside, const std::vector<SegmentRange>& sees) {
-    const auto number = static_cast<int32_t>(inside_.size());
-    const std::string who = "SegmentMask: segment " + std::to_string(number);
-    if (length < 0) fail_mask(who + " must have a length of 0 or more, got " + std::to_string(length) + ".");
+    const auto who = [&] { return "SegmentMask: segment " + std::to_string(inside_.size()); };
+    if (length < 0) fail_mask(who() + " must have a length of 0 or more, got " + std::to_string(length) + ".");
     if (tokens() + length > std::numeric_limits<int32_t>::max())
-      fail_mask(who + " must end within 2**31 - 1 tokens, got more.");
+      fail_mask(who() + " must end within 2**31 - 1 tokens, got more.");
     begin_.push_back(tokens() + length);
     inside_.push_back(inside);
     for (SegmentRange range : sees) {
@@ -72,8 +72,28 @@ class SegmentMask {
     }
   }
 
+  // The same segments with another window.
+  SegmentMask window(std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) const {
+    SegmentMask mask = *this;
+    mask.finish(rows.first, rows.second, columns.first, columns.second);
+    return mask;
+  }
+
+  // Equal masks have equal segments and windows.
+  bool operator==(const SegmentMask&) const = default;
+  int64_t hash() const {
+    uint64_t sum = 14695981039346656037u;  // FNV-1a
+    const auto add = [&sum](int64_t value) { sum = (sum ^ static_cast<uint64_t>(value)) * 1099511628211u; };
+    for (const int64_t begin : begin_) add(begin);
+    for (const Inside inside : inside_) add(static_cast<int64_t>(inside));
+    for (const SegmentRange& range : sees_) add(range.start), add(range.stop), add(range.step);
+    for (const int64_t edge : {row_begin_, row_end_, column_begin_, column_end_}) add(edge);
+    return static_cast<int64_t>(sum >> 1);
+  }
+
   int32_t segments() const { return static_cast<int32_t>(inside_.size()); }
   int64_t tokens() const { return begin_.back(); }
+  int64_t length(int32_t segment) const { return begin_[segment + 1] - begin_[segment]; }
   int32_t q_len() const { return static_cast<int32_t>(row_end_ - row_begin_); }
   int32_t kv_len() const { return static_cast<int32_t>(column_end_ - column_begin_); }
 
@@ -86,6 +106,15 @@ class SegmentMask {
   // Row of the window after the last row of a segment.
   int32_t row_behind(int32_t segment) const {
     return static_cast<int32_t>(std::min(begin_[segment + 1], row_end_) - row_begin_);
+  }
+
+  struct Ranges {
+    const SegmentRange *first, *last;
+    const SegmentRange* begin() const { return first; }
+    const SegmentRange* end() const { return last; }
+  };
+  Ranges sees(int32_t segment) const {
+    return {sees_.data() + sees_end_[segment], sees_.data() + sees_end_[segment + 1]};
   }
 
   Inside inside(int32_t segment) const { return inside_[segment]; }
@@ -140,15 +169,6 @@ class SegmentMask {
   }
 
  private:
-  struct Ranges {
-    const SegmentRange *first, *last;
-    const SegmentRange* begin() const { return first; }
-    const SegmentRange* end() const { return last; }
-  };
-  Ranges sees(int32_t segment) const {
-    return {sees_.data() + sees_end_[segment], sees_.data() + sees_end_[segment + 1]};
-  }
-
   std::vector<int64_t> begin_{0};  // first token of each segment, then the number of tokens
   std::vector<Inside> inside_;
   std::vector<SegmentRange> sees_;

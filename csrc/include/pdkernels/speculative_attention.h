@@ -26,7 +26,7 @@ inline int64_t count_splits(int64_t capacity) {
 }
 
 struct SpeculativeArgs
-    : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are there
+    : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are read
   HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
   PageMap pages;
   IndexView lengths;

@@ -1,16 +1,18 @@
-// Cuts a segment mask into tiles. Cost grows with tiles and with what the segments see, never with pairs.
+// Cuts a segment mask into tiles. Cost grows with rows of tiles, segments and partial tiles, never with pairs or full
+// tiles.
 //
-// For each query tile: the key tiles that hold a visible pair, each with -1 (a full tile: every pair visible) or the
-// number of a bitmap (a partial one); the same transposed for each key tile. In a ragged last tile "every pair" means
-// every pair inside the lengths. Lists hold the full tiles first, ascending, then the partial ones, ascending: kernels
-// need no mask up to the first tile that is partial or ragged, and a ragged full tile, being the last one, ends the
-// full ones. Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c) of the tile; bits outside the
-// lengths are 0.
+// For each query tile: ranges [first, last) of key tiles that are full, every pair visible and all of it inside the
+// lengths; then a list of the other key tiles that hold a visible pair, each with the number of a bitmap (a partial
+// tile) or -1 (every pair inside the lengths is visible, but the tile reaches beyond them). The same transposed for
+// each key tile. Ranges and lists ascend, but for the -1, of which a list has at most one: it comes first, where it
+// follows the full tiles as the last of them. Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c)
+// of the tile; bits outside the lengths are 0.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <string>
 #include <unordered_map>
@@ -21,15 +23,21 @@
 namespace pdkernels {
 
 // All arrays lie in one block, so that one copy moves a plan; each begins at a multiple of 32 words (128 bytes).
+//
+//   rows:    for each query tile, then for each key tile, four words: its ranges are the pairs [word 0, word 1) of
+//            `lists`, its list the pairs [word 1, word 2); word 3 is a tile of the same side, those with most visits
+//            first.
+//   lists:   pairs of words, (first, last) of a range or (tile, bitmap).
+//   bitmaps: block_q rows of block_k bits each.
 struct TilePlan {
-  enum Part { kKvOffsets, kKvTiles, kKvBitmaps, kQOffsets, kQTiles, kQBitmaps, kQOrder, kKOrder, kBitmaps, kParts };
+  enum Part { kRows, kLists, kBitmaps, kParts };
   struct Extent {
     int64_t begin, size;
   };
 
   std::vector<int32_t> words;
   std::array<Extent, kParts> extents{};
-  int64_t visible_pairs = 0;
+  int64_t visible_pairs = 0, visits = 0;
 };
 
 class TilePlanner {
@@ -43,15 +51,20 @@ class TilePlanner {
         words_((block_k + 31) / 32) {}
 
   TilePlan plan() {
-    kv_offsets_.assign(1, 0);
     single_.assign(k_tiles_, 0);
     repeated_.assign(k_tiles_ + 1, 0);
+    touched_at_.assign(k_tiles_, -1);
+    opened_.assign(k_tiles_, 0);
+    rows_.reserve(4 * static_cast<size_t>(q_tiles_ + k_tiles_));
     for (int32_t tile = 0; tile < q_tiles_; ++tile) {
       collect_pieces(tile);
       count_pairs();
-      emit_row_of_tiles(std::min(block_q_, mask_.q_len() - tile * block_q_));
-      kv_offsets_.push_back(static_cast<int32_t>(kv_tiles_list_.size()));
+      emit_row_of_tiles(tile);
     }
+    follow_columns(q_tiles_, {});
+    emit_columns_of_tiles();
+    write_order(0, q_tiles_, k_tiles_);
+    write_order(q_tiles_, k_tiles_, q_tiles_);
     return assemble();
   }
 
@@ -81,17 +94,21 @@ class TilePlanner {
     }
   }
 
-  // Visible pairs of each key tile: single_[t] plus the sum of repeated_ up to t. A span costs O(1) however long it is.
+  // Visible pairs of each key tile: single_[t] plus the sum of repeated_ up to t, and in touched_ the tiles where
+  // either is not 0. A span costs O(1) however long it is.
   void count_pairs() {
     for (const Piece& piece : pieces_) {
       const int32_t rows = piece.row_end - piece.row_begin;
       for (size_t i = piece.first; i < piece.last; ++i) {
         const auto [begin, end] = spans_[i];
         const int32_t low = begin / block_k_, high = (end - 1) / block_k_;
+        touch(low);
         if (low == high) {
           single_[low] += rows * (end - begin);
           continue;
         }
+        touch(low + 1);
+        touch(high);
         single_[low] += rows * ((low + 1) * block_k_ - begin);
         single_[high] += rows * (end - high * block_k_);
         repeated_[low + 1] += rows * block_k_;
@@ -101,9 +118,16 @@ class TilePlanner {
       const int32_t begin = std::max(piece.diagonal, 0), end = std::min(piece.diagonal + rows, mask_.kv_len());
       for (int32_t tile = begin / block_k_; tile * block_k_ < end; ++tile) {
         const int32_t low = std::max(begin, tile * block_k_), high = std::min(end, (tile + 1) * block_k_);
+        touch(tile);
         single_[tile] += static_cast<int32_t>(pairs_of_triangle(piece.diagonal + 1 - low, rows, high - low));
       }
     }
+  }
+
+  void touch(int32_t tile) {
+    if (touched_at_[tile] == now_) return;
+    touched_at_[tile] = now_;
+    touched_.push_back(tile);
   }
 
   // Sum over i < rows of (start + i) held to [0, width].
@@ -115,28 +139,126 @@ class TilePlanner {
     return below(start + rows - 1) - below(start - 1);
   }
 
-  void emit_row_of_tiles(int32_t rows) {
-    int32_t repeated = 0;
-    for (int32_t tile = 0; tile < k_tiles_; ++tile) {
-      repeated += repeated_[tile];
-      const int32_t visible = single_[tile] + repeated;
-      single_[tile] = repeated_[tile] = 0;
-      if (visible == 0) continue;
-      visible_pairs_ += visible;
-      const int32_t columns = std::min(block_k_, mask_.kv_len() - tile * block_k_);
-      if (visible == rows * columns) {
-        kv_tiles_list_.push_back(tile);
-        continue;
-      }
-      partial_tiles_.push_back(tile);
-      partial_bitmaps_.push_back(bitmap_of(tile * block_k_, columns));
+  void emit_row_of_tiles(int32_t tile) {
+    const int32_t rows = std::min(block_q_, mask_.q_len() - tile * block_q_);
+    ++now_;
+    if (touched_.size() * 4 < static_cast<size_t>(k_tiles_)) {
+      std::sort(touched_.begin(), touched_.end());
+    } else {
+      touched_.resize(k_tiles_);
+      std::iota(touched_.begin(), touched_.end(), 0);
     }
-    repeated_[k_tiles_] = 0;
-    kv_bitmaps_list_.resize(kv_tiles_list_.size(), -1);
-    kv_tiles_list_.insert(kv_tiles_list_.end(), partial_tiles_.begin(), partial_tiles_.end());
-    kv_bitmaps_list_.insert(kv_bitmaps_list_.end(), partial_bitmaps_.begin(), partial_bitmaps_.end());
-    partial_tiles_.clear();
-    partial_bitmaps_.clear();
+    ranges_.clear(), entries_.clear();
+    bool ragged = false;  // the last key tile is one of those that count as full, but reach beyond the lengths
+    const int64_t visits = visits_;
+    int32_t repeated = 0, next = 0;
+    const auto emit = [&](int32_t first, int32_t last, int32_t visible) {
+      if (visible == 0 || first == last) return;
+      visits_ += last - first;
+      visible_pairs_ += int64_t{visible} * (last - first);
+      const int32_t columns = std::min(block_k_, mask_.kv_len() - first * block_k_);
+      if (visible < rows * columns) {
+        const int32_t bitmap = bitmap_of(first * block_k_, columns);  // tiles that no span begins or ends in look alike
+        for (int32_t key_tile = first; key_tile < last; ++key_tile) entries_.push_back({key_tile, bitmap});
+      } else if (columns < block_k_) {
+        ragged = true;
+      } else if (!ranges_.empty() && ranges_.back().end == first) {
+        ranges_.back().end = last;
+      } else {
+        ranges_.push_back({first, last});
+      }
+    };
+    for (const int32_t key_tile : touched_) {
+      emit(next, key_tile, repeated);
+      repeated += repeated_[key_tile];
+      emit(key_tile, key_tile + 1, repeated + single_[key_tile]);
+      single_[key_tile] = repeated_[key_tile] = 0;
+      next = key_tile + 1;
+    }
+    touched_.clear();
+
+    const auto begin = static_cast<int32_t>(lists_.size());
+    lists_.insert(lists_.end(), ranges_.begin(), ranges_.end());
+    const auto middle = static_cast<int32_t>(lists_.size());
+    if (ragged) lists_.push_back({k_tiles_ - 1, -1});
+    lists_.insert(lists_.end(), entries_.begin(), entries_.end());
+    rows_.insert(rows_.end(), {begin, middle, static_cast<int32_t>(lists_.size()), 0});
+    row_visits_.push_back(static_cast<int32_t>(visits_ - visits));
+
+    if (ragged) {
+      if (!ranges_.empty() && ranges_.back().end == k_tiles_ - 1) {
+        ranges_.back().end = k_tiles_;
+      } else {
+        ranges_.push_back({k_tiles_ - 1, k_tiles_});
+      }
+    }
+    if (rows == block_q_) {
+      follow_columns(tile, ranges_);
+    } else {
+      follow_columns(tile, {});
+      for (const auto [first, last] : ranges_) {
+        for (int32_t key_tile = first; key_tile < last; ++key_tile) column_entries_.push_back({key_tile, tile, -1});
+      }
+    }
+    for (const auto [key_tile, bitmap] : entries_) partial_columns_.push_back({key_tile, tile, bitmap});
+  }
+
+  // Where the full tiles of one row of tiles and those of the row before differ, ranges of query tiles begin and end.
+  void follow_columns(int32_t row, const std::vector<KeySpan>& full) {
+    for_difference(full_before_, full, [&](int32_t tile) { column_ranges_.push_back({tile, opened_[tile], row}); });
+    for_difference(full, full_before_, [&](int32_t tile) { opened_[tile] = row; });
+    full_before_ = full;
+  }
+
+  // Calls body(number) for all that are in `some`, but not in `others`: both ascending.
+  template <class Body>
+  static void for_difference(const std::vector<KeySpan>& some, const std::vector<KeySpan>& others, const Body& body) {
+    auto other = others.begin();
+    for (const auto [first, last] : some) {
+      for (int32_t at = first; at < last;) {
+        while (other != others.end() && other->end <= at) ++other;
+        const int32_t end = other == others.end() ? last : std::min(other->begin, last);
+        for (; at < end; ++at) body(at);
+        if (at < last) at = other->end;
+      }
+    }
+  }
+
+  // The transposed lists. What they are made of is in the order of query tiles, so that a stable sort by key tile is
+  // all: ranges, then a ragged last query tile, then partial ones.
+  void emit_columns_of_tiles() {
+    column_entries_.insert(column_entries_.end(), partial_columns_.begin(), partial_columns_.end());
+    const auto begin = static_cast<int32_t>(lists_.size());
+    std::vector<int32_t> ranges(k_tiles_, 0), entries(k_tiles_, 0);
+    row_visits_.resize(q_tiles_ + k_tiles_, 0);
+    for (const Column& column : column_ranges_) {
+      ++ranges[column.tile];
+      row_visits_[q_tiles_ + column.tile] += column.second - column.first;
+    }
+    for (const Column& column : column_entries_) {
+      ++entries[column.tile];
+      ++row_visits_[q_tiles_ + column.tile];
+    }
+    int32_t at = begin;
+    for (int32_t tile = 0; tile < k_tiles_; ++tile) {
+      const int32_t middle = at + ranges[tile], end = middle + entries[tile];
+      rows_.insert(rows_.end(), {at, middle, end, 0});
+      ranges[tile] = at, entries[tile] = middle, at = end;
+    }
+    lists_.resize(at);
+    for (const Column& column : column_ranges_) lists_[ranges[column.tile]++] = {column.first, column.second};
+    for (const Column& column : column_entries_) lists_[entries[column.tile]++] = {column.first, column.second};
+  }
+
+  // Tiles with the most visits first: what takes longest must not start last.
+  void write_order(int32_t begin, int32_t tiles, int32_t most) {
+    std::vector<int32_t> next(most + 2, 0);
+    for (int32_t tile = 0; tile < tiles; ++tile) ++next[most - row_visits_[begin + tile] + 1];
+    std::partial_sum(next.begin(), next.end(), next.begin());
+    for (int32_t tile = 0; tile < tiles; ++tile) {
+      const int32_t rank = next[most - row_visits_[begin + tile]]++;
+      rows_[4 * static_cast<size_t>(begin + rank) + 3] = tile;
+    }
   }
 
   // What the pieces show of one key tile, in few words; equal words mean equal bitmaps, so most tiles are never
@@ -194,62 +316,48 @@ class TilePlanner {
     }
   }
 
-  // Tiles with the longest lists first: what takes longest must not start last.
-  static std::vector<int32_t> longest_first(const std::vector<int32_t>& offsets) {
-    std::vector<int32_t> order(offsets.size() - 1);
-    std::iota(order.begin(), order.end(), 0);
-    const auto length = [&](int32_t tile) { return offsets[tile + 1] - offsets[tile]; };
-    std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return length(a) > length(b); });
-    return order;
-  }
-
   TilePlan assemble() {
-    std::vector<int32_t> q_offsets(k_tiles_ + 1, 0), q_tiles(kv_tiles_list_.size()), q_bitmaps(kv_tiles_list_.size());
-    std::vector<int32_t> full(k_tiles_, 0);
-    for (size_t i = 0; i < kv_tiles_list_.size(); ++i) {
-      ++q_offsets[kv_tiles_list_[i] + 1];
-      full[kv_tiles_list_[i]] += kv_bitmaps_list_[i] < 0;
-    }
-    std::partial_sum(q_offsets.begin(), q_offsets.end(), q_offsets.begin());
-    std::vector<int32_t> next_full(q_offsets.begin(), q_offsets.end() - 1), next_partial(next_full);
-    for (int32_t tile = 0; tile < k_tiles_; ++tile) next_partial[tile] += full[tile];
-    for (int32_t row = 0; row < q_tiles_; ++row) {
-      for (int32_t i = kv_offsets_[row]; i < kv_offsets_[row + 1]; ++i) {
-        const int32_t slot = (kv_bitmaps_list_[i] < 0 ? next_full : next_partial)[kv_tiles_list_[i]]++;
-        q_tiles[slot] = row;
-        q_bitmaps[slot] = kv_bitmaps_list_[i];
-      }
-    }
-    const std::vector<int32_t> q_order = longest_first(kv_offsets_), k_order = longest_first(q_offsets);
-
-    const std::array<const std::vector<int32_t>*, TilePlan::kParts> parts{
-        &kv_offsets_, &kv_tiles_list_, &kv_bitmaps_list_, &q_offsets, &q_tiles,
-        &q_bitmaps,   &q_order,        &k_order,          &bitmaps_};
+    static_assert(sizeof(KeySpan) == 2 * sizeof(int32_t));
+    const std::array<std::pair<const void*, size_t>, TilePlan::kParts> parts{
+        {{rows_.data(), rows_.size()}, {lists_.data(), 2 * lists_.size()}, {bitmaps_.data(), bitmaps_.size()}}};
     TilePlan plan;
-    plan.visible_pairs = visible_pairs_;
+    plan.visible_pairs = visible_pairs_, plan.visits = visits_;
     int64_t end = 0;
     for (int part = 0; part < TilePlan::kParts; ++part) {
-      plan.extents[part] = {end, static_cast<int64_t>(parts[part]->size())};
+      plan.extents[part] = {end, static_cast<int64_t>(parts[part].second)};
       end += (plan.extents[part].size + 31) / 32 * 32;
     }
-    plan.words.resize(end);
+    plan.words.resize(std::max<int64_t>(end, 1));  // Python takes no empty buffers
     for (int part = 0; part < TilePlan::kParts; ++part) {
-      std::copy(parts[part]->begin(), parts[part]->end(), plan.words.begin() + plan.extents[part].begin);
+      if (parts[part].second == 0) continue;
+      std::memcpy(plan.words.data() + plan.extents[part].begin, parts[part].first,
+                  parts[part].second * sizeof(int32_t));
     }
     return plan;
   }
+
+  // Of key tile `tile`: a range of query tiles, or a query tile and its bitmap.
+  struct Column {
+    int32_t tile, first, second;
+  };
 
   const SegmentMask& mask_;
   const int32_t block_q_, block_k_, q_tiles_, k_tiles_, words_;
 
   std::vector<Piece> pieces_;
   std::vector<KeySpan> spans_;
-  std::vector<int32_t> single_, repeated_, partial_tiles_, partial_bitmaps_;
+  std::vector<int32_t> single_, repeated_, touched_, touched_at_;
+  int32_t now_ = 0;
   std::u32string summary_, bitmap_;
   std::unordered_map<std::u32string, int32_t> by_summary_, by_content_;
 
-  std::vector<int32_t> kv_offsets_, kv_tiles_list_, kv_bitmaps_list_, bitmaps_;
-  int64_t visible_pairs_ = 0;
+  std::vector<KeySpan> ranges_, entries_, full_before_;  // of one row of tiles; entries are (tile, bitmap)
+  std::vector<int32_t> opened_;  // for each key tile that the row before shows in full: the first such row of its run
+  std::vector<Column> column_ranges_, column_entries_, partial_columns_;
+
+  std::vector<int32_t> rows_, row_visits_, bitmaps_;
+  std::vector<KeySpan> lists_;
+  int64_t visible_pairs_ = 0, visits_ = 0;
 };
 
 // Tile sizes are multiples of 16 and at most 1024.
