@@ -141,7 +141,7 @@ class SegmentMask:
         """All segments, also those outside the window of a slice."""
         if self._runs is None:
             return self._given
-        labels = chain.from_iterable(repeat(label, count) for *label, count in self._labels)
+        labels = (label for kind, sample, count in self._labels for label in repeat((kind, sample), count))
         return tuple(
             Segment(length, inside, tuple(range(*numbers) for numbers in sees), kind, sample)
             for (length, inside, sees), (kind, sample) in zip(self._table.listed(), labels)
