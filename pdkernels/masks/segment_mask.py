@@ -205,11 +205,11 @@ class SegmentMask:
         for name, part in (("rows", rows), ("columns", columns)):
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
-        part = SegmentMask.__new__(SegmentMask)
-        part._given, part._runs, part._positions = self._given, self._runs, self._positions
-        part._rows, part._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
-        part._table = self._table.window(part._rows, part._columns)
-        return part
+        view = SegmentMask.__new__(SegmentMask)
+        view._given, view._runs, view._positions = self._given, self._runs, self._positions
+        view._rows, view._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
+        view._table = self._table.window(view._rows, view._columns)
+        return view
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and other processes need: the planner's table and all that is kept follow from it."""

@@ -27,7 +27,8 @@ def _words(visible: Tensor) -> Tensor:
     """``(n, rows, columns)`` bool as int32 words of 32 columns."""
     padded = torch.nn.functional.pad(visible, (0, -visible.shape[-1] % 32)).unflatten(-1, (-1, 8))
     weights = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=visible.device)
-    return (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    words: Tensor = (padded * weights).sum(-1, dtype=torch.uint8).view(torch.int32)
+    return words
 
 
 def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
@@ -263,8 +264,8 @@ class TilePlan:
         for begin, tensor in zip(begins, tensors):
             words[begin : begin + tensor.numel()] = tensor.flatten()
         words = words.to(device)
-        views = (words[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
-        return TilePlan(*views, **facts)
+        rows, lists, bitmaps = (words[begin : begin + x.numel()].view(x.shape) for begin, x in zip(begins, tensors))
+        return TilePlan(rows, lists, bitmaps, **facts)
 
     @staticmethod
     def _from_host(host: _host.TilePlan, q_len: int, kv_len: int, block_q: int, block_k: int) -> TilePlan:

@@ -101,7 +101,7 @@ def define(
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
-    overload = getattr(torch.ops.pdkernels, name).default
+    overload: torch._ops.OpOverload = getattr(torch.ops.pdkernels, name).default
     given = overload._schema.arguments
     arguments = tuple(argument.name for argument in given)
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ INJECT, EXIT, ADVANCE = "recurrence_inject", "recurrence_exit", "recurrence_adva
 def _rows(op: str, name: str, x: object, like: Tensor | None, sizes: tuple[int | None, ...]) -> None:
     """A tensor of vectors."""
     check_floats(op, name, x, sizes, like=like)
-    check_last_contiguous(op, "Call .contiguous() on it.", **{name: x})
+    check_last_contiguous(op, "Call .contiguous() on it.", **{name: cast(Tensor, x)})
 
 
 def _counts(op: str, recurrences: Tensor, rows: int, batch: int, device: torch.device) -> None:

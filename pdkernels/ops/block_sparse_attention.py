@@ -8,7 +8,7 @@ the same bit for bit from run to run, whatever the number of threads and whateve
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -25,6 +25,45 @@ from pdkernels.reference import block_sparse_attention as reference
 __all__ = ["block_sparse_attention"]
 
 OP = "block_sparse_attention"
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TilePlan,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TilePlan,
+    *,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def block_sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: TilePlan,
+    *,
+    scale: float | None = ...,
+    return_lse: bool,
+    backend: Backend = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def block_sparse_attention(
@@ -193,7 +232,10 @@ def _reference(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     plan = PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k)
-    return reference.block_sparse_attention(q, k, v, dense_plan(plan, q.shape[1], k.shape[1]), scale)
+    results: tuple[Tensor, Tensor] = reference.block_sparse_attention(
+        q, k, v, dense_plan(plan, q.shape[1], k.shape[1]), scale
+    )
+    return results
 
 
 def _reference_backward(
@@ -213,11 +255,14 @@ def _reference_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     mask = dense_plan(PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k), q.shape[1], k.shape[1])
 
-    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+    def run(*leaves: Tensor) -> Any:
         return reference.block_sparse_attention(*leaves, mask, scale)
 
-    _, gradients = torch.func.vjp(run, q, k, v)
-    return gradients((grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse))
+    gradients = torch.func.vjp(run, q, k, v)[1]
+    results: tuple[Tensor, Tensor, Tensor] = gradients(
+        (grad_out, torch.zeros_like(lse) if grad_lse is None else grad_lse)
+    )
+    return results
 
 
 def _triton(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -304,9 +349,11 @@ def _autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if torch._C._are_functorch_transforms_active():
             _refuse_transforms()
-        return _Attention.apply(q, k, v, *rest)
+        results: tuple[Tensor, Tensor] = _Attention.apply(q, k, v, *rest)  # type: ignore[no-untyped-call]
+        return results
     with torch._C._AutoDispatchBelowAutograd():
-        return attention_op(q, k, v, *rest)
+        results = attention_op(q, k, v, *rest)
+    return results
 
 
 def _refuse_second_derivative(ctx: Any, *gradients: Tensor) -> None:

@@ -86,7 +86,10 @@ def select_stale_rows_(
         >>> torch.equal(cached, v)
         True
     """
-    return call(select_stale_rows_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend)
+    out: Tensor = call(
+        select_stale_rows_op, (v, v_cache, starts, count, wanted, counts, update, block_table), v, backend
+    )
+    return out
 
 
 def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -111,7 +114,8 @@ def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tenso
         tensor([[[3, 4],
                  [0, 0]]])
     """
-    return call(gather_rows_op, (x, index), x, backend)
+    out: Tensor = call(gather_rows_op, (x, index), x, backend)
+    return out
 
 
 def add_cached_rows_(
@@ -146,7 +150,8 @@ def add_cached_rows_(
         >>> cached[0, :, 0]
         tensor([1., 5.])
     """
-    return call(add_cached_rows_op, (x, cached, rows, index), x, backend)
+    out: Tensor = call(add_cached_rows_op, (x, cached, rows, index), x, backend)
+    return out
 
 
 def _fake_select(
@@ -197,7 +202,7 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
     check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):
         fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
-    if rows is not None:
+    if rows is not None and index is not None:
         check_floats(ADD, "rows", rows, like=x)
         check_index(ADD, "index", index, (x.shape[0], None), x.device)
         check_shape(ADD, "rows", rows, (*index.shape, x.shape[2]), ", a row for each index")

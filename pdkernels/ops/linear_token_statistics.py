@@ -105,11 +105,13 @@ def _check_values(hidden: Tensor, options: Options) -> None:
         fail(OP, "row_index", f"be in [-1, {rows - 1}]", wrong)
     if options.temperature > 0:
         for name, values in (("positions", options.positions), ("step", options.steps)):
-            wrong = None if values is None else (values < 0) | (values >= 2**32)
-            if wrong is not None and index is not None:
-                wrong &= index >= 0
-            if wrong is not None and wrong.any():
-                fail(OP, name, "be in [0, 2**32)", values[wrong][0].item())
+            if values is None:
+                continue
+            outside = (values < 0) | (values >= 2**32)
+            if index is not None:
+                outside &= index >= 0
+            if outside.any():
+                fail(OP, name, "be in [0, 2**32)", values[outside][0].item())
 
 
 def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -126,7 +128,8 @@ def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 def _reference(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     _check_values(hidden, Options(*options))
-    return reference.linear_token_statistics(hidden, weight, *reference_options(options))
+    results: tuple[Tensor, ...] = reference.linear_token_statistics(hidden, weight, *reference_options(options))
+    return results
 
 
 def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
@@ -138,7 +141,8 @@ def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
 def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a row of more."""
     if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
-        return token_statistics_op(linear(hidden, weight), *options)
+        results: tuple[Tensor, ...] = token_statistics_op(linear(hidden, weight), *options)
+        return results
     shape = rows_shape(hidden, options.row_index)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     rows = len(hidden)

@@ -122,7 +122,8 @@ def recurrence_inject(
     """
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
     options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
-    return call(inject_op, (*tensors, *options), embedding, backend)
+    out: Tensor = call(inject_op, (*tensors, *options), embedding, backend)
+    return out
 
 
 def recurrence_exit(

@@ -12,7 +12,7 @@ changes its cache.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -41,6 +41,57 @@ APPEND = "speculative_attention_append_"
 
 # A block's offsets from its first token have to fit into 32 bits on CUDA. Inputs of wider strides are copied, caches never.
 MAX_CUDA_TOKEN_STRIDE = 2**23
+
+
+@overload
+def speculative_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def speculative_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def speculative_attention(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    backend: Backend = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def speculative_attention(
@@ -72,7 +123,7 @@ def speculative_attention(
         lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What stands behind them is not read, in the
             cache as in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
-            sequences and heads split it; a stacked plan (`TilePlan.stack`) has one for each sequence.
+            sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
             ``block_table[b, p // page_size]``. None: the cache is contiguous.
         scale: of the scores, finite in float32; None means ``head_dim ** -0.5``.
@@ -113,6 +164,63 @@ def speculative_attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def speculative_attention_append_(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    counts: Tensor | None = ...,
+    source_index: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: Backend = ...,
+) -> Tensor: ...
+
+
+@overload
+def speculative_attention_append_(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    counts: Tensor | None = ...,
+    source_index: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def speculative_attention_append_(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    plan: TilePlan,
+    *,
+    counts: Tensor | None = ...,
+    source_index: Tensor | None = ...,
+    block_table: Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    backend: Backend = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 def speculative_attention_append_(
     q: Tensor,
     k_new: Tensor,
@@ -137,7 +245,7 @@ def speculative_attention_append_(
 
     Args:
         q, k_new, v_new, plan, block_table, scale, return_lse, backend: as in `speculative_attention`.
-        k_cache, v_cache: as there; written. They split no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
+        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
             one sequence is a place of another one.
         lengths: as there. The rows have to fit behind them.
         counts: ``(batch,)`` int32 or int64, rows to store; None: all that `source_index` names. 0 stores nothing.
@@ -352,7 +460,8 @@ def _by_reference(
 ) -> tuple[Tensor, Tensor]:
     mask = dense_plan(PlanArguments(plan_rows, plan_lists, bitmaps, block_q, block_k), q.shape[1], q.shape[1])
     tensors = (q, k_new, v_new, k_cache, v_cache, lengths, mask, *rows)
-    return getattr(reference, op)(*tensors, block_table=block_table, scale=scale)
+    results: tuple[Tensor, Tensor] = getattr(reference, op)(*tensors, block_table=block_table, scale=scale)
+    return results
 
 
 def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -373,7 +482,8 @@ def _refuse_gradients(
         remedy = "Train with block_sparse_attention, or call it under torch.no_grad()."
         raise NotImplementedError(message(op._opname, "its inputs", "not require gradients", "one that does", remedy))
     with torch._C._AutoDispatchBelowAutograd():
-        return op(*inputs, *rest)
+        results: tuple[Tensor, Tensor] = op(*inputs, *rest)
+    return results
 
 
 def _example(draw: Draw) -> dict[str, Any]:

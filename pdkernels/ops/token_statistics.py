@@ -172,7 +172,8 @@ def raw_options(
             size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))
         ):
             fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
-        step, steps = 0, step.expand(shape)
+        steps = step.expand(shape)
+        step = 0
     several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
     banned = [suppress] if isinstance(suppress, int) else list(suppress) if several else suppress
     return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
@@ -226,7 +227,8 @@ def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
 
 
 def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    return reference.token_statistics(logits, *reference_options(options))
+    results: tuple[Tensor, ...] = reference.token_statistics(logits, *reference_options(options))
+    return results
 
 
 def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:

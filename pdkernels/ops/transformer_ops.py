@@ -102,7 +102,8 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         >>> pd.silu_and_mul(torch.tensor([[0.0, 1.0, 5.0, 2.0]]))
         tensor([[0.0000, 1.4621]])
     """
-    return call(silu_and_mul_op, (x,), x, backend)
+    out: Tensor = call(silu_and_mul_op, (x,), x, backend)
+    return out
 
 
 def apply_rope_append_(
@@ -300,9 +301,10 @@ def _fake_apply_rope_append(
     check_indices(op, (batch, rows), qkv.device, slots=slots)
 
 
-def _reference_apply_rope_append(*arguments: Tensor | bool | None) -> None:
+def _reference_apply_rope_append(*arguments: Any) -> None:
     # The schema's defaults arrive only where a caller gives them.
-    interleaved, slots = [*arguments[9:], *(True, None)[len(arguments[9:]) :]]
+    interleaved = arguments[9] if len(arguments) > 9 else True
+    slots = arguments[10] if len(arguments) > 10 else None
     reference.apply_rope_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)
 
 

@@ -169,7 +169,7 @@ def _check(
         check_shape(OP, "confidence", confidence, ids.shape, " like ids")
         check_device(OP, "confidence", confidence, device)
     if windows is None:
-        shape = (batch,)
+        shape = torch.Size((batch,))
     else:
         segments = isinstance(windows, Tensor) and windows.dim() == 3
         check_index(OP, "windows", windows, (batch, None, 2) if segments else (batch, 2), device)
@@ -200,7 +200,7 @@ def _check(
     return numbers, torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.bool)
 
 
-def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(tokens: Tensor, ids: Tensor, confidence: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     results = _check(tokens, ids, confidence, *rest)
     if confidence is not None and confidence.dtype == torch.float64:
         remedy = "Convert it with .float(), or pass backend='reference', which takes float64."

@@ -1,6 +1,6 @@
 """Attention of new tokens over a cached prefix and a planned tail, in Triton.
 
-The query heads that split a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
+The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
 token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
 for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split in use goes on
 with the tail, walking the plan's lists of the tokens in its rows. The splits meet in a second kernel, by their
@@ -55,23 +55,23 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
 }
 
 # Keys in the shortest split, and what lengths of splits are multiples of.
-SHORTEST_SHARE = tl.constexpr(256)
-SHARE_STEP = tl.constexpr(128)
+SHORTEST_SPLIT = tl.constexpr(256)
+SPLIT_STEP = tl.constexpr(128)
 
 # Most splits of a prefix.
 MOST_SPLITS = 64
 # Programs that run at once: an A100 has 108 SMs, an H200 132, a B200 148.
 PROGRAMS_AT_ONCE = 132
 # What a split costs besides its keys, in keys: writing float32 results and reading them again.
-SHARE_OVERHEAD = 256
+SPLIT_OVERHEAD = 256
 
 
 @triton.jit
 def _splits(lengths, batch, capacity, splits):
     """(length of a sequence, keys in each split of it, splits in use: at least one). Lengths out of range are clamped."""
     length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
-    keys = tl.cdiv(tl.cdiv(length, splits), SHARE_STEP) * SHARE_STEP
-    keys = tl.maximum(keys, SHORTEST_SHARE)
+    keys = tl.cdiv(tl.cdiv(length, splits), SPLIT_STEP) * SPLIT_STEP
+    keys = tl.maximum(keys, SHORTEST_SPLIT)
     return length, keys, tl.maximum(tl.cdiv(length, keys), 1)
 
 
@@ -358,5 +358,5 @@ def choose_splits(capacity: int, programs: int) -> int:
     [1, 5, 11]
     """
     waves = lambda splits: triton.cdiv(programs * splits, PROGRAMS_AT_ONCE)  # noqa: E731
-    most = max(1, min(MOST_SPLITS, capacity // SHORTEST_SHARE.value))
-    return min(range(1, most + 1), key=lambda splits: waves(splits) * (capacity / splits + SHARE_OVERHEAD))
+    most = max(1, min(MOST_SPLITS, capacity // SHORTEST_SPLIT.value))
+    return min(range(1, most + 1), key=lambda splits: waves(splits) * (capacity / splits + SPLIT_OVERHEAD))
