@@ -283,6 +283,11 @@ def _example(draw: Draw) -> dict[str, Any]:
     return {"q": q, "k": k, "v": v, "plan": mask.plan(32, 32)}
 
 
+def _example_backward(draw: Draw) -> dict[str, Any]:
+    forward = _example(draw)
+    return {**forward, "grad": draw.floats(*forward["q"].shape)}
+
+
 attention_op = define(
     f"{OP}(Tensor q, Tensor k, Tensor v, {PLAN_SCHEMA}, float scale) -> (Tensor, Tensor)",
     fake=_fake,
@@ -298,7 +303,7 @@ backward_op = define(
     fake=_fake_backward,
     reference=_reference_backward,
     triton=_triton_backward,
-    example=_example,
+    example=_example_backward,
     gradients="own",
     float64=True,
 )

@@ -28,8 +28,9 @@ def run(op: str, arguments: Arguments, **options: Any) -> Any:
     if not op.endswith("_backward"):
         return getattr(pd, op)(**arguments, **options)
     leaves = {name: x.detach().requires_grad_() if is_float(x) else x for name, x in arguments.items()}
+    grad = leaves.pop("grad").detach()
     out = getattr(pd, op.removesuffix("_backward"))(**leaves, **options)
-    return torch.autograd.grad(out.sum(), [x for x in leaves.values() if is_float(x)])
+    return torch.autograd.grad(out, [x for x in leaves.values() if is_float(x)], grad)
 
 
 def is_float(x: object) -> bool:
