@@ -13,7 +13,7 @@ from pdkernels import models as models
 from pdkernels import ops as ops
 from pdkernels import reference as reference
 from pdkernels._native import has_native as has_native
-from pdkernels._renamed import renamed as _renamed
+from pdkernels._renamed import renamed as _former_names
 from pdkernels.config import __version__ as __version__
 from pdkernels.config import show_config as show_config
 from pdkernels.ops import *  # noqa: F403
@@ -23,4 +23,4 @@ _OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", 
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
 
 if not _TYPE_CHECKING:
-    __getattr__ = _renamed(__name__)
+    __getattr__ = _former_names(__name__)

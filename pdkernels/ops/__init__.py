@@ -4,7 +4,7 @@
 import types as _types
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from pdkernels._renamed import renamed as _renamed
+from pdkernels._renamed import renamed as _former_names
 from pdkernels.ops.block_sparse_attention import *
 from pdkernels.ops.feature_cache import *
 from pdkernels.ops.kv_cache import *
@@ -24,4 +24,4 @@ vars()["__all__"] = sorted(
 )
 
 if not _TYPE_CHECKING:
-    __getattr__ = _renamed(__name__)
+    __getattr__ = _former_names(__name__)
