@@ -76,28 +76,13 @@ class Transformer(nn.Module):
         mask_token: int | None = None,
     ) -> None:
         super().__init__()
-        check_type(
-            isinstance(config, TransformerConfig),
-            "Transformer",
-            "config",
-            "be a TransformerConfig",
-            type(config).__name__,
-        )
+        op = "Transformer"
+        check_type(isinstance(config, TransformerConfig), op, "config", "be a TransformerConfig", type(config).__name__)
+        vocabulary = f"below vocab_size ({config.vocab_size})"
         for token in end_tokens:
-            check(
-                0 <= token < config.vocab_size,
-                "Transformer",
-                "end_tokens",
-                f"be ids below vocab_size ({config.vocab_size})",
-                token,
-            )
-        check(
-            mask_token is None or 0 <= mask_token < config.vocab_size,
-            "Transformer",
-            "mask_token",
-            f"be an id below vocab_size ({config.vocab_size})",
-            mask_token,
-        )
+            check(0 <= token < config.vocab_size, op, "end_tokens", f"be ids {vocabulary}", token)
+        known = mask_token is None or 0 <= mask_token < config.vocab_size
+        check(known, op, "mask_token", f"be an id {vocabulary}", mask_token)
         self.config = config
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)

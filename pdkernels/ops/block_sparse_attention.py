@@ -29,41 +29,16 @@ OP = "block_sparse_attention"
 
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: TilePlan,
-    *,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: Backend = ...,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
+    scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: TilePlan,
-    *,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def block_sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: TilePlan,
-    *,
-    scale: float | None = ...,
-    return_lse: bool,
-    backend: Backend = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k: Tensor, v: Tensor, plan: TilePlan, *,
+    scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def block_sparse_attention(

@@ -45,53 +45,16 @@ MAX_CUDA_TOKEN_STRIDE = 2**23
 
 @overload
 def speculative_attention(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: Backend = ...,
-) -> Tensor: ...
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
+    block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def speculative_attention(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def speculative_attention(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    backend: Backend = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
+    block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def speculative_attention(
@@ -166,59 +129,16 @@ def speculative_attention(
 
 @overload
 def speculative_attention_append_(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    counts: Tensor | None = ...,
-    source_index: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: Backend = ...,
-) -> Tensor: ...
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
+    counts: Tensor | None = ..., source_index: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[False] = ..., backend: Backend = ...
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def speculative_attention_append_(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    counts: Tensor | None = ...,
-    source_index: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: Literal[True],
-    backend: Backend = ...,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def speculative_attention_append_(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    plan: TilePlan,
-    *,
-    counts: Tensor | None = ...,
-    source_index: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    scale: float | None = ...,
-    return_lse: bool,
-    backend: Backend = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
+    q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, plan: TilePlan, *,
+    counts: Tensor | None = ..., source_index: Tensor | None = ..., block_table: Tensor | None = ..., scale: float | None = ..., return_lse: Literal[True], backend: Backend = ...
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def speculative_attention_append_(
