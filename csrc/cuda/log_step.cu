@@ -7,7 +7,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__global__ void __launch_bounds__(kThreads) log_step_kernel(LogStepArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    log_step_kernel(LogStepArgs args, bool conditional, cudaGraphConditionalHandle handle) {
   const int64_t at = *args.count;
   const bool room = args.has_room(at);
   const int64_t size = args.size();
@@ -20,13 +21,14 @@ __global__ void __launch_bounds__(kThreads) log_step_kernel(LogStepArgs args) {
   const bool more = room && args.goes_on(at, any);
   if (room) *args.count = at + 1;
   *args.more = more;
-  if (args.conditional) cudaGraphSetConditional(static_cast<cudaGraphConditionalHandle>(args.handle), more ? 1 : 0);
+  if (conditional) cudaGraphSetConditional(handle, more ? 1 : 0);
 }
 
 }  // namespace
 
 cudaError_t log_step(const LogStepArgs& args, cudaStream_t stream) {
-  PDK_LAUNCH(log_step_kernel, dim3(1), dim3(kThreads), 0, stream, args);
+  PDK_LAUNCH(log_step_kernel, dim3(1), dim3(kThreads), 0, stream, args, args.conditional,
+             static_cast<cudaGraphConditionalHandle>(args.handle));
   return cudaGetLastError();
 }
 

@@ -86,7 +86,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
 )
 def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], stops: bool) -> None:
     """A token comes with the first check behind it, which is one of a token begun in vain if it was the last."""
-    model, method = on_gpu(model_of("recurrent_")), "recurrent_adaptive"
+    model, method = on_gpu(model_of("recurrent_adaptive")), "recurrent_adaptive"
     free = pd.decoding.generate(model, PROMPTS, method, max_new_tokens=4, end_tokens=(), **options).tokens
     ends = tuple({int(tokens[-1]) for tokens in free}) if stops else ()
     log, stats = watched(method, {**options, "end_tokens": ends})

@@ -322,8 +322,8 @@ NORMS = [
     ({"residual": X[:1]}, r"residual must have shape \(2, 4\) like x, got \(1, 4\)"),
     ({"residual": X.half()}, r"TypeError: residual must be torch\.float32 like the others, got torch\.float16"),
     ({"residual": X.to("meta")}, r"residual must be on cpu, got meta\. Move it"),
-    ({"weight": W[:3]}, r"weight must have shape \(4,\), got \(3,\)"),
-    ({"weight": X}, r"weight must have shape \(4,\), got \(2, 4\)"),
+    ({"weight": W[:3]}, r"weight must have shape \(4\), got \(3,\)"),
+    ({"weight": X}, r"weight must have shape \(4\), got \(2, 4\)"),
     (
         {"next_weight": W.bfloat16()},
         r"TypeError: next_weight must be torch\.float32 like the others, got torch\.bfloat16",

@@ -118,7 +118,7 @@ class Table(Recorded, RandomRows):
         for row, token in enumerate(call.tokens):
             columns = call.mask[row].nonzero().flatten().tolist()
             seen = tuple(sorted((call.positions[c], call.tokens[c]) for c in columns))
-            rows.append(self.drawn((token, call.positions[row], seen), self.size))
+            rows.append(self.drawn((token, call.positions[row], seen), self.size).clone())
             if token != self.size - 1:
                 rows[-1][-1] = -torch.inf
         return torch.stack(rows)

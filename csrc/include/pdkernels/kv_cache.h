@@ -42,7 +42,8 @@ struct PageMap {
 
   PDK_HD int64_t capacity() const { return pages_per_sequence * page_size; }
 
-  PDK_HD Slot locate(int64_t sequence, int64_t position) const {
+  // Inlined even where it is called often: no copy of it may stay in the units of one vector level.
+  [[gnu::always_inline]] PDK_HD Slot locate(int64_t sequence, int64_t position) const {
     if (!block_table.given()) return {sequence, position};
     return {block_table.load(sequence, position / page_size), position % page_size};
   }
