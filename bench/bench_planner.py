@@ -1,7 +1,8 @@
 """Planning a noise-aware mask against FlexAttention's `create_block_mask`, at 128x128.
 
-Prompt and blocks of 32 as in Jacobi Forcing: 1152, 4608, 16384 and 1048576 tokens; dual streams of as many. FlexAttention gets the mask as its trainer writes
-it: arithmetic on indices, interleaved order. What every first call costs (imports, compilation) stands apart, as
+Prompt and blocks of 32 as in Jacobi Forcing: 1152, 4608, 16384 and 1048576 tokens; dual streams of as many.
+FlexAttention gets the mask as its trainer writes it: arithmetic on indices, interleaved order. The cost of every first call
+(imports, compilation) is reported separately, as
 ``first_call_ms``. Eager creation is left out at 16384 tokens: it holds several int64 arrays of all 268 million pairs. On a GPU the
 mask is made there, and our plan, made by the host, is moved there.
 """

@@ -153,7 +153,7 @@ def evaluation_picture(rows: list[Row]) -> str:
 
 def planner(rows: list[Row]) -> str:
     rows = [row for row in rows if row["op"] == "planner"]
-    cases = [(f"{length:,} tokens", {"length": length}) for length in (1152, 4608, 16384)]
+    cases = [(f"{length:,} tokens", {"length": length}) for length in (1152, 4608, 16384, 1048576)]
     lines = []
     for name, found in by_candidate(rows, cases):
         cells = [microseconds(row["median_us"]) if row else "-" for row in found]
