@@ -71,8 +71,8 @@ def test_a_wave_of_one_is_adaptive_decoding(seed: int, inner: int, state_scale: 
 @given(seed=st.integers(0, 8), inner=st.integers(1, 3), data=st.data())
 @settings(max_examples=10)
 def test_a_contraction_converges_to_the_tokens_of_static_decoding(seed: int, inner: int, data: st.DataObject) -> None:
-    """Remark 3.1: the first position settles, then the conditioning of the next one stands, and so on."""
-    model = tiny(seed, state_scale=0.1)
+    """Remark 3.1: the first position settles, then the conditioning of the next one, and so on."""
+    model = tiny(seed, state_scale=0.03)  # at 0.1 some of these models keep moving for ever
     prompt = data.draw(st.lists(token, min_size=1, max_size=4))
     options: dict[str, Any] = {
         "momentum": data.draw(st.sampled_from([0.0, 0.1, 0.4])),
@@ -90,10 +90,20 @@ def test_a_contraction_converges_to_the_tokens_of_static_decoding(seed: int, inn
         recurrences=14,
         inner_recurrence=inner,
         threshold=1e-6,
-        max_recurrences=0,
+        max_recurrences=1000,
         **options,
     )
     assert result.tokens == static.tokens
+    assert result.forwards < 300, "some row was stopped, not settled"
+
+
+def test_without_a_limit_every_row_settles() -> None:
+    options: dict[str, Any] = {"init": init, "recurrences": 2, "inner_recurrence": 1, "threshold": 1e-6}
+    for limit, settles in ((None, False), (0, True)):
+        result = recurrent_diffusion(
+            tiny(0, state_scale=0.1), PROMPT, 3, max_recurrences=limit, max_wavefront=1, **options
+        )
+        assert all(step.distance[0] < 1e-6 for step in result.trace if step.frozen) == settles
 
 
 @given(data=st.data())
