@@ -1,4 +1,4 @@
-"""The order of the house: every op in all its rooms, arrows one way, files of a readable size, everything documented."""
+"""The order of the house: every op family has all its files, imports point one way, files are of a readable size, everything is documented."""
 
 from __future__ import annotations
 

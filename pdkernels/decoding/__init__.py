@@ -51,8 +51,8 @@ if not TYPE_CHECKING:
 def available() -> tuple[str, ...]:
     """Names of the methods `generate` offers.
 
-    >>> available()[:4]
-    ('autoregressive', 'jacobi', 'jacobi_multiblock', 'linear_self_speculation')
+    >>> available()[:2]
+    ('autoregressive', 'jacobi')
     """
     return tuple(METHODS)
 
@@ -203,7 +203,7 @@ def check_options(method: Method, options: Mapping[str, Any]) -> None:
             name in method.options,
             _OP,
             "options",
-            f"be options of method {method.name!r}",
+            f"be those of method {method.name!r}",
             repr(name),
             MOVED_OPTIONS.get((method.name, name), remedy),
         )

@@ -23,7 +23,7 @@ def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
 class Session:
     """One call of `generate`: its inputs on the device, its growing output on the host.
 
-    A loop reads its device once per step, and that one read brings every token home; the record is kept from those
+    A loop reads its device once per step, and that one read brings every token to the host; the record is kept from those
     host copies, so nothing here touches the device after the prompt is packed.
     """
 

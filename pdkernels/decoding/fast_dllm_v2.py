@@ -89,11 +89,11 @@ def decode(
 
 
 class Block:
-    """The block of a sequence, and what the next forward is about. Positions count from the text's first token.
+    """The block of a sequence, and what the next forward covers. Positions count from the text's first token.
 
     Attributes:
         start, end: of the block.
-        complete: it has no open position: the forward writes its K and V for good and gives one more token.
+        complete: it has no open position: the forward writes its final K and V and gives one more token.
         whole: the forward takes the whole block, not the small one alone.
         rows: the first row of the forward, and the one after the last.
         window: where the forward fills positions: in the small block, or the first one after the block.

@@ -38,14 +38,14 @@ Verification = Literal["compare", "rejection"]
 
 
 class LinearSteps(Steps):
-    """An entry: the next block's length; what was accepted of the last one, the token behind it, the forwards it took; the last
+    """An entry: the next block's length; what was accepted of the last one, the token after it, the forwards it took; the last
     block, what the verifier said to it.
 
     Args:
-        block_size: the known token and the masks that are drafted behind it; 1 is autoregressive decoding.
+        block_size: the known token and the masks that are drafted after it; 1 is autoregressive decoding.
         threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and the best
-            one anyway, until none is open. Whether another pass is needed only the confidences say, so the host asks behind each
-            but the last possible one: the device is read once per forward, not once per step. A pass on suspicion would
+            one anyway, until none is open. Only the confidences say whether another pass is needed, so the host asks after each
+            but the last possible one: the device is read once per forward, not once per step. A speculative pass would
             cost a forward, which is more than the wait.
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x

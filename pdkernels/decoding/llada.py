@@ -1,4 +1,4 @@
-"""LLaDA's sampler: a fixed number of forwards fills a canvas, the surest guesses of each first, for good.
+"""LLaDA's sampler: a fixed number of forwards fills a canvas, the most confident guesses first.
 
 Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
 says where that code differs; both take the same forwards, draw the same tokens and fill the same positions.

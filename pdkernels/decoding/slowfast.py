@@ -69,7 +69,7 @@ def decode(
         max_exploration: K_max, most slow steps of a cycle. 0: every span is a whole block.
         window: W_hist, how many of the last candidates for the span's end are compared.
         variance: sigma^2; the end is stable if their variance is less.
-        tau_min: the furthest place with more confidence than this is the candidate of a slow step.
+        tau_min: the last position with more confidence than this is the candidate of a slow step.
         tau_high: a fast step fills all places with more confidence than this.
         k_slow: places that a slow step fills.
         k_fast: places that a fast step fills where none is sure.

@@ -53,7 +53,7 @@ class Sees(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """A segment of a run of alike ones."""
+    """A segment of a run of identical ones."""
 
     length: int
     inside: Literal["causal", "full", "none"]

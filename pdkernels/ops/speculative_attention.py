@@ -115,7 +115,7 @@ def speculative_attention(
 
     Example:
         >>> import torch, pdkernels as pd
-        >>> mask = pd.masks.quadratic(4)                                         # 4 draft tokens, 4 masks behind each
+        >>> mask = pd.masks.quadratic(4)                                         # 4 draft tokens, 4 masks after each
         >>> q, k_new, v_new = (torch.randn(2, 20, heads, 64) for heads in (8, 2, 2))
         >>> k_cache, v_cache = (torch.randn(2, 512, 2, 64) for _ in range(2))
         >>> lengths = torch.tensor([300, 41])
@@ -184,7 +184,7 @@ def speculative_attention_append_(
 
     Example:
         >>> import torch, pdkernels as pd
-        >>> mask = pd.masks.quadratic(4)                                         # 4 draft tokens, 4 masks behind each
+        >>> mask = pd.masks.quadratic(4)                                         # 4 draft tokens, 4 masks after each
         >>> q, k_new, v_new = (torch.randn(1, 20, heads, 64) for heads in (8, 2, 2))
         >>> k_cache, v_cache = (torch.zeros(1, 512, 2, 64) for _ in range(2))
         >>> lengths, drafts = torch.tensor([300]), torch.tensor([4])

@@ -180,7 +180,7 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     (
         "recurrent_diffusion",
         {"published": True},
-        "TypeError: pdkernels.decoding.generate: options must be options of method 'recurrent_diffusion', got 'published'. "
+        "TypeError: pdkernels.decoding.generate: options must be those of method 'recurrent_diffusion', got 'published'. "
         "The steps of the released code are pdkernels.reference.recurrent_published.",
     ),
 ]

@@ -60,7 +60,8 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
         if "upload" not in log[forwards[1] :]:
             break  # else again: plans of masks are made on the host, but once
     assert len(forwards) >= stats.forwards > 2
-    assert "read" not in log[: forwards[0]] and "upload" not in log[forwards[1] :]
+    assert "read" not in log[: forwards[0]], "nothing is read before the first forward"
+    assert "upload" not in log[forwards[1] :], "a step waits for a copy to the device: use _session.sent"
     # Drafting and judging are one step, unless draft passes go on until the model is sure: then each forward is polled. The one
     # mask of a block of 2 needs no second pass.
     passes = "threshold" in options and options.get("block_size") != 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,6 +21,10 @@ def assert_is(mask: masks.SegmentMask, expected: tuple[Tensor, Tensor]) -> None:
     assert torch.equal(mask.dense(), visible)
     assert mask.positions.dtype == torch.int64 and torch.equal(mask.positions, positions)
     assert mask.density == pytest.approx(visible.float().mean().item() if visible.numel() else 0.0)
+
+
+def test_every_builder_is_drawn() -> None:
+    assert {name for name in masks.__all__ if inspect.isfunction(getattr(masks, name))} == {*BUILDERS, "pack"}
 
 
 @pytest.mark.parametrize("name", BUILDERS)
