@@ -8,6 +8,7 @@ from pdkernels._renamed import renamed as _former_names
 from pdkernels.ops.block_sparse_attention import *
 from pdkernels.ops.feature_cache import *
 from pdkernels.ops.kv_cache import *
+from pdkernels.ops.linear import *
 from pdkernels.ops.linear_token_statistics import *
 from pdkernels.ops.log_step import *
 from pdkernels.ops.logit_divergence import *

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "pdkernels/feature_cache.h"
+#include "pdkernels/linear.h"
 #include "pdkernels/logit_divergence.h"
 #include "pdkernels/recurrence.h"
 #include "pdkernels/speculative_attention.h"

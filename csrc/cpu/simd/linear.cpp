@@ -1,0 +1,186 @@
+// Products of few rows with a large matrix: what they cost is reading the matrix, once for all rows.
+//
+// A number of the result is the sum of one vector of lanes, in which products are added in ascending order, and of the lanes.
+// Which rows and outputs are computed together, and on which thread, changes neither.
+#include "kernels.h"
+#include "strips.h"
+
+namespace pdkernels::cpu::PDK_ISA {
+namespace {
+
+// Rows that are multiplied at a time, and outputs for each number of rows: as many sums as there are registers for.
+#ifdef __AVX512DQ__
+constexpr int kRows = 8;
+constexpr int kOutputs[kRows + 1] = {0, 8, 8, 6, 4, 4, 4, 3, 3};
+#else
+constexpr int kRows = 4;
+constexpr int kOutputs[kRows + 1] = {0, 8, 6, 4, 3};
+#endif
+// Outputs whose weights stay in the second-level cache while all rows are multiplied with them, a part of the width at a time.
+constexpr int64_t kBlock = 24, kDepth = 1024;
+
+// Weights of 16 bits are read as words of two, so that they become floats in half the instructions: x is kept in their order.
+template <class W>
+constexpr int64_t kStep = sizeof(W) == sizeof(float) ? kLanes : 2 * kLanes;
+
+template <class W>
+PDK_INLINE Vec upper(Words words) {
+  return widened(words >> 16, W{});
+}
+template <>
+PDK_INLINE Vec upper<Bfloat16>(Words words) {
+  return reinterpret_cast<Vec>(words & 0xffff0000u);
+}
+
+// x in floats: whole steps in the order of the weights, then the rest of the row.
+template <class T, class W>
+void widen(const T* x, float* wide, int64_t width) {
+  const int64_t whole = width / kStep<W> * kStep<W>;
+  to_floats(x, wide, width);
+  if constexpr (kStep<W> > kLanes) {
+    for (int64_t at = 0; at < whole; at += kStep<W>) {
+      float even[kLanes], odd[kLanes];
+      for (int i = 0; i < kLanes; ++i) even[i] = wide[at + 2 * i], odd[i] = wide[at + 2 * i + 1];
+      for (int i = 0; i < kLanes; ++i) wide[at + i] = even[i], wide[at + kLanes + i] = odd[i];
+    }
+  }
+}
+
+struct Sums {
+  Vec at[kBlock][kRows];
+};
+
+// Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width.
+template <int rows, int outputs, class W>
+PDK_INLINE void multiply(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
+                         int64_t end, Vec (*sums)[kRows]) {
+  Vec total[outputs][rows];
+  for (int o = 0; o < outputs; ++o) {
+    for (int r = 0; r < rows; ++r) total[o][r] = sums[o][r];
+  }
+  const auto add = [&](const Vec (&w)[outputs], int64_t at) {
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+      const Vec own = load(x + r * x_stride + at, Whole{});
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) total[o][r] += own * w[o];
+    }
+  };
+  int64_t at = begin;
+  for (; at + kStep<W> <= end; at += kStep<W>) {
+    Vec w[outputs];
+    if constexpr (kStep<W> == kLanes) {
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) w[o] = load(weight + o * weight_stride + at, Whole{});
+      add(w, at);
+    } else {
+      Words words[outputs];
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) {
+        words[o] = *reinterpret_cast<const LooseWords*>(weight + o * weight_stride + at);
+        w[o] = widened(words[o] & 0xffffu, W{});
+      }
+      add(w, at);
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) w[o] = upper<W>(words[o]);
+      add(w, at + kLanes);
+    }
+  }
+  for (; at < end; at += kLanes) {
+    Vec w[outputs];
+    for (int o = 0; o < outputs; ++o) w[o] = load(weight + o * weight_stride + at, Part{smaller(kLanes, end - at)});
+    add(w, at);
+  }
+  for (int o = 0; o < outputs; ++o) {
+    for (int r = 0; r < rows; ++r) sums[o][r] = total[o][r];
+  }
+}
+
+// The same for any number of outputs; `next` is where the weights go on that are read after these.
+template <int rows, class W>
+void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
+                    int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+  constexpr int group = kOutputs[rows];
+  int64_t o = 0;
+  for (; o + group <= outputs; o += group) {
+    multiply<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+  }
+  for (; o < outputs; ++o) multiply<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+}
+
+template <class W, int rows = kRows>
+void multiply_rows(int64_t count, const float* x, int64_t x_stride, const W* weight, int64_t weight_stride,
+                   int64_t outputs, int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+  if constexpr (rows > 1) {
+    if (count < rows) {
+      return multiply_rows<W, rows - 1>(count, x, x_stride, weight, weight_stride, outputs, begin, end, sums);
+    }
+  }
+  multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums);
+}
+
+template <class T>
+void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, int64_t outputs, Vec (*sums)[kRows]) {
+  for (int64_t r = 0; r < count; ++r) {
+    T* out = args.out.row<T>(row + r) + first;
+    const T* bias = static_cast<const T*>(args.bias);
+    for (int64_t o = 0; o < outputs; ++o) {
+      const float sum = sum_of(sums[o][r]);
+      out[o] = from_float<T>(bias == nullptr ? sum : sum + to_float(bias[first + o]));
+    }
+  }
+}
+
+template <class T, class W>
+void linear_of(const LinearArgs& args) {
+  const W* weight = static_cast<const W*>(args.weight);
+  const float* x = args.x.row<const float>(0);
+  int64_t x_stride = args.x.stride;
+  if (args.wide != nullptr) {
+    x = args.wide, x_stride = args.padded_width();
+    for_rows(args.rows, args.width, [&](int64_t r) {
+      float* to = args.wide + r * x_stride;
+      widen<T, W>(args.x.row<const T>(r), to, args.width);
+      for (int64_t i = args.width; i < x_stride; ++i) to[i] = 0;
+    });
+  }
+  const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
+  const int64_t depth = panels > 1 ? kDepth : args.width;
+  // Panels that share what is read of a block. More would not fit into the cache.
+  constexpr int64_t kPanels = 64;
+  for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
+    auto* sums = reinterpret_cast<Sums*>(thread_scratch(smaller(panels, kPanels) * static_cast<int64_t>(sizeof(Sums))));
+    for (int64_t block = from; block < to; ++block) {
+      const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
+      const W* own = weight + first * args.weight_stride;
+      for (int64_t group = 0; group < panels; group += kPanels) {
+        const int64_t last = smaller(group + kPanels, panels);
+        for (int64_t p = group; p < last; ++p) sums[p - group] = Sums{};
+        for (int64_t begin = 0; begin < args.width; begin += depth) {
+          for (int64_t p = group; p < last; ++p) {
+            multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
+                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width), sums[p - group].at);
+          }
+        }
+        for (int64_t p = group; p < last; ++p) {
+          finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, sums[p - group].at);
+        }
+      }
+    }
+  });
+}
+
+template <class T>
+void linear_with(const LinearArgs& args) {
+  switch (args.weight_element) {
+    case Element::kFloat: return linear_of<T, float>(args);
+    case Element::kHalf: return linear_of<T, Half>(args);
+    case Element::kBfloat16: return linear_of<T, Bfloat16>(args);
+  }
+}
+
+}  // namespace
+
+void linear(const LinearArgs& args) { PDK_BY_ELEMENT(linear_with, args) }
+
+}  // namespace pdkernels::cpu::PDK_ISA

@@ -1,0 +1,24 @@
+// Arguments of products with few rows.
+#pragma once
+
+#include "pdkernels/transformer_ops.h"
+
+namespace pdkernels {
+
+// out[r] = x[r] weight^T + bias, sums in float32. A number of `out` has the same bits however many rows there are.
+struct LinearArgs {
+  Element element, weight_element;  // of x, out and bias; of weight
+  RowsView x, out;
+  const void* weight;  // (outputs, width)
+  int64_t weight_stride;
+  const void* bias;  // (outputs,), or nullptr
+  float* wide;       // (rows, padded_width()): x as the kernel reads it
+  int64_t rows, width, outputs;
+
+  static constexpr int64_t kPadding = 32;
+  PDK_HD int64_t padded_width() const { return (width + kPadding - 1) / kPadding * kPadding; }
+};
+
+PDK_VECTOR_KERNEL(linear, LinearArgs)
+
+}  // namespace pdkernels

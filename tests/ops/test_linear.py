@@ -1,0 +1,135 @@
+"""linear against float64, and the promise that a row's bits are its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import pdkernels as pd
+from pdkernels.reference.linear import linear as reference
+from tests.harness.error_budget import assert_within_budget
+from tests.harness.triton_interpreter import requires_triton, triton_device
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+DTYPES = [
+    (x, w) for x in FLOATS for w in FLOATS if w in (x, torch.bfloat16, torch.float16) and (x == w or x == FLOATS[0])
+]
+SHAPES = [(1, 1, 1), (3, 7, 5), (9, 31, 33), (17, 64, 40), (33, 100, 129), (5, 25, 1030), (70, 24, 2100)]
+
+
+def inputs(
+    rows: int, outputs: int, width: int, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 10_007 + outputs * 101 + width)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((rows, width), (outputs, width), (outputs,))
+    )
+    return x.to(dtypes[0]), weight.to(dtypes[1]), bias.to(dtypes[0])
+
+
+def check(actual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    exact = reference(x.double(), weight.double(), None if bias is None else bias.double())
+    assert_within_budget(actual.cpu(), exact, reference(x, weight, bias), name="linear")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, outputs, width", SHAPES[2:])
+def test_within_the_error_budget(rows: int, outputs: int, width: int, dtypes: Any) -> None:
+    x, weight, bias = inputs(rows, outputs, width, dtypes)
+    check(pd.linear(x, weight, bias), x, weight, bias)
+    check(pd.linear(x, weight), x, weight, None)
+
+
+@pytest.mark.parametrize("rows, outputs, width", SHAPES)
+def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> None:
+    for dtypes in DTYPES:
+        x, weight, bias = inputs(rows, outputs, width, dtypes)
+        found = level_ops.linear(x, weight, bias)
+        if rows * outputs >= 200:
+            check(found, x, weight, bias)
+        alone = torch.cat([level_ops.linear(row[None], weight, bias) for row in x])
+        assert torch.equal(found, alone)
+
+
+@given(data=st.data())
+@settings(max_examples=60)
+def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject) -> None:
+    dtypes = data.draw(st.sampled_from(DTYPES))
+    outputs, width = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([1, 8, 33, 96, 576, 1100]))
+    x, weight, bias = inputs(70, outputs, width, dtypes)
+    whole = pd.linear(x, weight, bias)
+    first = data.draw(st.integers(0, 69))
+    last = data.draw(st.integers(first + 1, 70))
+    part = pd.linear(x[first:last], weight, bias)
+    assert torch.equal(part, whole[first:last])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(data.draw(st.integers(1, 4)))
+        assert torch.equal(pd.linear(x, weight, bias), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_any_layout_and_shape() -> None:
+    x, weight, bias = inputs(24, 50, 64, (torch.float32, torch.float32))
+    expected = pd.linear(x, weight, bias)
+    assert torch.equal(pd.linear(x.view(2, 3, 4, 64), weight, bias), expected.view(2, 3, 4, 50))
+    assert torch.equal(pd.linear(x.T.contiguous().T, weight.T.contiguous().T, bias), expected)
+    wide_x, wide_weight = torch.zeros(24, 100), torch.full((50, 90), float("nan"))
+    wide_x[:, 3:67], wide_weight[:, 5:69] = x, weight
+    assert torch.equal(pd.linear(wide_x[:, 3:67], wide_weight[:, 5:69], bias.repeat_interleave(2)[::2]), expected)
+    assert torch.equal(pd.linear(x[:1].expand(5, 64), weight, bias), expected[:1].expand(5, 50))
+    assert torch.equal(pd.linear(x[0], weight, bias), expected[0])
+
+
+@pytest.mark.parametrize("rows, outputs, width", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_nothing(rows: int, outputs: int, width: int) -> None:
+    bias = torch.ones(outputs)
+    found = pd.linear(torch.zeros(rows, width), torch.zeros(outputs, width), bias)
+    assert torch.equal(found, torch.ones(rows, outputs))
+
+
+def test_infinities_and_nan_stay_in_their_row() -> None:
+    x, weight, _ = inputs(6, 40, 96, (torch.bfloat16, torch.bfloat16))
+    expected = pd.linear(x, weight)
+    x[2, 5], x[4, 95] = float("inf"), float("nan")
+    found = pd.linear(x, weight)
+    kept = [0, 1, 3, 5]
+    assert torch.equal(found[kept], expected[kept])
+    assert found[2].isinf().all() and found[4].isnan().all()
+
+
+@requires_triton
+@pytest.mark.parametrize("dtypes", [(d, d) for d in FLOATS[:2]] + [(FLOATS[0], FLOATS[1])], ids=str)
+def test_triton(dtypes: Any) -> None:
+    from pdkernels.triton.linear import forward
+
+    x, weight, bias = (t.to(triton_device()) for t in inputs(20, 50, 150, dtypes))
+    found = forward(x, weight, bias)
+    check(found, x.cpu(), weight.cpu(), bias.cpu())
+    assert torch.equal(forward(x[3:5], weight, bias), found[3:5])
+    assert torch.equal(forward(x, weight, None), forward(x, weight, torch.zeros_like(bias)))
+
+
+ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"weight": torch.zeros(3, 5)}, ValueError, "linear: weight must have shape (outputs, 4), got (3, 5)."),
+    ({"weight": torch.zeros(3)}, ValueError, "linear: weight must have shape (outputs, 4), got (3,)."),
+    ({"x": torch.tensor(1.0)}, ValueError, "linear: x must have shape (..., width), got ()."),
+    ({"x": torch.zeros(2, 4).half()}, TypeError, "linear: weight must have dtype torch.float16 like x"),
+    ({"x": torch.zeros(2, 4).long()}, TypeError, "linear: x must"),
+    ({"bias": torch.zeros(2)}, ValueError, "linear: bias must have shape (3,)"),
+    ({"bias": torch.zeros(3).half()}, TypeError, "linear: bias must"),
+]
+
+
+@pytest.mark.parametrize("wrong, error, text", ERRORS)
+def test_errors(wrong: dict[str, Any], error: type[Exception], text: str) -> None:
+    arguments = {"x": torch.zeros(2, 4), "weight": torch.zeros(3, 4), "bias": torch.zeros(3)} | wrong
+    with pytest.raises(error) as caught:
+        pd.linear(**arguments)
+    assert text in str(caught.value)
