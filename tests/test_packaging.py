@@ -173,6 +173,11 @@ print(time.process_time() - start)
 heavy = {"rich", "typer", "triton", "transformers", "matplotlib", "cuda"}
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & heavy))
 assert not torch.cuda.is_initialized()
+before = set(sys.modules)
+for name in ("tiny-code", "tiny-recurrent"):
+    pdkernels.models.load(name)
+# torch fills tensors on the meta device by way of its compiler: 800 modules that a model without memory has no use for.
+assert len(set(sys.modules) - before) <= 10, sorted(set(sys.modules) - before)
 """
     answers = [python(code).stdout.split("\n") for _ in range(2)]
     assert answers[0][1] == "[]"
