@@ -8,6 +8,7 @@ import pytest
 
 from pdkernels import models
 from tests.support import checkpoint_fuzz
+from tests.support.checkpoint_judge import check_right
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 300), pytest.param(300, 4700, marks=pytest.mark.slow)])
@@ -23,4 +24,4 @@ def test_without_a_fault_all_load_right(tmp_path: Path) -> None:
             folder = tmp_path / f"{number}-{shards}"
             folder.mkdir()
             checkpoint_fuzz.Checkpoint(fields, content, shards).write(folder)
-            checkpoint_fuzz.check_right(models.load(folder), folder)
+            check_right(models.load(folder), folder)

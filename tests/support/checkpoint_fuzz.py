@@ -29,61 +29,71 @@ import torch
 from safetensors.torch import save
 
 from pdkernels import models
-from reference import masked_model, recurrent_depth
-from reference.recurrent_sampling import forward, position_states
-from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, QWEN2, QWEN3, plain_logits, random_checkpoint
+from reference import recurrent_depth
+from tests.models.test_llada_checkpoints import DREAM, LLADA, weights
+from tests.models.test_recurrent_depth_checkpoints import SMALL
+from tests.support.checkpoint_judge import DTYPES, INDEX, check_right, parse
+from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, QWEN2, QWEN3, random_checkpoint
 
 SECONDS, BYTES = 2.0, 200_000_000
-INDEX = "model.safetensors.index.json"
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-JUNK = [
-    0, 1, 2, 3, 7, -1, 24, 10**9, 10**12, 2**31 - 1, 2**63, 10**40, 0.5, 1.0, -1.0, 1e308, float("nan"), float("inf"), True, False,
-    "", "0", "24", "llama", "x" * 5000, "\ud800", "a\nb", [], [1], ["llama"], [[]], [5, 5], {}, {"a": 1}, {"rope_type": "yarn"}, None,
-]  # fmt: skip
-NAMES = [
-    "../model.safetensors", "/etc/passwd", "/dev/zero", "", ".", "..", "a/../b", "sub/x.safetensors", "pipe", "link", "config.json",
-    "model.safetensors", "no\0name", "\ud800", "C:\\x", "x" * 300, "model.safetensors/", 5, None, ["a"], {},
-]  # fmt: skip
+NUMBERS = [0, 1, 2, 3, 7, -1, 24, 10**9, 10**12, 2**31 - 1, 2**63, 10**40, 0.5, 1.0, -1.0, 1e308]
+WORDS = [float("nan"), float("inf"), True, False, None, "", "0", "24", "llama", "x" * 5000, "\ud800", "a\nb"]
+NESTED = [[], [1], ["llama"], [[]], [5, 5], {}, {"a": 1}, {"rope_type": "yarn"}]
+JUNK: list[Any] = [*NUMBERS, *WORDS, *NESTED]
+OUTSIDE = "../model.safetensors /etc/passwd /dev/zero . .. a/../b sub/x.safetensors pipe link config.json C:\\x".split()
+NAMES: list[Any] = [
+    *OUTSIDE,
+    "",
+    "model.safetensors",
+    "no\0name",
+    "\ud800",
+    "x" * 300,
+    "model.safetensors/",
+    5,
+    None,
+    ["a"],
+    {},
+]
+LLAMA3 = dict(factor=8.0, low_freq_factor=1, high_freq_factor=4.0, original_max_position_embeddings=16)
+YARN = dict(factor=2, original_max_position_embeddings=8, attention_factor=1.5, beta_fast=4, beta_slow=1)
 ROPES = [
     {"rope_type": "linear", "factor": 2.5},
     {"type": "linear", "factor": 4},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "llama3", **LLAMA3},
     {"rope_type": "yarn", "factor": 4.0},
-    {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 8, "attention_factor": 1.5, "beta_fast": 4, "beta_slow": 1},
+    {"rope_type": "yarn", **YARN},
     {"rope_type": "yarn", "factor": 8.0, "mscale": 0.7, "mscale_all_dim": 1.2, "llama_4_scaling_beta": 0.2},
     {"rope_type": "default", "rope_theta": 50.0},
     {"rope_type": "dynamic", "factor": 2.0},
-]  # fmt: skip
-RIGHT = {
-    "rope_theta": [1.5, 100, 1e6], "rope_base": [30, 1e5], "rms_norm_eps": [1e-3, 0, 1e-8], "eos_token_id": [3, [3, 4], None, [3, 3]],
-    "dtype": ["float32", "bfloat16", "float16", "float64"], "max_position_embeddings": [5, 10**6], "sliding_window": [None, 5, 10**7],
-    "rope_scaling": ROPES, "rope_parameters": ROPES, "mean_recurrence": [1, 3], "mask_token_id": [0, 7], "model_type": ["mistral"],
-}  # fmt: skip
-LLADA = {
-    "model_type": "llada", "d_model": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "mlp_hidden_size": 24, "vocab_size": 13,
-    "embedding_size": 16, "weight_tying": False, "rope": True, "rope_theta": 500.0, "rms_norm_eps": 1e-5, "block_type": "llama",
-    "layer_norm_type": "rms", "activation_type": "silu", "max_sequence_length": 64, "mask_token_id": 11, "eos_token_id": 9,
-}  # fmt: skip
-DREAM = {
-    "model_type": "Dream", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "vocab_size": 16, "rope_theta": 500.0, "mask_token_id": 11, "eos_token_id": 9,
-}  # fmt: skip
-HUGINN = {
-    "model_type": "huginn_raven", "architectures": ["RavenForCausalLM"], "n_embd": 24, "n_heads": 3, "intermediate_size": 20,
-    "vocab_size": 29, "padded_vocab_size": 32, "n_layers": 3, "n_layers_in_prelude": 1, "n_layers_in_recurrent_block": 1,
-    "n_layers_in_coda": 1, "mean_recurrence": 2, "rope_base": 700.0, "norm_eps": 1e-5, "block_size": 64, "eos_token_id": 5,
-    "init_values": {"embed_scale": 24**0.5},
-}  # fmt: skip
+]
+RIGHT: dict[str, list[Any]] = {
+    "rope_theta": [1.5, 100, 1e6],
+    "rope_base": [30, 1e5],
+    "rms_norm_eps": [1e-3, 0, 1e-8],
+    "eos_token_id": [3, [3, 4], None, [3, 3]],
+    "dtype": ["float32", "bfloat16", "float16", "float64"],
+    "max_position_embeddings": [5, 10**6],
+    "sliding_window": [None, 5, 10**7],
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "mean_recurrence": [1, 3],
+    "mask_token_id": [0, 7],
+    "model_type": ["mistral"],
+}
 KNOWN = [
-    "head_dim", "num_key_value_heads", "sliding_window", "use_sliding_window", "rope_theta", "rms_norm_eps", "norm_eps", "attention_bias",
-    "tie_word_embeddings", "max_position_embeddings", "eos_token_id", "mask_token_id", "dtype", "torch_dtype", "hidden_act", "n_kv_heads",
-    "mlp_ratio", "init_values", "quantization_config", "architectures", "model_type", "use_mrope", "layer_types",
-]  # fmt: skip
-TOKENIZER = {
-    "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-    "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-    "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"},
-}  # fmt: skip
+    *"head_dim num_key_value_heads sliding_window use_sliding_window attention_bias tie_word_embeddings norm_eps".split(),
+    *"max_position_embeddings torch_dtype hidden_act n_kv_heads mlp_ratio init_values quantization_config".split(),
+    *"architectures use_mrope layer_types mask_token_id rope_theta rms_norm_eps eos_token_id model_type".split(),
+]
+HUGINN = SMALL | dict(n_embd=24, intermediate_size=20, n_layers=3, n_layers_in_coda=1, n_layers_in_recurrent_block=1)
+HUGINN |= dict(head_dim=8, mean_recurrence=2, init_values={"embed_scale": 24**0.5})
+WORD_LEVEL = {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "?": 2}, "unk_token": "?"}
+TOKENIZER = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": WORD_LEVEL}
+TOKENIZER |= dict.fromkeys(["truncation", "padding", "normalizer", "post_processor", "decoder"])
+PADDING = dict(
+    strategy={"Fixed": 10**11}, direction="Right", pad_id=0, pad_type_id=0, pad_token="?", pad_to_multiple_of=None
+)
+TRUNCATION = dict(direction="Right", max_length=1, strategy="LongestFirst", stride=0)
 
 
 class Checkpoint:
@@ -129,24 +139,13 @@ class Checkpoint:
             spoil(folder)
 
 
-def parse(content: bytes) -> tuple[dict[str, Any], bytes]:
-    size = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + size])
-    header.pop("__metadata__", None)
-    return header, content[8 + size :]
-
-
 @cache
 def bases() -> list[tuple[dict[str, Any], bytes]]:
     found = [
         (fields, save(random_checkpoint(fields, dtype=torch.float32)))
         for fields in (QWEN2, QWEN3, LLAMA31, LINEAR, MINISTRAL3)
     ]
-    sizes = {"vocab_size": 16, "hidden_size": 16, "heads": 4, "kv_heads": 2, "intermediate_size": 24}
-    for fields, names in ((LLADA, "llada"), (DREAM, "qwen2")):
-        found.append(
-            (fields, save({name: x.float() for name, x in masked_model.random_weights(names, **sizes).items()}))
-        )
+    found += [(LLADA, save(weights("llada"))), (DREAM, save(weights("qwen2")))]
     recurrent = recurrent_depth.random_weights(
         vocab_size=32, hidden_size=24, heads=3, intermediate_size=20, layers=(1, 1, 1)
     )
@@ -274,9 +273,9 @@ def tokenizer(rng: random.Random, made: Checkpoint) -> None:
     made.tokenizer = copy.deepcopy(TOKENIZER) if not fits else made.tokenizer
     kind = rng.randrange(4)
     if kind == 0:
-        made.tokenizer["padding"] = {"strategy": {"Fixed": 10**11}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "?"}  # fmt: skip
+        made.tokenizer["padding"] = PADDING
     elif kind == 1:
-        made.tokenizer["truncation"] = {"direction": "Right", "max_length": 1, "strategy": "LongestFirst", "stride": 0}
+        made.tokenizer["truncation"] = TRUNCATION
     elif kind == 2:
         made.tokenizer = spoil_value(rng, made.tokenizer)
 
@@ -356,83 +355,7 @@ MUTATIONS = [
 ]
 
 
-# ---- judgement
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_bytes().decode())
-
-
-def on_disk(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a folder that loads, read without the library."""
-    index = folder / INDEX
-    names = (
-        set(read_json(index)["weight_map"].values())
-        if index.exists()
-        else {path.name for path in folder.glob("*.safetensors")}
-    )
-    state = {}
-    for name in names:
-        header, data = parse((folder / name).read_bytes())
-        for tensor, known in header.items():
-            first, last = known["data_offsets"]
-            flat = torch.frombuffer(bytearray(data[first:last]) or bytearray(8), dtype=DTYPES[known["dtype"]])
-            state[tensor] = flat[: math.prod(known["shape"])].view(known["shape"])
-    return state
-
-
-def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
-    """Logits of the plain models."""
-    if fields.get("model_type") == "huginn_raven" or "RavenForCausalLM" in fields.get("architectures", []):
-        state.setdefault("transformer.wte.weight", state.get("lm_head.weight", torch.zeros(0)))
-        plain = recurrent_depth.RecurrentDepthReference(state, rope_theta=fields.get("rope_base", 50000.0), norm_eps=fields.get("norm_eps", 1e-6))  # fmt: skip
-        return forward(
-            plain, tokens, plain.new_past(), fields.get("mean_recurrence", 32), position_states(fields["n_embd"])
-        )
-    if fields["model_type"] == "llada":
-        if fields.get("weight_tying", True):
-            state.pop("model.transformer.ff_out.weight", None)
-        plain = masked_model.MaskedTransformerReference(state, heads=fields["n_heads"], names="llada", rope_theta=fields.get("rope_theta", 10000.0), norm_eps=fields.get("rms_norm_eps", 1e-5))  # fmt: skip
-        length = len(tokens)
-        return plain(torch.tensor([tokens]), torch.arange(length)[None], torch.ones(length, length, dtype=torch.bool))[
-            0
-        ]
-    if fields.get("tie_word_embeddings"):
-        state.setdefault("model.embed_tokens.weight", state.get("lm_head.weight", torch.zeros(0)))
-    rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    rope = {name: value for name, value in rope.items() if value is not None}
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    rope.setdefault("original_max_position_embeddings", fields.get("max_position_embeddings", 2048))
-    rope = {"beta_fast": 32.0, "beta_slow": 1.0, **rope}
-    whole = {"num_key_value_heads": fields["num_attention_heads"], **fields, "rope_parameters": rope}
-    everything = [[True] * len(tokens)] * len(tokens) if fields["model_type"] == "Dream" else None
-    return plain_logits(state, whole, tokens, visible=everything)
-
-
-def check_right(model: Any, folder: Path) -> None:
-    """What was loaded is what stands on disk."""
-    fields = {name: value for name, value in read_json(folder / "config.json").items() if value is not None}
-    dtype = DTYPES[
-        {"float64": "F64", "bfloat16": "BF16", "float16": "F16"}.get(
-            fields.get("dtype", fields.get("torch_dtype")), "F32"
-        )
-    ]
-    assert model.dtype == dtype, "another dtype"
-    path = folder / "generation_config.json"
-    ends = read_json(path).get("eos_token_id") if path.exists() else None
-    ends = fields.get("eos_token_id", []) if ends is None else ends
-    assert set(model.end_tokens) == set(ends if isinstance(ends, list) else [ends]), "other end tokens"
-    if isinstance(model, models.Transformer) and "mask_token_id" in fields:
-        assert model.mask_token == fields["mask_token_id"], "another mask token"
-    state = {name: x.to(dtype).double() for name, x in on_disk(folder).items()}
-    tokens = [3, 1, 4, 1, 5][: model.config.max_positions]
-    logits = model.double()(torch.tensor([tokens]))[0]
-    torch.testing.assert_close(logits, expected(fields, state, tokens), rtol=1e-8, atol=1e-8, equal_nan=True)
-    if model.tokenizer is not None:
-        try:
-            assert len(model.tokenizer.encode("a b a")) < 100
-        except ValueError as error:
-            assert str(error).startswith("pdkernels.models.load: tokenizer.json must encode the text")
+# ---- cases
 
 
 def _too_slow(*_: object) -> None:
