@@ -218,9 +218,9 @@ class RopeTables:
         self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        self._outgrown: list[
-            Rotation
-        ] = []  # graphs may have captured them; together they are smaller than their successor
+        # All tables ever made: graphs may have captured them, and a thread may replace the one that another still reads. Together
+        # they are smaller than the successor of the largest.
+        self._made: list[Rotation] = []
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""
@@ -231,7 +231,7 @@ class RopeTables:
             # Not an inference tensor, even if made during inference: training may use it later.
             with torch.inference_mode(False), torch.no_grad():
                 table = self._build(size, dtype=key[1], device=device)
-            self._outgrown += filter(None, [self._tables.get(key)])
+            self._made.append(table)
             self._tables[key] = table
         return table
 
