@@ -49,10 +49,10 @@ def on_disk(folder: Path) -> dict[str, torch.Tensor]:
 
 def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: list[int]) -> torch.Tensor:
     """Logits of the plain models."""
-    if fields.get("model_type") == "huginn_raven" or "RavenForCausalLM" in fields.get("architectures", []):
+    if fields.get("model_type") == "huginn_raven" or fields.get("architectures") == ["RavenForCausalLM"]:
         state.setdefault("transformer.wte.weight", state.get("lm_head.weight", torch.zeros(0)))
         plain = recurrent_depth.RecurrentDepthReference(
-            state, rope_theta=fields.get("rope_base", 50000.0), norm_eps=fields.get("norm_eps", 1e-6)
+            state, rope_theta=fields.get("rope_base", 50000.0), norm_eps=float(fields.get("norm_eps", 1e-6))
         )
         return forward(
             plain, tokens, plain.new_past(), fields.get("mean_recurrence", 32), position_states(fields["n_embd"])
@@ -65,7 +65,7 @@ def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: lis
             heads=fields["n_heads"],
             names="llada",
             rope_theta=fields.get("rope_theta", 10000.0),
-            norm_eps=fields.get("rms_norm_eps", 1e-5),
+            norm_eps=float(fields.get("rms_norm_eps", 1e-5)),
         )
         length = len(tokens)
         return plain(torch.tensor([tokens]), torch.arange(length)[None], torch.ones(length, length, dtype=torch.bool))[

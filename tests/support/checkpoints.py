@@ -124,7 +124,7 @@ def plain_logits(
     length = len(tokens)
     positions = positions if positions is not None else list(range(length))
     heads, kv_heads, head_dim = _heads(fields)
-    eps = fields.get("rms_norm_eps", 1e-6)
+    eps = float(fields.get("rms_norm_eps", 1e-6))
     rope = rope_of(fields)
     x = state["model.embed_tokens.weight"][tokens]
     for layer in range(fields["num_hidden_layers"]):
