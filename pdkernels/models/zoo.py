@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.models import hf, huginn, llada
@@ -83,7 +83,7 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
     """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token and `facts`
-    stand in the metadata."""
+    stand in the metadata. An older file is replaced as a whole or not at all."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -94,7 +94,13 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata=metadata)
+    # A file with the usual permissions, which takes the place of an older one only when it is whole.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(save(tensors, metadata=metadata))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
