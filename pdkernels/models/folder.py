@@ -20,6 +20,7 @@ _TEXT_BYTES = 1 << 22
 _HEADER_BYTES = 1 << 24
 _KINDS = {
     stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,26 @@ def test_windows_of_sums_begin_where_a_sum_does() -> None:
     assert len(of_sums) > 40
     # All others are source: nothing begins inside a sum.
     assert all(set(row) <= set(b"x = 1\n") for row in seen if row not in beginnings)
+
+
+def test_scores_are_told_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_tiny_code
+    import train_tiny_recurrent
+
+    answers = {problem.prompt: problem.steps for problem in islice(arithmetic(0, held_out=True), 60)}
+    wrong, calls, done = next(iter(answers)), [], []
+
+    def generate(model: object, prompts: list[str], method: str, **options: object) -> SimpleNamespace:
+        calls.append((method, options))
+        text = ["no" if prompt == wrong else answers[prompt] for prompt in prompts]
+        return SimpleNamespace(text=text, stats=SimpleNamespace(tokens=40, tokens_per_forward=2.5))
+
+    monkeypatch.setattr(train_tiny_code, "generate", generate)
+    problems = list(islice(arithmetic(0, held_out=True), 60))
+    assert train_tiny_code.score(None, "jacobi", problems, done.append, block_size=8) == (59 / 60, 2.5)
+    assert done == [25, 25, 10] and calls[0] == ("jacobi", {"max_new_tokens": 400, "block_size": 8})
+    assert train_tiny_recurrent.solved_share(None, 2, done.append) == 0.5
+    assert done[3:] == [2] and calls[-1][0] == "recurrent_static"
 
 
 def test_recurrences_have_the_mean_they_should() -> None:
