@@ -34,8 +34,8 @@ def unadapted(model: Model) -> DraftModel:
     return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
 
 
-def uniforms(seed: int, step: int | Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """fp64 in (0, 1), of the shape to which `step`, `rows` and `columns` (int64) broadcast.
+def uniforms(seed: int | Tensor, step: int | Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """fp64 in (0, 1), of the shape to which `seed`, `step`, `rows` and `columns` (int64) broadcast.
 
     >>> uniforms(0, 0, torch.tensor(0), torch.arange(2)).tolist() == [(w + 0.5) / 2**32 for w in (0x6627E8D5, 0xE169C58D)]
     True

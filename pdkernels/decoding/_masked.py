@@ -4,7 +4,7 @@ A canvas is a prompt and `max_new_tokens` open positions after it. They hold the
 for good. Every sequence has positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
         canvas.begin()                                  # counts the forward
@@ -55,11 +55,11 @@ Window = tuple[int, int]
 class SamplingOptions(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
+    seeds: torch.Tensor  # (batch,) int64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None  # guess among so many of the likeliest tokens
     distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
-    seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
     late: tuple[int, ...] = ()  # ids without confidence, and those of the others leave them out
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, given the prompt and without it
@@ -107,6 +107,7 @@ class Canvas:
         self.tokens.masked_fill_(new, mask_token)
         self._known = packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait for it.
+        self._seeds = sampling.seeds.to(packed.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
         self.active = [limit > 0] * session.batch
         self.answers = [[mask_token] * limit for _ in self.starts]
@@ -235,7 +236,7 @@ class Canvas:
             "top_k": 1,
             "top_p": sampling.top_p,
             "distribution": sampling.distribution,
-            **noise(sampling.temperature, sampling.seed, step.number, step.positions),
+            **noise(sampling.temperature, self._seeds, step.number, step.positions),
         }
         if not step.full:
             row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)
@@ -252,7 +253,7 @@ class Canvas:
             self._records.append(_Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
         if confidence is None:
             number = step.number
-            rule |= {"seed": self.sampling.seed, "step": number if isinstance(number, int) else number[:, 0]}
+            rule |= {"seed": self._seeds, "step": number if isinstance(number, int) else number[:, 0]}
         done = unmask_(
             self.tokens,
             ids,
@@ -269,7 +270,7 @@ class Canvas:
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace a confidence where chance decides."""
-        return uniforms(self.sampling.seed, step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
+        return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; says which sequences are done, and hands their tokens on.

@@ -16,7 +16,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding.result import AdaptiveStep
 from pdkernels.ops import logit_divergence
@@ -48,7 +48,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with one token per forward, each of as many recurrences as it needs.
@@ -71,7 +71,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
     checked_name(_OP, "criterion", criterion, get_args(Criterion))
     limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
@@ -89,7 +89,7 @@ def decode(
             break
         counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
-        state, term = model.begin(model.prelude(token, context), context, seed)
+        state, term = model.begin(model.prelude(token, context), context, sampling.seeds)
         divergence = Divergence(criterion, state)
         open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
         needed = [0] * session.batch
