@@ -72,6 +72,11 @@ def without(logits: Tensor, token: int) -> Tensor:
     return logits
 
 
+def never(model: Model, token: int) -> Model:
+    """`model`, to whose rows `token` is impossible."""
+    return lambda tokens, positions, mask: without(model(tokens, positions, mask), token)
+
+
 def causal_logits(model: Model, tokens: Sequence[int]) -> Tensor:
     """Logits ``(T, V)`` of all `tokens` under the causal mask: row i predicts position i + 1."""
     visible, positions = causal(len(tokens))

@@ -18,7 +18,7 @@ from pdkernels.reference.dllm_cache import dllm_cache
 from pdkernels.reference.llada import unmask_by_quota
 from pdkernels.reference.masked_sampling import Canvas
 from tests.support import masked_promises as shared
-from tests.support.base import page_sizes, reads_of_the_device, seeds
+from tests.support.base import page_sizes, reads_of_the_device, seeds, streams
 from tests.support.masked import MASK, deep_masked, small_masked, with_parts
 from tests.support.masked_promises import assert_same
 from tests.support.tri_mode import prompts
@@ -28,7 +28,10 @@ EXACT: dict[str, Any] = {"prompt_interval": 1, "gen_interval": 1}
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=100)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_adaptive import THRESHOLDS, recurrent_adaptive
+from tests.support.base import streams
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_adaptive"
@@ -42,7 +43,10 @@ def test_equals_the_reference(weights, batch, limit, criterion, options, ends, d
     common |= {"end_tokens": ends, "seed": seed, "criterion": criterion}
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
-    expected = [recurrent_adaptive(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch]
+    expected = [
+        recurrent_adaptive(plain, prompt, limit, init=init_of(own["seed"]), **own, **numbers)
+        for prompt, own in streams(batch, common)
+    ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert result.stats.forwards == max(one.forwards for one in expected)
     for steps, one in zip(result.stats.trace, expected, strict=True):
