@@ -176,6 +176,7 @@ class RecurrentAdaptive(RecurrentStatic, total=False):
     max_recurrences: int | None
     min_recurrences: int
     check_every: int
+    first_check: int | None
 
 
 class RecurrentSelfSpeculation(RecurrentStatic, total=False):

@@ -29,6 +29,7 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
             "max_recurrences": st.integers(1, 9),
             "min_recurrences": st.integers(0, 4),
             "check_every": st.integers(1, 4),
+            "first_check": st.integers(1, 5),
             "recurrences": st.integers(1, 8),
         },
     ),

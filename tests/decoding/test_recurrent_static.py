@@ -165,6 +165,7 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("recurrent_adaptive", {"threshold": -0.1}, ADAPTIVE + "threshold must be at least 0, got -0.1."),
     ("recurrent_adaptive", {"max_recurrences": 0}, ADAPTIVE + "max_recurrences must be at least 1, got 0."),
     ("recurrent_adaptive", {"min_recurrences": -1}, ADAPTIVE + "min_recurrences must be at least 0, got -1."),
+    ("recurrent_adaptive", {"first_check": 0}, ADAPTIVE + "first_check must be at least 1, got 0."),
     ("recurrent_adaptive", {"check_every": 0}, ADAPTIVE + "check_every must be at least 1, got 0."),
     ("recurrent_self_speculation", {"block_size": -1}, SPECULATION + "block_size must be at least 0, got -1."),
     ("recurrent_self_speculation", {"draft_recurrences": 0}, SPECULATION + "draft_recurrences must be at least 1"),
