@@ -71,9 +71,7 @@ class Step(NamedTuple):
     windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence that takes no part
     positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, -1 after them
     full: bool  # none of them is -1
-    number: (
-        int | torch.Tensor
-    )  # (batch, 1) where they differ: of each sequence's forward, which names its random numbers
+    number: int | torch.Tensor  # of each sequence's forward, names its random numbers; (batch, 1) where they differ
     columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: what else the host has to say
 
 
@@ -112,7 +110,8 @@ class Canvas:
         self.active = [limit > 0] * session.batch
         self.answers = [[mask_token] * limit for _ in self.starts]
         self._told = [0] * session.batch  # tokens of each sequence that are on record
-        self._numbers = [0] * session.batch  # forwards of each sequence
+        self._numbers = [0] * session.batch  # forwards of each sequence that guess
+        self._others = 0  # forwards besides, of all sequences together
         self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
@@ -134,6 +133,11 @@ class Canvas:
         self._session.forwards += 1
         self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
+
+    def run_again(self) -> None:
+        """The step needs one more forward of the sequences that take part: it is counted, and names no random numbers."""
+        self._session.forwards += 1
+        self._others += sum(self._part)
 
     def is_open(self, sequence: int, first: int, last: int) -> bool:
         """Whether a sequence has a mask in a window, as of the last poll."""
@@ -309,7 +313,7 @@ class Canvas:
                         self._session.accepted[sequence].append(count)
         if self._session.trace is not None:
             self._session.trace = self._trace()
-        return sum(self._numbers)
+        return sum(self._numbers) + self._others
 
     def _trace(self) -> list[list[MaskedStep]]:
         totals = [start + self._limit for start in self.starts]
@@ -415,6 +419,7 @@ class KeptCanvas(WholeCanvas):
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
+            self._canvas.run_again()
             free = self._free[0].forward(tokens[len(hidden) :], self._prompt_lengths, visible)
             self._compared = torch.cat([hidden, free])
             return self._compared

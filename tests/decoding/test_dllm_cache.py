@@ -111,14 +111,15 @@ def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict
 def test_an_interval_saves_forwards_of_the_text_without_the_prompt(
     monkeypatch: pytest.MonkeyPatch, interval: int, free: int
 ) -> None:
-    """The first five forwards have one each; of one sequence at interval 1 both texts are rows of one forward."""
+    """The first five forwards have one each, which counts; at interval 1 both texts are rows of one forward."""
     rows: list[int] = []
     forward = FeatureCache.forward
     monkeypatch.setattr(
         FeatureCache, "forward", lambda self, tokens, *rest: rows.append(len(tokens)) or forward(self, tokens, *rest)
     )
     result = generate(deep_masked(0), [[3, 1, 4]], METHOD, max_new_tokens=14, guidance=2.5, guidance_interval=interval)
-    assert result.stats.forwards == 14 and sum(rows) == 14 + free
+    assert result.stats.forwards == len(rows) == 14 + (interval > 1) * free and sum(rows) == 14 + free
+    assert result.stats.tokens_per_forward == 14 / len(rows)
 
 
 @pytest.mark.parametrize(
