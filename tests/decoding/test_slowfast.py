@@ -101,7 +101,8 @@ def test_on_a_feature_cache_equals_the_reference(
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options, **cache)
     expected = [
-        slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options) for prompt in batch
+        slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
     ]
     assert_same(result, expected)
 
