@@ -410,3 +410,8 @@ def test_where_it_stops(decode: str, ends: tuple[int, ...], limit: int, tokens: 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="blocks must be 1 or 2, got 3. Use jacobi_multiblock."):
         jacobi_multiblock_published(Table(4), [1], 3, pad_token=0, blocks=3)
+    with pytest.raises(
+        ValueError, match="must have equally many rows, got 4 and 3, where the published code fails as well"
+    ):
+        model = ScriptedTriMode(ALL_SCRIPTS["sticky"])
+        jacobi_multiblock_published(model, [21], 12, pad_token=PAD, block_size=2, spawn_ratio=0.1, pool_size=4, seed=8)
