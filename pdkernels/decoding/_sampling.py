@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -163,12 +163,12 @@ def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> tor
 
 def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
     """The seed of each sequence, int64 ``(batch,)`` on the host."""
-    if type(seed) is int:
+    if isinstance(seed, int) and not isinstance(seed, bool):
         seeds = [stream(seed, sequence) for sequence in range(batch)]
     else:
         several = isinstance(seed, Sequence) and all(type(number) is int for number in seed)
         check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)
-        seeds = list(seed)
+        seeds = list(cast(Sequence[int], seed))
         check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))
     return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in seeds])
 
