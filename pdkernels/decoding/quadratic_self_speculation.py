@@ -136,13 +136,14 @@ def decode(
             adapted=torch.arange(len(offsets), device=device) >= width if model.has_adapter else False,
         )
         session.forwards += 1
-        judge = model.logits(hidden[:, :width])
+        judge, unmixed = model.logits(hidden[:, :width]), banned
         if ensemble_weight < 1:
             diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
             for token in banned:
                 without_(judge, token)
+            unmixed = ()  # a mixture has no such tokens either
             judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
-        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, banned)
+        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, unmixed)
         verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
 
