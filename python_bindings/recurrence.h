@@ -37,9 +37,9 @@ inline NoiseSchedule schedule_of(const std::string& name) {
 
 inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embedding, const OptionalTensor& previous,
                                 const Tensor& recurrences, const Tensor& cursor, const Tensor& width,
-                                const Tensor& advance, const Tensor& steps, int64_t seed, double noise,
-                                const std::string& schedule, int64_t horizon, const std::string& mixer, double momentum,
-                                double init_std, const std::string& new_state, bool damp_new) {
+                                const Tensor& advance, const Tensor& steps, int64_t seed, const OptionalTensor& seeds,
+                                double noise, const std::string& schedule, int64_t horizon, const std::string& mixer,
+                                double momentum, double init_std, const std::string& new_state, bool damp_new) {
   const Launch launch(embedding);
   const SameDevice device(embedding);
   PDK_FITS(embedding.dim() == 3);
@@ -60,7 +60,7 @@ inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embed
   args.width = index_view(device, width, 1, args.batch);
   args.advance = index_view(device, advance, 1, args.batch);
   args.steps = index_view(device, steps, 1, args.batch);
-  set_key(args.key, seed);
+  args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   const auto finite = [](double x) { return x >= 0 && x <= 3.4e38; };
   PDK_FITS(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1);
   args.noise = static_cast<float>(noise);

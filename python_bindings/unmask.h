@@ -14,7 +14,7 @@ inline Unmasked unmask(const Tensor& tokens, const Tensor& ids, const OptionalTe
                        const OptionalTensor& positions, const OptionalTensor& windows, int64_t quota,
                        const OptionalTensor& quotas, std::optional<double> threshold, int64_t need,
                        const OptionalTensor& needs, std::optional<double> factor, bool strict, int64_t seed,
-                       int64_t step, const OptionalTensor& steps) {
+                       const OptionalTensor& seeds, int64_t step, const OptionalTensor& steps) {
   const Launch launch(tokens);
   const SameDevice device(tokens);
   PDK_FITS(tokens.dim() == 2 && ids.dim() == 2);
@@ -57,7 +57,7 @@ inline Unmasked unmask(const Tensor& tokens, const Tensor& ids, const OptionalTe
   PDK_FITS(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict));
   args.step = step;
   args.mask_token = mask_token;
-  set_key(args.seed, seed);
+  args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   if (threshold.has_value()) {
     PDK_FITS(!std::isnan(*threshold));
     args.rule = UnmaskRule::kThreshold;

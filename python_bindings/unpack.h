@@ -68,10 +68,6 @@ inline Element row_element(const Tensor& t) {
   }
 }
 
-inline void set_key(uint32_t (&key)[2], int64_t seed) {
-  key[0] = static_cast<uint32_t>(seed), key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
-}
-
 // Whether a name is the second of two.
 inline bool is_second(const std::string& name, const char* first, const char* second) {
   PDK_FITS(name == first || name == second);

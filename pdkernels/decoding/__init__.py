@@ -9,6 +9,7 @@ from pdkernels._renamed import MOVED_OPTIONS, RENAMED_OPTIONS, renamed
 from pdkernels._validation import check, check_type, message
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
 from pdkernels.decoding._request import Prompts, finished, open_session
+from pdkernels.decoding._sampling import stream
 from pdkernels.decoding.methods import METHODS, PLANNED, Generate
 from pdkernels.decoding.result import (
     AdaptiveStep,
@@ -39,6 +40,7 @@ __all__ = [
     "generate",
     "is_lossless",
     "method_options",
+    "stream",
     "supports",
 ]
 
@@ -77,7 +79,7 @@ def method_options(method: str) -> tuple[str, ...]:
     """Names of the options that `generate` takes for `method`.
 
     >>> method_options("jacobi")
-    ('block_size', 'window', 'seed', 'page_size')
+    ('block_size', 'window', 'allow_mask_token', 'seed', 'page_size')
     """
     return tuple(find(method).options)
 

@@ -4,7 +4,7 @@ A canvas is a prompt and `max_new_tokens` open positions after it. They hold the
 for good. Every sequence has positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
         canvas.begin()                                  # counts the forward
@@ -55,11 +55,11 @@ Window = tuple[int, int]
 class SamplingOptions(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
+    seeds: torch.Tensor  # (batch,) int64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None  # guess among so many of the likeliest tokens
     distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
-    seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
     late: tuple[int, ...] = ()  # ids without confidence, and those of the others leave them out
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, given the prompt and without it
@@ -71,9 +71,7 @@ class Step(NamedTuple):
     windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence that takes no part
     positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, -1 after them
     full: bool  # none of them is -1
-    number: (
-        int | torch.Tensor
-    )  # (batch, 1) where they differ: of each sequence's forward, which names its random numbers
+    number: int | torch.Tensor  # of each sequence's forward, names its random numbers; (batch, 1) where they differ
     columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: what else the host has to say
 
 
@@ -107,11 +105,13 @@ class Canvas:
         self.tokens.masked_fill_(new, mask_token)
         self._known = packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait for it.
+        self._seeds = sampling.seeds.to(packed.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
         self.active = [limit > 0] * session.batch
         self.answers = [[mask_token] * limit for _ in self.starts]
         self._told = [0] * session.batch  # tokens of each sequence that are on record
-        self._numbers = [0] * session.batch  # forwards of each sequence
+        self._numbers = [0] * session.batch  # forwards of each sequence that guess
+        self._others = 0  # forwards besides, of all sequences together
         self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
@@ -133,6 +133,11 @@ class Canvas:
         self._session.forwards += 1
         self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
+
+    def run_again(self) -> None:
+        """The step needs one more forward of the sequences that take part: it is counted, and names no random numbers."""
+        self._session.forwards += 1
+        self._others += sum(self._part)
 
     def is_open(self, sequence: int, first: int, last: int) -> bool:
         """Whether a sequence has a mask in a window, as of the last poll."""
@@ -235,7 +240,7 @@ class Canvas:
             "top_k": 1,
             "top_p": sampling.top_p,
             "distribution": sampling.distribution,
-            **noise(sampling.temperature, sampling.seed, step.number, step.positions),
+            **noise(sampling.temperature, self._seeds, step.number, step.positions),
         }
         if not step.full:
             row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)
@@ -252,7 +257,7 @@ class Canvas:
             self._records.append(_Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
         if confidence is None:
             number = step.number
-            rule |= {"seed": self.sampling.seed, "step": number if isinstance(number, int) else number[:, 0]}
+            rule |= {"seed": self._seeds, "step": number if isinstance(number, int) else number[:, 0]}
         done = unmask_(
             self.tokens,
             ids,
@@ -269,7 +274,7 @@ class Canvas:
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace a confidence where chance decides."""
-        return uniforms(self.sampling.seed, step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
+        return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; says which sequences are done, and hands their tokens on.
@@ -308,7 +313,7 @@ class Canvas:
                         self._session.accepted[sequence].append(count)
         if self._session.trace is not None:
             self._session.trace = self._trace()
-        return sum(self._numbers)
+        return sum(self._numbers) + self._others
 
     def _trace(self) -> list[list[MaskedStep]]:
         totals = [start + self._limit for start in self.starts]
@@ -414,6 +419,7 @@ class KeptCanvas(WholeCanvas):
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
+            self._canvas.run_again()
             free = self._free[0].forward(tokens[len(hidden) :], self._prompt_lengths, visible)
             self._compared = torch.cat([hidden, free])
             return self._compared

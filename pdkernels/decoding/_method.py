@@ -6,10 +6,10 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding._steps import Steps
 from pdkernels.models.recurrent_depth import RecurrentDepth
@@ -51,7 +51,9 @@ class SharedOptions:
         mask_token: id of masked positions; None: the model's own.
         temperature: of the draws; 0 is greedy.
         top_p, min_p, top_k: draw from likely tokens only; None: from all.
-        seed: of all random numbers.
+        seed: of all random numbers; an int, of which each sequence makes a stream of its own (`stream`), or a list with one for
+            each sequence.
+        allow_mask_token: whether the text may have the mask token of a model that has one; by default it counts as impossible.
         recurrences: of the prompt and of every token; None: those the model was trained for.
         page_size: rows per page of the KV cache; None keeps the cache contiguous.
     """
@@ -173,4 +175,6 @@ def _written(annotation: Any) -> str:
         return annotation.__name__
     if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
         return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
+    if get_origin(annotation) is Sequence:
+        return f"Sequence[{_written(get_args(annotation)[0])}]"
     return " | ".join(map(_written, get_args(annotation)))  # what is left are unions

@@ -103,7 +103,7 @@ class Wave:
             width,
             self.advance,
             self._steps,
-            seed=self.sampling.seed,
+            seed=self.sampling.seeds,
             noise=options.noise,
             schedule=options.schedule,
             horizon=options.horizon,
@@ -170,5 +170,5 @@ class Wave:
         """Tokens out of the text, ``(batch, headway - 1)``, for new rows that nothing has predicted."""
         if self._text is None:
             return None
-        words = random_words(self.sampling.seed, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
+        words = random_words(self.sampling.seeds, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
         return self._text.gather(1, words % (self._cache.lengths + 1)[:, None])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, check_sampling, draw
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session, is_end
 from pdkernels.decoding._steps import Rows, Steps, decoder
 
@@ -15,11 +15,20 @@ class AutoregressiveSteps(Steps):
     """An entry: 1 while a sequence goes on, its newest token."""
 
     def __init__(
-        self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None
+        self,
+        sizes: Session,
+        *,
+        temperature: float = 0.0,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
     ) -> None:
-        check_sampling(_OP, temperature, seed)
-        self.model, self.limit, self.temperature, self.seed = sizes.model, sizes.max_new_tokens, temperature, seed
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
+        self.model, self.limit, self.temperature = sizes.model, sizes.max_new_tokens, temperature
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         self.cache = sizes.new_cache(page_size)
+        self.seeds = seeds.to(self.cache.device)
+        self.latents = latents(self.model, self.seeds)
         self.ends = sizes.ends_on(self.cache.device)
         self.entry = self.cache.lengths.new_zeros(sizes.batch, 2)
         self.active, self.token = self.entry[:, 0], self.entry[:, 1:]
@@ -29,19 +38,22 @@ class AutoregressiveSteps(Steps):
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
-        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seed, OWN)
+        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last, **self.latents)
+        first = self._draw(logits, prompt_lengths)
         self.cache.commit_(prompt_lengths)
         self.remaining.fill_(self.limit - 1)
         self._write(first)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
-        logits = self.model(self.token, cache=self.cache)
-        following = draw(logits, self.cache.lengths[:, None] + 1, self.temperature, self.seed, OWN)
+        logits = self.model(self.token, cache=self.cache, **self.latents)
+        following = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(self.active)
         self.remaining -= self.active
         self._write(following)
+
+    def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
 
     def _write(self, token: torch.Tensor) -> None:
         self.token.copy_(token)

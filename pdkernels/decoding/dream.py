@@ -12,7 +12,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, checked_masked_model
-from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
 
@@ -32,7 +32,7 @@ def decode(
     top_k: int | None = None,
     order_temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
 
@@ -66,10 +66,10 @@ def decode(
         "be 0 with algorithm 'origin'",
         order_temperature,
     )
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     masks = session.max_new_tokens
     steps = masks if steps is None else steps
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, top_p, top_k, "sampling", seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling"))
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)

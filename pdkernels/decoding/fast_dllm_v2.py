@@ -16,7 +16,14 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, SamplingOptions, Step
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_mask_token, checked_number, checked_size
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_mask_token,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
 
@@ -33,7 +40,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
@@ -67,11 +74,11 @@ def decode(
     checked_number(_OP, "threshold", threshold)
     checked_flag(_OP, "block_cache", block_cache)
     checked_number(_OP, "top_p", top_p, 1.0)
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     canvas = Canvas(
         session,
         mask_token,
-        SamplingOptions(temperature, top_p=top_p if temperature else 1.0, distribution="sampling", seed=seed),
+        SamplingOptions(seeds, temperature, top_p=top_p if temperature else 1.0, distribution="sampling"),
     )
     if not canvas.unfinished:
         return canvas.finish()

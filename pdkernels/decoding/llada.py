@@ -19,7 +19,14 @@ from pdkernels.decoding._masked import (
     checked_masked_model,
     share,
 )
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_name,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.llada"
@@ -38,7 +45,7 @@ def decode(
     late_end: bool = False,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
 
@@ -83,7 +90,7 @@ def begin(
     late_end: bool,
     temperature: float,
     mask_token: int | None,
-    seed: int,
+    seed: Seed,
 ) -> tuple[Canvas, list[Window]]:
     """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its positions."""
     mask_token = checked_masked_model(op, session, mask_token)
@@ -94,7 +101,7 @@ def begin(
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
-    check_sampling(op, temperature, seed)
+    seeds = checked_sampling(op, temperature, seed, session.batch)
     blocks = blocks_of(session.max_new_tokens, block_size)
     if steps is not None:
         checked_size(op, "steps", steps)
@@ -114,7 +121,7 @@ def begin(
     )
     ends = session.end_tokens
     sampling = SamplingOptions(
-        temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
+        seeds, temperature, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
     )
     return Canvas(session, mask_token, sampling), blocks
 

@@ -111,14 +111,16 @@ class Request(TypedDict, total=False):
 
 class Autoregressive(Request, total=False):
     temperature: float
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
 class Jacobi(Request, total=False):
     block_size: int | None
     window: int | None
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
@@ -128,7 +130,8 @@ class JacobiMultiblock(Request, total=False):
     spawn_ratio: float
     pool_size: int
     verification_size: int
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
@@ -157,11 +160,14 @@ class BlockDiffusion(Autoregressive, total=False):
     mask_token: int | None
 
 
-class RecurrentStatic(Autoregressive, total=False):
+class RecurrentStatic(Request, total=False):
     recurrences: int | None
+    temperature: float
     top_p: float | None
     min_p: float | None
     top_k: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
 class RecurrentAdaptive(RecurrentStatic, total=False):
@@ -170,6 +176,7 @@ class RecurrentAdaptive(RecurrentStatic, total=False):
     max_recurrences: int | None
     min_recurrences: int
     check_every: int
+    first_check: int | None
 
 
 class RecurrentSelfSpeculation(RecurrentStatic, total=False):
@@ -203,7 +210,7 @@ class Llada(Request, total=False):
     late_end: bool
     temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class Dream(Request, total=False):
@@ -215,7 +222,7 @@ class Dream(Request, total=False):
     top_k: int | None
     order_temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class Slowfast(Request, total=False):
@@ -234,7 +241,7 @@ class Slowfast(Request, total=False):
     transfer_ratio: float
     temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class DllmCache(Llada, total=False):
@@ -246,22 +253,28 @@ class DllmCache(Llada, total=False):
     page_size: int | None
 
 
-class FastDllm(Autoregressive, total=False):
+class FastDllm(Request, total=False):
     block_size: int
     cache: Literal["none", "prefix", "dual"]
     threshold: float | None
     factor: float | None
     steps: int | None
+    temperature: float
     mask_token: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
-class FastDllmV2(Autoregressive, total=False):
+class FastDllmV2(Request, total=False):
     block_size: int
     small_block_size: int
     threshold: float
     block_cache: bool
+    temperature: float
     top_p: float
     mask_token: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
 class Generate(Protocol):

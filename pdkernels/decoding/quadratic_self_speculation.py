@@ -18,8 +18,10 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import (
     OWN,
-    check_sampling,
+    Seed,
+    banned_tokens,
     checked_mask_token,
+    checked_sampling,
     checked_size,
     distribution,
     draw,
@@ -48,7 +50,8 @@ def decode(
     ensemble: Ensemble = "probability",
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    allow_mask_token: bool = False,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
@@ -76,9 +79,10 @@ def decode(
         "No mask is about the verifier's position.",
     )
     check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)
+    banned = banned_tokens(_OP, model, allow_mask_token, mask_token)
     limit = session.max_new_tokens
     if limit == 0:
         return
@@ -88,6 +92,7 @@ def decode(
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
+    seeds = seeds.to(device)
     ends = session.ends_on(device)
     slot = torch.arange(slots, device=device)
     guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
@@ -102,9 +107,9 @@ def decode(
     plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, in_group, device)
     logits = model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
     session.forwards += 1
-    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seed, OWN)
+    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seeds, OWN, banned)
     positions = prompt_lengths[:, None] + 1 + slot[:-1]
-    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seed, 1, suppress=(mask_token,))], 1)
+    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seeds, 1, suppress=(mask_token,))], 1)
     cache.commit_(prompt_lengths)
 
     remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
@@ -131,18 +136,21 @@ def decode(
             adapted=torch.arange(len(offsets), device=device) >= width if model.has_adapter else False,
         )
         session.forwards += 1
-        judge = model.logits(hidden[:, :width])
+        judge, unmixed = model.logits(hidden[:, :width]), banned
         if ensemble_weight < 1:
             diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
+            for token in banned:
+                without_(judge, token)
+            unmixed = ()  # a mixture has no such tokens either
             judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
-        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seed, OWN)
+        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, unmixed)
         verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
 
         group = (verdict.accepted - 1).clamp_(min=0)
         rows = width + group[:, None] * masks + guessing
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        draws = noise(temperature, seed, session.forwards, lengths[:, None] + 1 + slot[:-1])
+        draws = noise(temperature, seeds, session.forwards, lengths[:, None] + 1 + slot[:-1])
         guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws).ids
         # -1 in a finished sequence is no id.
         draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)

@@ -19,7 +19,14 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, Window, checked_masked_model
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_name,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.slowfast"
@@ -60,7 +67,7 @@ def decode(
     transfer_ratio: float = 0.0,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` span by span, each explored slowly and filled fast. What a place holds is never judged again.
 
@@ -114,9 +121,9 @@ def decode(
             given,
             "Pass a prompt_interval.",
         )
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     limit = session.max_new_tokens
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     if limit == 0:
         return canvas.finish()
     if prompt_interval is None:

@@ -153,6 +153,11 @@ def key(op: str, seed: int) -> int:
     return (seed + 2**63) % 2**64 - 2**63
 
 
+def keys(op: str, seed: int | Tensor) -> tuple[int, Tensor | None]:
+    """A seed, or a tensor of them, as a schema takes it: a number and a tensor, of which the second counts where it is given."""
+    return (0, seed) if isinstance(seed, Tensor) else (key(op, seed), None)
+
+
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
     """Runs an op on the device of `anchor`, or its reference. Whatever refuses the arguments, the fake explains why.
 

@@ -50,6 +50,7 @@ def fake_inject(
     advance: Tensor,
     steps: Tensor,
     seed: int,
+    seeds: Tensor | None,
     noise: float,
     schedule: str,
     horizon: int,
@@ -69,6 +70,7 @@ def fake_inject(
     _counts(INJECT, recurrences, rows, batch, embedding.device)
     for name, vector in (("cursor", cursor), ("width", width), ("advance", advance), ("steps", steps)):
         check_index(INJECT, name, vector, (batch,), embedding.device)
+    check_indices(INJECT, (batch,), embedding.device, seed=seeds)
     check_choice(INJECT, "schedule", schedule, reference.SCHEDULES)
     check_choice(INJECT, "mixer", mixer, reference.MIXERS)
     check_choice(INJECT, "new_state", new_state, reference.NEW_STATES)

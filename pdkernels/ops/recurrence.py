@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_int
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, key
+from pdkernels.ops._library import Draw, call, define, keys
 from pdkernels.ops._recurrence import ADVANCE, INJECT, fake_advance, fake_exit, fake_inject
 from pdkernels.reference import recurrence as reference
 
@@ -48,7 +48,7 @@ def recurrence_inject(
     advance: Tensor,
     steps: Tensor,
     *,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     noise: float = 0.0,
     schedule: Literal["constant", "linear", "harmonic", "root"] = "linear",
     horizon: int = 32,
@@ -84,7 +84,7 @@ def recurrence_inject(
             nothing is blended, and old rows keep their embedding as new ones do.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences that ran at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
-        seed: 64-bit integer.
+        seed: of all drawn numbers, an int or a ``(batch,)`` int32 or int64 tensor.
         noise: beta of the first step, 0 or above; 0 leaves states exactly as they are and draws nothing for old rows. So does a
             row whose own beta is 0.
         schedule, horizon: how beta falls. The paper has "linear", the published code "harmonic".
@@ -121,7 +121,7 @@ def recurrence_inject(
                 [1., 1.]]))
     """
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
-    options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+    options = (*keys(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     out: Tensor = call(inject_op, (*tensors, *options), embedding, backend)
     return out
 
@@ -319,7 +319,7 @@ def _example_advance(draw: Draw) -> dict[str, Any]:
 
 inject_op = define(
     "recurrence_inject(Tensor? state, Tensor embedding, Tensor? previous_embedding, Tensor recurrences, Tensor cursor, Tensor width, "
-    "Tensor advance, Tensor steps, int seed, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
+    "Tensor advance, Tensor steps, int seed, Tensor? seeds, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
     "str new_state, bool damp_new) -> Tensor",
     fake=fake_inject,
     reference=reference.recurrence_inject,

@@ -15,7 +15,7 @@ from pdkernels.decoding import generate
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
-from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds
+from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds, streams
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
 from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
@@ -30,7 +30,10 @@ def model_of(seed: int, head_dim: int = 8) -> Transformer:
 
 
 def reference(model: Transformer, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=100)
@@ -80,8 +83,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
         "trace": True,
     }
     together = generate(model_of(0), batch, METHOD, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model_of(0), prompt, METHOD, **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model_of(0), prompt, METHOD, **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.accepted[0] == together.stats.accepted[index]
 
@@ -208,7 +211,7 @@ def test_no_tokens_need_no_forward() -> None:
         ({"block_cache": 1}, "TypeError: block_cache must be a bool, got int."),
         ({"top_p": 1.5}, "top_p must be in 0 .. 1, got 1.5."),
         ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+        ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
         ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
     ],
 )

@@ -142,20 +142,21 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"method": "autoregressive", "block_size": 4},
         TypeError,
         GENERATE
-        + "options must be those of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
+        + "options must be those of method 'autoregressive', got 'block_size'. It accepts: temperature, allow_mask_token, "
+        "seed, page_size.",
     ),
     (
         {"blocksize": 4},
         TypeError,
         GENERATE + "options must be those of method 'jacobi', got 'blocksize'. "
-        "It accepts: block_size, window, seed, page_size.",
+        "It accepts: block_size, window, allow_mask_token, seed, page_size.",
     ),
     ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
     ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),
     ({"block_size": 0}, ValueError, JACOBI + "block_size must be at least 1, got 0."),
     ({"window": 0}, ValueError, JACOBI + "window must be at least 1, got 0."),
     ({"window": 2.0}, TypeError, JACOBI + "window must be an int, got float."),
-    ({"seed": "x"}, TypeError, JACOBI + "seed must be an int, got str."),
+    ({"seed": "x"}, TypeError, JACOBI + "seed must be an int or a list of ints, got str."),
     (
         {"window": 4, "block_size": 4},
         ValueError,
@@ -199,8 +200,8 @@ def test_lossless_methods() -> None:
 
 
 def test_method_options() -> None:
-    assert method_options("autoregressive") == ("temperature", "seed", "page_size")
-    assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")
+    assert method_options("autoregressive") == ("temperature", "allow_mask_token", "seed", "page_size")
+    assert method_options("jacobi") == ("block_size", "window", "allow_mask_token", "seed", "page_size")
 
 
 def test_autocast_around_the_call_changes_nothing() -> None:

@@ -43,6 +43,21 @@ def test_steps_and_positions_of_rows(impl) -> None:
         assert found.ids[b].tolist() == draw(logits[b], positions[b].tolist(), 1.0, 0, int(steps[b]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_seeds_of_rows(impl, dtype: torch.dtype) -> None:
+    """A row draws what it draws with its seed alone, and equal rows draw differently."""
+    logits, seeds = rows_of(1, 300).expand(2, 3, 300), torch.tensor([[-5], [2**31 - 1]]).to(dtype)
+    places = torch.arange(3).expand(2, 3)
+    found = run(impl, logits, temperature=1.5, seed=seeds, positions=places)
+    for b in range(2):
+        assert found.ids[b].tolist() == draw(logits[b], range(3), 1.5, int(seeds[b]), 0)
+    assert not torch.equal(found.ids[0], found.ids[1])
+    picked = run(impl, logits[0], temperature=1.5, seed=seeds[:, 0], row_index=torch.tensor([2, 0]))
+    assert [int(n) for n in picked.ids] == [draw(logits[0, :1], [p], 1.5, int(s), 0)[0] for p, s in zip((2, 0), seeds)]
+    with pytest.raises(ValueError, match=r"seed must broadcast to the shape \(2, 3\) of the rows, got \(2,\)"):
+        run(impl, logits, temperature=1.0, seed=seeds[:, 0])
+
+
 @pytest.mark.parametrize("temperature", [1e-40, 1e-12, 1e30])
 def test_any_temperature(impl, temperature: float) -> None:
     logits = rows_of(50, 200)

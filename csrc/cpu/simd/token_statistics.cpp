@@ -142,7 +142,7 @@ class Comparison {
 template <class T>
 PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id,
                           Runners& runners, TokenPart& part) {
-  const RandomWords random(args.key, args.step_of(r), args.position(r), 0);
+  const RandomWords random(args.seeds.key(r), args.step_of(r), args.position(r), 0);
   Comparison comparison(args.temperature);
   comparison.set_best(runners.score);
   alignas(64) uint32_t words[kStrip];
