@@ -80,7 +80,7 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
     model: RecurrentDepth = session.model
     check_type(
-        isinstance(model, RecurrentDepth),
+        hasattr(model.config, "mean_recurrence"),
         op,
         "model",
         "be a recurrent-depth model",

@@ -171,6 +171,7 @@ class Remembering(Scripted):
     """
 
     forwards: list[list[tuple[int, int]]]
+    keeps_rows = True
 
     def new_cache(self, batch: int, capacity: int) -> Any:
         self.forwards = []
