@@ -11,6 +11,7 @@ from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token
+from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.decoding.methods import METHODS, PLANNED, Generate
 from pdkernels.decoding.result import (
     AdaptiveStep,
@@ -227,3 +228,4 @@ def check_options(method: Method, options: Mapping[str, Any]) -> None:
     if page_size is not None:
         check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
         check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
+        check(page_size <= MOST_POSITIONS, _OP, "page_size", f"be at most {MOST_POSITIONS}", page_size)

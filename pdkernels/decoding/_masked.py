@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels.backends import backend_of
+from pdkernels.decoding._masked_model import check_alone
 from pdkernels.decoding._masked_model import checked_masked_model as checked_masked_model
 from pdkernels.decoding._masked_trace import Record, masked_trace
 from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, uniforms, without_
@@ -407,6 +408,7 @@ class KeptCanvas(WholeCanvas):
         super().__init__(session, canvas, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
+        check_alone(session)
         model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
         self._together = self._copies // parts
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
@@ -415,11 +417,9 @@ class KeptCanvas(WholeCanvas):
         )
         self._prompt_lengths = self._canvas.prompt_lengths.repeat(self._together)
         self.first_row = self._canvas.prompt_lengths - int(model.config.predicts == "next")
-        self._ends = self._canvas.totals if self._canvas.fills_prompts else None
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
         """``(batch, new positions, hidden_size)``. The canvases are cut at `ends` ``(batch,)``, after their prompts."""
-        ends = self._ends if ends is None else ends
         visible, before = None if ends is None else ends.repeat(self._together), self._cache.step
         tokens = self._tokens()
         hidden: torch.Tensor = self._cache.forward(tokens[: len(self._prompt_lengths)], self._prompt_lengths, visible)

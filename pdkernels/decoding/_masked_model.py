@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdkernels._validation import check_type
+from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import checked_mask_token
 from pdkernels.decoding._session import Session
 
@@ -30,4 +30,16 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
         "have keeps_rows = True (`recompute` over some rows sees the others as the cache keeps them)",
         f"{type(session.model).__name__} without it",
         remedy,
+    )
+
+
+def check_alone(session: Session) -> None:
+    """For a feature cache, whose refreshes come after forwards of all texts together."""
+    check(
+        session.tails is None or session.batch == 1,
+        "decoding.generate",
+        "prompt",
+        "be a single one for infill=True on a feature cache",
+        f"{session.batch} of them",
+        "Generate them one by one.",
     )

@@ -12,7 +12,7 @@ import torch
 
 from pdkernels._validation import check_type
 from pdkernels.decoding._sampling import OWN, check_sampling, checked_number, checked_size, draw
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.models.recurrent_depth import RecurrentDepth
 
 
@@ -120,7 +120,7 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     cache.commit_(lengths)
 
     ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
-    first = tokens[:, 0].tolist()
+    first = marked(logits, tokens)[:, 0].tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
     active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]

@@ -12,7 +12,7 @@ import torch
 from pdkernels._validation import check, check_choice, check_type, message
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 from pdkernels.models.protocols import lacking, missing
 
@@ -20,9 +20,6 @@ _OP = "decoding.generate"
 _PAGE = "See docs/own_models.md."
 
 Overflow = Literal["error", "warn"]
-
-MOST_POSITIONS = 2**24
-"""Of a text, whatever the model."""
 
 
 def check_model(model: Any, method: Method, paged: bool) -> None:

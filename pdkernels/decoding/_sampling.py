@@ -14,6 +14,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
+from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
@@ -133,6 +134,7 @@ def _is_number(value: object) -> bool:
 def checked_size(op: str, name: str, value: int) -> int:
     check_type(type(value) is int, op, name, "be an int", type(value).__name__)
     check(value >= 1, op, name, "be at least 1", value)
+    check(value <= MOST_POSITIONS, op, name, f"be at most {MOST_POSITIONS}", value)
     return value
 
 

@@ -22,9 +22,27 @@ def not_numbers(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isnan()
 
 
+def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` ``(batch, R)`` as a host should read them: -1 for the first one if its row ``(batch, 1, V)`` holds NaN."""
+    first = tokens[:, :1]
+    return torch.cat([first.masked_fill(not_numbers(logits, first), -1), tokens[:, 1:]], 1)
+
+
+def judged_by_nan(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """Which sequences, ``(batch,)``, accepted a draft by rows that hold NaN; the rows after `accepted` ``(batch,)`` decide nothing."""
+    row = torch.arange(predictions.shape[1], device=accepted.device)
+    return (not_numbers(logits, predictions) & (row < accepted[:, None])).any(1)
+
+
 def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """A table of numbers on the device, int64, in one copy that the host does not wait for."""
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+
+MOST_POSITIONS = 2**24
+"""Of a text, whatever the model."""
+
+_BLOCK = 256  # no published model is trained on longer blocks
 
 
 class Session:
@@ -61,6 +79,10 @@ class Session:
         self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
+
+    def block(self, size: int) -> int:
+        """A block of `size` tokens, but not of many more than anybody asked for."""
+        return min(size, max(self.max_new_tokens, _BLOCK))
 
     @property
     def written(self) -> list[list[int]]:

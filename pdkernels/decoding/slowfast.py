@@ -20,7 +20,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, Window, checked_masked_model
 from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import MOST_POSITIONS, Session
 
 _OP = "decoding.slowfast"
 
@@ -96,6 +96,7 @@ def decode(
     for name, (size, least) in sizes.items():
         check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
         check(size >= least, _OP, name, f"be at least {least}", size)
+        check(size <= MOST_POSITIONS, _OP, name, f"be at most {MOST_POSITIONS}", size)
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
