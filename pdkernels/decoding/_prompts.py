@@ -53,9 +53,17 @@ def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int
 
 def _is_id(value: object) -> bool:
     """Python's ints and NumPy's."""
-    return type(value) is int or (
-        isinstance(value, SupportsIndex) and not isinstance(value, (bool, torch.Tensor)) and not hasattr(value, "shape")
-    ) or _is_numpy(value) and not value.shape and value.dtype.kind in "iu"  # type: ignore[attr-defined]
+    return (
+        type(value) is int
+        or (
+            isinstance(value, SupportsIndex)
+            and not isinstance(value, (bool, torch.Tensor))
+            and not hasattr(value, "shape")
+        )
+        or _is_numpy(value)
+        and not value.shape
+        and value.dtype.kind in "iu"
+    )  # type: ignore[attr-defined]
 
 
 def _is_numpy(value: object) -> bool:
@@ -100,7 +108,9 @@ def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
     mask = encoding.get("attention_mask")
     if mask is None:
         padded = _is_array(encoding["input_ids"]) and len(ids) > 1
-        check(not padded, _OP, "prompt", "have an `attention_mask` beside several rows of `input_ids`", actual, _AS_LIST)
+        check(
+            not padded, _OP, "prompt", "have an `attention_mask` beside several rows of `input_ids`", actual, _AS_LIST
+        )
         return ids, single
     counts, _ = _rows("attention_mask", mask)
     alike = [len(row) for row in counts] == [len(row) for row in ids]

@@ -85,7 +85,7 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
         "model",
         "be a recurrent-depth model",
         type(model).__name__,
-        "See pdkernels.models.recurrent_depth.",
+        "Its config has `mean_recurrence`: see docs/own_models.md.",
     )
     session.counts_recurrences = True
     return model

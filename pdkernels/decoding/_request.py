@@ -14,7 +14,7 @@ from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Prompts, token_lists
 from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
-from pdkernels.models.protocols import lacking, missing
+from pdkernels.models.protocols import LanguageModel, lacking, missing
 
 _OP = "decoding.generate"
 _PAGE = "See docs/own_models.md."
@@ -26,8 +26,10 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     """TypeError for a model that lacks a member which `method` needs, by name."""
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
-    if absent := missing(model, method.asks):
-        needed = f"have {absent} (pdkernels.models.{method.asks.__name__}) for method {method.name!r}"
+    # A method says itself which other models it wants.
+    asked = method.asks if method.supports(model) else LanguageModel
+    if absent := missing(model, asked):
+        needed = f"have {absent} (pdkernels.models.{asked.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
     if paged and (absent := lacking(model, "new_cache", ("kind", "page_size"))):
         needed = f"have the argument `{absent}` of `new_cache` for a page_size"

@@ -133,9 +133,7 @@ def decode(
     while canvas.unfinished:
         canvas.begin()
         # A canvas that is done costs little.
-        ends = [
-            start + on * span.shown() for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)
-        ]
+        ends = [start + on * span.shown() for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
         # No number of sure positions lets a slow step of the paper fill more than its few.
         need = [1 if published or span.fast else limit + 1 for span in spans]
         quota = [k_fast if span.fast else k_slow for span in spans]

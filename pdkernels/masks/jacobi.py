@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, check_tokens, choice, integer, inverse
+from pdkernels.masks.segment_mask import (
+    Repeated,
+    Run,
+    Sees,
+    SegmentMask,
+    arange,
+    check_tokens,
+    choice,
+    integer,
+    inverse,
+)
 
 Conditioning = Literal["noisy", "clean", "window"]
 Layout = Literal["streams", "interleaved"]

@@ -26,12 +26,12 @@ class RowsConfig(Config, Protocol):
 
     @property
     def attention(self) -> str:
-        """"causal", "bidirectional", or "either" for a model that leaves it to its caller."""
+        """ "causal", "bidirectional", or "either" for a model that leaves it to its caller."""
         ...
 
     @property
     def predicts(self) -> str:
-        """"next" if the logits of row i are about token i + 1, "own" if they are about token i."""
+        """ "next" if the logits of row i are about token i + 1, "own" if they are about token i."""
         ...
 
 
@@ -65,7 +65,9 @@ class LanguageModel(Protocol):
 class CausalModel(LanguageModel, Protocol):
     """For `autoregressive` and `jacobi`: a forward over new rows after a cached prefix."""
 
-    def __call__(self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
         """Logits ``(batch, R, vocab_size)`` of the given `rows` ``(batch, R)`` of `tokens` ``(batch, T)``; None: of all.
 
         Row i of sequence b is at position ``cache.lengths[b] + i`` and sees everything up to itself. Only the first
