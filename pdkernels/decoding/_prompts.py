@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
-    Ids = NDArray[numpy.integer[Any]]
+    Ids: TypeAlias = NDArray[numpy.integer[Any]]
 
 _OP = "decoding.generate"
 
@@ -51,19 +51,13 @@ def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int
     return prompts, single
 
 
-def _is_id(value: object) -> bool:
+def _is_id(value: Any) -> bool:
     """Python's ints and NumPy's."""
-    return (
-        type(value) is int
-        or (
-            isinstance(value, SupportsIndex)
-            and not isinstance(value, (bool, torch.Tensor))
-            and not hasattr(value, "shape")
-        )
-        or _is_numpy(value)
-        and not value.shape
-        and value.dtype.kind in "iu"
-    )  # type: ignore[attr-defined]
+    if type(value) is int:
+        return True
+    if isinstance(value, (bool, torch.Tensor)) or getattr(value, "ndim", 0) > 0:
+        return False
+    return isinstance(value, SupportsIndex) and getattr(getattr(value, "dtype", None), "kind", "i") in "iu"
 
 
 def _is_numpy(value: object) -> bool:

@@ -127,7 +127,7 @@ class CallableModel:
 
     def _run(self, tokens: Tensor) -> Tensor:
         said = self._f(tokens)
-        logits = getattr(said, "logits", said)
+        logits: Tensor = getattr(said, "logits", said)
         expected = (*tokens.shape, self.config.vocab_size)
         floats = isinstance(logits, Tensor) and logits.is_floating_point()
         actual = getattr(logits, "dtype", type(logits).__name__)

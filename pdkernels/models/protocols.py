@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
@@ -226,7 +226,7 @@ class Requirement(NamedTuple):
     keywords: tuple[str, ...]  # of a method
 
 
-@lru_cache(maxsize=None)
+@cache
 def requirements(protocol: type) -> tuple[Requirement, ...]:
     """The members of a protocol, those of its bases first.
 

@@ -88,8 +88,8 @@ def test_texts_fit_the_model() -> None:
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: ContiguousKVCache(1, 1, HUGE, 1, 64), f"cache.ContiguousKVCache: capacity must fit in memory ("),
-        (lambda: PagedKVCache(1, 1, 4, HUGE, 1, 64), f"cache.PagedKVCache: page_size must fit in memory ("),
+        (lambda: ContiguousKVCache(1, 1, HUGE, 1, 64), "cache.ContiguousKVCache: capacity must fit in memory ("),
+        (lambda: PagedKVCache(1, 1, 4, HUGE, 1, 64), "cache.PagedKVCache: page_size must fit in memory ("),
         (lambda: pd.models.load("tiny-code").new_cache(1, HUGE), "capacity must fit in memory ("),
         (lambda: pd.masks.quadratic(10**9), "masks.quadratic: block_size must make a mask of less than 2**31 tokens"),
         (lambda: pd.masks.quadratic(10**9, 0), "masks.quadratic: block_size must make at most 4194304 segments"),
