@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 
 from pdkernels._validation import check, check_type
 
-if TYPE_CHECKING:
-    import numpy
-    from numpy.typing import NDArray
 
-    Ids: TypeAlias = NDArray[numpy.integer[Any]]
+class Ids(Protocol):
+    """A NumPy array of integers, which nothing here imports."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def itemsize(self) -> int: ...
+
+    def tolist(self) -> Any: ...
+
 
 _OP = "decoding.generate"
 
