@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, get_type_hints
 
 import torch
@@ -273,7 +273,15 @@ def missing(model: object, protocol: type) -> str:
 
 def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:
     """The first of `keywords` that a method does not take; "" if it takes all, or does not say what it takes."""
-    function = model.forward if method == "__call__" and isinstance(model, nn.Module) else getattr(model, method)
+    name = "forward" if method == "__call__" and isinstance(model, nn.Module) else method
+    function = getattr(type(model), name, None)
+    if inspect.isfunction(function) and name not in getattr(model, "__dict__", {}):
+        return _lacking(function, tuple(keywords))
+    return _lacking.__wrapped__(getattr(model, name), tuple(keywords))
+
+
+@lru_cache(maxsize=256)
+def _lacking(function: Any, keywords: tuple[str, ...]) -> str:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
