@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -84,6 +85,18 @@ def check_number(
 
 def check_flag(op: str, argument: str, value: object) -> None:
     check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
+
+
+def check_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
+    """What `value` of an argument asks for is no more than the machine or the GPU has, used or not."""
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    elif device.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        return
+    if nbytes > total:
+        fail(op, argument, f"fit in memory ({total / 2**30:.4g} GiB)", f"{value}, which takes {nbytes / 2**30:.4g} GiB")
 
 
 def check_choice(op: str, argument: str, value: object, known: Sequence[str]) -> None:

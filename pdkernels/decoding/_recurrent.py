@@ -13,7 +13,7 @@ import torch
 from pdkernels._validation import check_type
 from pdkernels.decoding._sampling import OWN, Seed, checked_number, checked_size, draw
 from pdkernels.decoding._sampling import checked_sampling as checked_seeds
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.models.recurrent_depth import RecurrentDepth
 
 
@@ -87,12 +87,12 @@ def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
     model: RecurrentDepth = session.model
     check_type(
-        isinstance(model, RecurrentDepth),
+        hasattr(model.config, "mean_recurrence"),
         op,
         "model",
         "be a recurrent-depth model",
         type(model).__name__,
-        "See pdkernels.models.recurrent_depth.",
+        "Its config has `mean_recurrence`: see docs/own_models.md.",
     )
     session.counts_recurrences = True
     return model
@@ -127,7 +127,7 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     cache.commit_(lengths)
 
     ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
-    first = tokens[:, 0].tolist()
+    first = marked(logits, tokens)[:, 0].tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
     active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]

@@ -15,7 +15,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
@@ -111,7 +111,7 @@ def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, pos
 
 def latents(model: Any, seeds: torch.Tensor) -> dict[str, Any]:
     """What the forward of a recurrent-depth model takes besides: the seeds of its initial states ``(batch,)``."""
-    return {"seed": seeds} if isinstance(model, RecurrentDepth) else {}
+    return {"seed": seeds} if hasattr(getattr(model, "config", None), "mean_recurrence") else {}
 
 
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
@@ -181,6 +181,7 @@ def _is_number(value: object) -> bool:
 def checked_size(op: str, name: str, value: int) -> int:
     check_type(type(value) is int, op, name, "be an int", type(value).__name__)
     check(value >= 1, op, name, "be at least 1", value)
+    check(value <= MOST_POSITIONS, op, name, f"be at most {MOST_POSITIONS}", value)
     return value
 
 

@@ -28,7 +28,7 @@ from pdkernels.decoding._sampling import (
     noise,
     statistics,
 )
-from pdkernels.decoding._session import Session, sent
+from pdkernels.decoding._session import Session, marked, sent
 from pdkernels.decoding.result import DenoiseStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_
@@ -86,6 +86,7 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return 0
+    block_size = session.block(block_size)
     known = 1 if refresh == "causal" else 0  # slots of a new block that are no masks
 
     cache = session.new_cache(page_size)
@@ -114,7 +115,7 @@ def decode(
         block = torch.full((session.batch, block_size), mask_token, device=device)
         if known:
             block[:, :1] = draw(logits, lengths[:, None], temperature, seeds, OWN, banned)
-        rows = block.tolist()
+        rows = (marked(logits, block) if known else block).tolist()
         for sequence, tokens in enumerate(rows):
             if active[sequence]:
                 for token in tokens[:known]:
@@ -137,6 +138,7 @@ def decode(
             draws = noise(temperature, seeds, table[:, 2:], lengths[:, None] + slot)
             # Neither temperature nor noise enters the confidence.
             guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws)
+            broken = (guesses.probs.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
             count = 1 if threshold is not None else _quota(block_size - known, steps_per_block, step)
             unmask_(
                 block[:, known:],
@@ -149,9 +151,13 @@ def decode(
                 backend=backend_of(guesses.probs.dtype),
             )
             step += 1
-            before, rows = rows, block.tolist()  # the one read of the device in a step
+            # The one read of the device in a step.
+            read = torch.cat([block, broken.to(block.dtype)], 1).tolist()
+            before, rows = rows, [line[:-1] for line in read]
             for sequence, on in enumerate(drafting):
                 if on:
+                    if read[sequence][-1]:
+                        session.fail_not_numbers(sequence)
                     _record(session, sequence, before[sequence], rows[sequence], mask_token)
 
         written += wanted

@@ -19,6 +19,7 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
+from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 
@@ -83,6 +84,16 @@ def decode(
         check(
             blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
         )
+    if cache != "none":
+        check_keeps_rows(_OP, session, "Pass cache='none', or see docs/own_models.md.")
+    check(
+        session.tails is None or steps is None,
+        _OP,
+        "steps",
+        "be None with infill=True",
+        steps,
+        "Blocks then have unlike numbers of masks.",
+    )
     canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     if blocks == 0:
         return canvas.finish()

@@ -16,6 +16,7 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, SamplingOptions, Step
+from pdkernels.decoding._masked_model import check_keeps_rows
 from pdkernels.decoding._sampling import (
     Seed,
     checked_flag,
@@ -61,6 +62,7 @@ def decode(
     kind = getattr(config, "attention", None), getattr(config, "predicts", None)
     actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
     check_type(kind == ("causal", "next"), _OP, "model", "be a causal one that predicts the next token", actual)
+    check_keeps_rows(_OP, session, "See docs/own_models.md.")
     mask_token = checked_mask_token(_OP, session.model, mask_token)
     checked_size(_OP, "block_size", block_size)
     checked_size(_OP, "small_block_size", small_block_size)
@@ -143,7 +145,7 @@ class Blocks:
         self._session, self._canvas = session, canvas
         self._sizes, self._keep = (block_size, small_block_size), keep
         self._cache = session.new_cache(page_size)
-        self._row = torch.arange(block_size, device=canvas.tokens.device)
+        self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
         self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
 
     def prompts(self) -> bool:

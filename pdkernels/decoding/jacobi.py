@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy, latents
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.ops import verify_draft
 
@@ -46,6 +46,8 @@ class JacobiSteps(Steps):
         self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
+        words = 100 * sizes.batch * self.limit * self.slots  # bytes, what they are made with included
+        check_memory(_OP, "block_size", length, words, torch.device("cpu"))
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
         self.ends = sizes.ends_on(device)
@@ -72,10 +74,13 @@ class JacobiSteps(Steps):
         width = session.longest + self.slots - 1
         rows = (prompt_lengths - 1)[:, None] + self.slot
         counts = session.ragged(prompt_lengths + (self.slots - 1))
-        self.draft.copy_(self._greedy(self.history[:, :width], counts, rows=rows))
+        logits, best = self._greedy(self.history[:, :width], counts, rows=rows)
+        self.draft.copy_(best)
         self.cache.commit_(prompt_lengths)
 
-        self.remaining.fill_(self.limit - 1)
+        broken = not_numbers(logits[:, :1], self.draft[:, :1])[:, 0]
+        self.accepted.zero_().masked_fill_(broken, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(self.draft[:, 0], self.ends), 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
@@ -83,7 +88,8 @@ class JacobiSteps(Steps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
-        self.predictions[:, :width] = self._greedy(self.draft[:, :width], counts)
+        logits, predictions = self._greedy(self.draft[:, :width], counts)
+        self.predictions[:, :width] = predictions
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
@@ -96,19 +102,22 @@ class JacobiSteps(Steps):
 
         # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        broken = judged_by_nan(logits, predictions, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         if self.windowed:
             next_lengths = self.remaining.clamp(max=self.slots)
         else:
             rest = self.draft_lengths - verdict.accepted
             next_lengths = torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining)
         self.draft_lengths.copy_(next_lengths)
-        self.accepted.copy_(verdict.accepted)
+        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.draft.copy_(verdict.new_draft)
 
-    def _greedy(self, tokens: torch.Tensor, counts: torch.Tensor | None, **rows: torch.Tensor) -> torch.Tensor:
+    def _greedy(
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, **rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return greedy(logits, self.banned)
+        return logits, greedy(logits, self.banned)
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1

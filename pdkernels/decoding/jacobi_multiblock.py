@@ -17,7 +17,7 @@ from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._multiblock import Limits, Progress
 from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, marked, not_numbers
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 
@@ -56,6 +56,8 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return
+    # Of a longer block or pool nothing would ever be used.
+    block_size, limits = min(block_size, limit), limits._replace(pool_size=min(pool_size, 2 * limit))
     model = session.model
     cache = session.new_cache(page_size, _room(limits, limit))
     device = cache.lengths.device
@@ -75,7 +77,8 @@ def decode(
         step = _packed(active, device)
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
-        predictions = greedy(logits, banned).view(session.batch, step.branches, -1)
+        best = greedy(logits, banned)
+        predictions = best.view(session.batch, step.branches, -1)
         session.forwards += 1
 
         drafted = step.tokens.view(session.batch, step.branches, -1)[..., : step.width]
@@ -87,7 +90,10 @@ def decode(
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        columns = torch.stack([verdict.accepted, verdict.next_token, verdict.row], 1)
+        nan = not_numbers(logits, best).view_as(predictions)[every, verdict.row][:, : step.width]
+        broken = (nan & (slot[: step.width] < verdict.accepted[:, None])).any(1)
+        accepted = verdict.accepted.masked_fill(broken, -1)
+        columns = torch.stack([accepted, verdict.next_token, verdict.row], 1)
         poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()
         fresh = words[:, session.forwards - 1].tolist()
         for sequence, (progress, line) in enumerate(zip(active, poll)):
@@ -175,7 +181,7 @@ def _first_drafts(
     logits = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot)
     session.forwards += 1
     cache.commit_(lengths)
-    rows: list[list[int]] = greedy(logits, banned).tolist()
+    rows: list[list[int]] = marked(logits[:, :1], greedy(logits, banned)).tolist()
     return rows
 
 

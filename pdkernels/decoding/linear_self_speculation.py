@@ -28,7 +28,7 @@ from pdkernels.decoding._sampling import (
     uniforms,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.result import LinearStep
 from pdkernels.masks import full
@@ -79,6 +79,7 @@ class LinearSteps(Steps):
             threshold,
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
+        block_size = sizes.block(block_size)
         self.model, self.limit = sizes.model, sizes.max_new_tokens
         self.block_size, self.threshold, self.temperature = block_size, threshold, temperature
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
@@ -107,9 +108,11 @@ class LinearSteps(Steps):
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
         first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)[:, 0]
+        broken = not_numbers(logits, first[:, None])[:, 0]
         self.cache.commit_(prompt_lengths)
         self.known.copy_(first)
-        self.remaining.fill_(self.limit - 1)
+        self.accepted.zero_().masked_fill_(broken, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(first, self.ends), 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
@@ -125,6 +128,7 @@ class LinearSteps(Steps):
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
         predictions = draw(judged, positions, self.temperature, self.seeds, OWN, self.banned)
+        own = predictions.clone() if self.rejection else predictions
         if logits is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
             guesses = self.block[:, 1 : tested + 1]
@@ -135,9 +139,10 @@ class LinearSteps(Steps):
         self.cache.commit_(verdict.accepted)
 
         # The verifier's next token is known, hence counted; a finished sequence has nothing remaining.
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        broken = judged_by_nan(judged, own, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
-        self.accepted.copy_(verdict.accepted)
+        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.known.copy_(verdict.next_token)
         self.forwards.copy_(self.forward - before)
         self.predictions[:, :width] = predictions

@@ -128,6 +128,8 @@ def begin(
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
     """The loop of the sampler with any forward: block after block, an equal share of its positions in each of its steps."""
+    if canvas.fills_prompts:
+        return fill_all(canvas, forward, blocks, steps, random)
     for first, last in blocks:
         masks = last - first
         runs = masks if steps is None else min(masks, steps // len(blocks))
@@ -141,4 +143,22 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
                 canvas.poll()
             if not canvas.unfinished:
                 return canvas.finish()
+    return canvas.finish()
+
+
+def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
+    """`fill` where prompts have masks too: a block then has an own number of open positions, and of steps, in each sequence."""
+    for first, last in blocks:
+        masks = canvas.open_counts(first, last)
+        runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
+        for run in range(max(runs)):
+            quotas = [share(count, most, run) if run < most else 0 for count, most in zip(masks, runs, strict=True)]
+            part = [more > 0 for more in quotas]
+            if not any(on and more for on, more in zip(canvas.active, part, strict=True)):
+                continue
+            canvas.begin(part)
+            step = canvas.open([(first, last)] * len(masks), [quotas])
+            guesses = canvas.guess(forward(), step, forward.first_row)
+            canvas.commit(step, guesses.ids, None if random else guesses.probs, quota=step.columns[0])
+            canvas.poll()
     return canvas.finish()

@@ -29,12 +29,14 @@ from pdkernels.decoding._sampling import (
     statistics,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, marked
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
+
+_MOST_ROWS = 2**20
 
 Ensemble = Literal["probability", "logit"]
 
@@ -65,6 +67,7 @@ def decode(
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
     """
+    block_size = session.block(checked_size(_OP, "block_size", block_size))
     masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
     check_type(
         type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
@@ -88,6 +91,8 @@ def decode(
         return
     # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
     slots = max(1, min(block_size, limit - 1))
+    rows_per_step = max(session.longest + masks, slots * (1 + masks))
+    check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
 
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
@@ -117,7 +122,7 @@ def decode(
         remaining.masked_fill_(is_end(first[:, 0], ends), 0)
     draft_lengths = remaining.clamp(max=slots)
 
-    host_draft = draft.tolist()
+    host_draft = marked(logits[:, :1], draft).tolist()
     host_lengths = [0 if row[0] in session.end_tokens else min(slots, limit - 1) for row in host_draft]
     for sequence, row in enumerate(host_draft):
         session.record_first(sequence, row[0])
@@ -158,7 +163,8 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a step.
-        columns = [verdict.accepted[:, None], draft_lengths[:, None], draft]
+        accepted = verdict.accepted.masked_fill(judged_by_nan(judge, predictions, verdict.accepted), -1)
+        columns = [accepted[:, None], draft_lengths[:, None], draft]
         if session.trace is not None:
             columns.append(predictions)
         poll = torch.cat(columns, 1).tolist()

@@ -17,7 +17,7 @@ from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.result import AdaptiveStep
 from pdkernels.ops import logit_divergence
 
@@ -85,7 +85,7 @@ def decode(
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
-    active_rows = ~ended
+    active_rows, written = ~ended, token[:, 0]  # what the host reads of the token
     unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
@@ -131,7 +131,7 @@ def decode(
                 open_rows = open_rows & ~done
             if counted or session.trace is not None:
                 # The one read of the device in a check; the first of a token brings the token before it.
-                poll = torch.stack([token[:, 0].double(), open_rows.double(), value.double()], 1).tolist()
+                poll = torch.stack([written.double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
                     _record(session, active, [int(row[0]) for row in poll], *unread)
@@ -147,13 +147,14 @@ def decode(
             logits = model.coda(state, context)
         cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
+        written = marked(logits, token)[:, 0]
         if ends is not None:
             active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
         if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
-            _record(session, active, token[:, 0].tolist(), *unread)
+            _record(session, active, written.tolist(), *unread)
             unread = None
 
 

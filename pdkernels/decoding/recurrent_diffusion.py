@@ -81,6 +81,7 @@ def decode(
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
     checked_name(_OP, "exit", exit, get_args(Exit))
+    headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more has no room in the wave
     if max_recurrences is not None:
         check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
         check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
@@ -136,6 +137,8 @@ def run(session: Session, wave: Wave, widths: list[int]) -> int:
             frozen, widths[sequence] = int(row[0]), int(row[1])
             predicted, drafts, moved = (row[2 + part * rows :][:width] for part in range(3))
             predicted = [int(token) for token in predicted]
+            if predicted[0] < 0:  # it would never settle
+                session.fail_not_numbers(sequence)
             if session.trace is not None:
                 drafts = [int(token) for token in drafts]
                 session.trace[sequence].append(RecurrentStep(cursors[sequence], drafts, predicted, moved, frozen))

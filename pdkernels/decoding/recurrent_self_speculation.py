@@ -11,7 +11,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._sampling import Seed, checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, judged_by_nan
 from pdkernels.ops import kv_trim_, verify_draft
 
 _OP = "decoding.recurrent_self_speculation"
@@ -91,7 +91,8 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a cycle.
-        columns = [torch.stack([verdict.accepted, draft_lengths, verdict.next_token], 1), draft]
+        accepted = verdict.accepted.masked_fill(judged_by_nan(logits, predictions, verdict.accepted), -1)
+        columns = [torch.stack([accepted, draft_lengths, verdict.next_token], 1), draft]
         if session.trace is not None:
             columns.append(predictions)
         poll = torch.cat(columns, 1).tolist()

@@ -10,7 +10,7 @@ import math
 
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._sampling import Seed
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.result import RecurrentStep
 
 _OP = "decoding.recurrent_static"
@@ -50,7 +50,7 @@ def decode(
             active_rows = active_rows.masked_fill(is_end(token[:, 0], ends), 0)
         session.forwards += 1
         session.recurrences += recurrences
-        following = token[:, 0].tolist()  # the one read of the device in a step
+        following = marked(logits, token)[:, 0].tolist()  # the one read of the device in a step
         for sequence in range(session.batch):
             if active[sequence]:
                 if session.trace is not None:

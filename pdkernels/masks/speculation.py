@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import fail
-from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, flag, integer, inverse
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, check_tokens, choice, flag, integer, inverse
 
 InGroup = Literal["bidirectional", "causal"]
 
@@ -115,6 +115,8 @@ def quadratic(
     choice(op, "in_group", in_group, ("bidirectional", "causal"))
     choice(op, "layout", layout, ("spec_first", "interleaved"))
     anchor_group = flag(op, "anchor_group", anchor_group)
+    tokens = block_size + (block_size if anchor_group else block_size - 1) * masks_per_group
+    check_tokens(op, "block_size", tokens, 2 * block_size)
     inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
     first = 0 if anchor_group else 1
     # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..

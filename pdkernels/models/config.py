@@ -53,7 +53,7 @@ class TransformerConfig:
     predicts: Literal["next", "own"] = "next"
     """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
     max_positions: int = 2048
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
@@ -118,7 +118,7 @@ class RecurrentDepthConfig:
     rope_theta: float = 50000.0
     norm_eps: float = 1e-6
     max_positions: int = 4096
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
     def __post_init__(self) -> None:
         op = "RecurrentDepthConfig"

@@ -66,6 +66,7 @@ class Transformer(nn.Module):
     """
 
     head: nn.Parameter | None
+    keeps_rows = True  # `recompute` leaves the rows that it is not given as they are in the cache
 
     def __init__(
         self,

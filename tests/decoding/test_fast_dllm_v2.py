@@ -112,6 +112,12 @@ class Blockwise(Remembering):
         super().__init__(*arguments, predicts="next", **options)
         self.config.attention = "causal"
 
+    def rows(self, text: list[int]) -> Tensor:
+        """The last one is about the place after the text."""
+        out = super().rows(text)
+        out[-1] = super().rows([*text, MASK])[-2]
+        return out
+
     def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor, mask: Any) -> Tensor:
         out = torch.full((*tokens.shape, MASK + 1), torch.nan, dtype=self.dtype)
         for b, count in enumerate(counts.tolist()):
@@ -226,7 +232,11 @@ def test_errors_of_the_model() -> None:
     wanted = "model must be a causal one that predicts the next token"
     with pytest.raises(TypeError, match="method must be for models that see both sides, got 'fast_dllm_v2'"):
         generate(deep_masked(0), [1], METHOD)
-    with pytest.raises(TypeError, match=f"{wanted}, got FakeModel"):
+    model = Blockwise(hashed(0))
+    model.config.predicts = "own"
+    with pytest.raises(TypeError, match=f"{wanted}, got attention 'causal' and predicts 'own'"):
+        generate(model, [1], METHOD)
+    with pytest.raises(TypeError, match=r"model must have the member `config.attention` .*, got FakeModel without it"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD)
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
         model = Blockwise(hashed(0))

@@ -117,9 +117,9 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": [[1, 2.5]]}, TypeError, GENERATE + "prompt must be text, a 1-D tensor or a list of ints, got list."),
     ({"prompt": torch.zeros(3)}, TypeError, GENERATE + "prompt must be an integer tensor, got torch.float32."),
     (
-        {"prompt": torch.zeros(1, 3, dtype=torch.int64)},
+        {"prompt": torch.zeros(2, 3, dtype=torch.int64)},
         ValueError,
-        GENERATE + "prompt must be a 1-D tensor, got shape (1, 3). Give a batch as a list of 1-D tensors.",
+        GENERATE + "prompt must be a 1-D tensor, got shape (2, 3). Give a batch as a list of 1-D tensors.",
     ),
     ({"max_new_tokens": -1}, ValueError, GENERATE + "max_new_tokens must be at least 0, got -1."),
     ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),

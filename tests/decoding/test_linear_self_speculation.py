@@ -18,7 +18,7 @@ from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
-from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.causal import SCRIPTS, VOCABULARY
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -309,12 +309,12 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_a_model_without_a_mask_token() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
     with pytest.raises(ValueError) as raised:
-        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+        generate(model, [1], METHOD, max_new_tokens=4)
     assert str(raised.value) == OP + (
         "mask_token must be given for a model that has none of its own, got None. "
         "Pass the id that the model was trained to fill in."
     )
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.mask_token = None
     assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4

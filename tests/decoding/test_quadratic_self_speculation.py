@@ -16,7 +16,7 @@ from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
 from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
-from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -278,8 +278,10 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_a_model_without_a_mask_token() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
-        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+        generate(model, [1], METHOD, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])
