@@ -145,16 +145,6 @@ def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
             fail(op, argument, "have a contiguous last dimension", f"strides {tensor.stride()}", remedy)
 
 
-def check_own_places(op: str, **tensors: Tensor) -> None:
-    """Of tensors that are written: of entries that share memory, as those of an expanded tensor do, all but one would be lost."""
-    for argument, tensor in tensors.items():
-        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
-        if shared and tensor.numel() > 0:
-            actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
-            fail(op, argument, "have a place in memory for each entry", actual, remedy)
-
-
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
     """No kernel has a derivative in forward mode: results without one would look like constants."""
     # The level is -1 but inside of a dual level, and asking a tensor takes longer than many an op.

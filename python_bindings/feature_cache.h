@@ -6,7 +6,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-inline Tensor select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
+inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& starts, int64_t count,
                                 const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
                                 const OptionalTensor& block_table) {
   const Launch launch(v);
@@ -67,7 +67,7 @@ inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
   return out;
 }
 
-inline Tensor add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
+inline Tensor add_cached_rows(const Tensor& x, Tensor& cached, const OptionalTensor& rows,
                               const OptionalTensor& index) {
   const Launch launch(x);
   const SameDevice device(x);
@@ -88,7 +88,6 @@ inline Tensor add_cached_rows(const Tensor& x, const Tensor& cached, const Optio
     args.fresh = batch_rows(*fresh);
   }
   args.x = batch_rows(held), args.cached = batch_rows(cached);
-  require_own_places({{args.batch, cached.stride(0)}, {args.rows, cached.stride(1)}, {args.width, 1}});
   Tensor out = torch::stable::new_empty(x, {args.batch, args.rows, args.width}, x.scalar_type());
   args.out = out.data_ptr();
   launch(PDK_DEVICE::add_cached_rows, args);

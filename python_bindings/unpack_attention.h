@@ -117,11 +117,6 @@ inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const
 inline void unpack_append(const SameDevice& device, const OptionalTensor& counts, const OptionalTensor& source_index,
                           SpeculativeArgs& args) {
   args.op = "speculative_attention_append_";
-  for (const HeadsView& cache : {args.k_cache, args.v_cache}) {
-    require_own_places({{args.pages.num_pages, cache.batch_stride},
-                        {args.pages.page_size, cache.token_stride},
-                        {args.kv_heads, cache.head_stride}});
-  }
   args.counts = index_view(device, counts, 1, args.batch);
   args.source_index = index_view(device, source_index, 2, args.batch);
   args.append_rows = source_index.has_value() ? source_index->size(1) : args.q_len;

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
+from pdkernels._aliasing import check_written
 from pdkernels._validation import check_type, message, refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
@@ -106,6 +107,8 @@ def define(
     arguments = tuple(argument.name for argument in given)
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
     check = reference_check or fake
+    if written:
+        check, fake = (_with_own_memory(name, arguments, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
@@ -128,6 +131,19 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
     def run(*arguments: Any, **options: Any) -> Any:
         check(*arguments, **options)
         return kernel(*arguments, **options)
+
+    return run
+
+
+def _with_own_memory(
+    op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """What is written overlaps nothing else: the compiled code refuses it, and this says so."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        results = fake(*arguments, **options)
+        check_written(op, written, [*zip(names, arguments), *options.items()])
+        return results
 
     return run
 

@@ -18,7 +18,6 @@ from pdkernels._validation import (
     check_int,
     check_last_contiguous,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -148,7 +147,6 @@ def fake_advance(
     vectors = (("width", width), ("cursor", cursor), ("advance", advance), ("steps", steps), ("remaining", remaining))
     for name, vector in vectors:
         check_index(ADVANCE, name, vector, (batch,), device)
-    check_own_places(ADVANCE, tokens=tokens, recurrences=recurrences, stable=stable, **dict(vectors))
     if settled is not None:
         check_type(isinstance(settled, Tensor), ADVANCE, "settled", "be a tensor", type(settled).__name__)
         check_type(settled.dtype == torch.bool, ADVANCE, "settled", "be a bool tensor", settled.dtype)

@@ -17,7 +17,6 @@ from pdkernels._validation import (
     check_indices,
     check_int,
     check_last_contiguous,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -171,7 +170,6 @@ def _fake_select(
     if v_cache.dim() != 4 or v_cache.shape[2:] != v.shape[2:]:
         fail(SELECT, "v_cache", f"have shape (B or pages, slots, {v.shape[2]}, {v.shape[3]})", tuple(v_cache.shape))
     check_last_contiguous(SELECT, v=v, v_cache=v_cache)
-    check_own_places(SELECT, v_cache=v_cache)
     batch = v.shape[0]
     if block_table is None and v_cache.shape[0] != batch:
         fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
@@ -199,7 +197,6 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
         fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
     check_floats(ADD, "cached", cached, x.shape, like=x, whose=" like x")
     check_last_contiguous(ADD, cached=cached)
-    check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):
         fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
     if rows is not None and index is not None:

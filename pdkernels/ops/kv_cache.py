@@ -20,7 +20,6 @@ from pdkernels._validation import (
     check_index,
     check_indices,
     check_last_contiguous,
-    check_own_places,
     check_type,
     fail,
     message,
@@ -185,7 +184,6 @@ def _fake_commit(
 ) -> None:
     op = "kv_commit_"
     _check_caches(op, k_cache, v_cache, lengths, block_table)
-    check_own_places(op, lengths=lengths)
     check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
     if source_index is not None:
         check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
@@ -199,7 +197,6 @@ def _fake_commit(
 def _fake_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
     check_index(op, "lengths", lengths, (None,), None)
-    check_own_places(op, lengths=lengths)
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
 
 
@@ -231,9 +228,6 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
     for t in k + v:
         if t.device != device:
             fail(op, "v_cache", f"be on {device} like k_cache", t.device)
-    for name, tensors in (("k_cache", k), ("v_cache", v)):
-        for t in tensors:
-            check_own_places(op, **{name: t})
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
         wanted = f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads"

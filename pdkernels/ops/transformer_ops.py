@@ -17,7 +17,6 @@ from pdkernels._validation import (
     check_indices,
     check_last_contiguous,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -281,7 +280,6 @@ def _fake_apply_rope_append(
             fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
         check_shape(op, name, tensor, k_cache.shape, " like k_cache")
     check_last_contiguous(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
-    check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     kv_heads = k_cache.shape[2]
     heads = all_heads - 2 * kv_heads
     if kv_heads < 1 or heads < kv_heads or heads % kv_heads != 0:
@@ -317,7 +315,6 @@ def _fake_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, int
     if head_dim < 2 or head_dim % 2 != 0:
         fail(op, "x", "have an even head_dim of at least 2", head_dim)
     check_last_contiguous(op, x=x)
-    check_own_places(op, x=x)
     _check_tables(op, cos, sin, head_dim, x.device)
     shared = isinstance(positions, Tensor) and positions.dim() == 1
     check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)

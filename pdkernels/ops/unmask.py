@@ -13,7 +13,6 @@ from pdkernels._validation import (
     check_index,
     check_int,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -151,7 +150,6 @@ def _check(
     steps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_index(OP, "tokens", tokens, (None, None), None)
-    check_own_places(OP, tokens=tokens)
     device, (batch, length) = tokens.device, tokens.shape
     check_index(OP, "ids", ids, (batch, None), device)
     check_type(ids.dtype == tokens.dtype, OP, "ids", f"be {tokens.dtype} like tokens", ids.dtype)
