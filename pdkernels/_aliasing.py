@@ -14,10 +14,30 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from pdkernels._validation import fail
+from pdkernels._validation import fail, message
 
 # stride * x for a whole x in [least, most]; stride above 0
 Term = tuple[int, int, int]
+
+
+# Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends it.
+MOST_EXPANDED = 2**31 - 1
+
+
+def check_memory(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """TypeError for tensors that are not dense, ValueError for expanded ones of absurd sizes."""
+    compiling = torch.compiler.is_compiling()
+    for name, given in arguments:
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.layout is not torch.strided:
+                raise TypeError(message(op, name, "be a dense tensor", tensor.layout, "Convert it with .to_dense()."))
+            if compiling or isinstance(tensor, FakeTensor):
+                continue
+            if any(n > MOST_EXPANDED and stride == 0 for n, stride in zip(tensor.shape, tensor.stride())):
+                expectation = f"have at most {MOST_EXPANDED} entries in an expanded dimension"
+                fail(op, name, expectation, f"shape {tuple(tensor.shape)}")
 
 
 def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
@@ -63,8 +83,6 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
 
 
 def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
-    if tensor.layout is not torch.strided:
-        return
     expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
     if not expanded and (compiling or tensor.is_contiguous() or not _place(tensor)):
         return

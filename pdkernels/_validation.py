@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_CUDA_BATCH = 65535
 FINITE = torch.finfo(torch.float64).max
 
 Sizes = Sequence[int | None]
@@ -143,6 +144,13 @@ def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
     for argument, tensor in tensors.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             fail(op, argument, "have a contiguous last dimension", f"strides {tensor.stride()}", remedy)
+
+
+def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
+    """Of ops whose kernels have a dimension of their grid for the batch."""
+    if tensor.is_cuda and tensor.shape[0] > MAX_CUDA_BATCH:
+        expectation, remedy = f"have a batch of at most {MAX_CUDA_BATCH} on CUDA", "Call it for parts of the batch."
+        raise NotImplementedError(message(op, argument, expectation, tensor.shape[0], remedy))
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:

@@ -28,7 +28,7 @@ inline HeadsView heads_view(const SameDevice& device, const Tensor& t, ScalarTyp
   STD_TORCH_CHECK(
       t.dim() == 4 && t.size(0) == batch && t.size(1) == tokens && t.size(2) == heads && t.size(3) == head_dim,
       "pdkernels: an attention tensor has the wrong shape");
-  STD_TORCH_CHECK(t.stride(3) == 1, "pdkernels: the last dimension must be contiguous");
+  STD_TORCH_CHECK(t.stride(3) == 1 || t.numel() == 0, "pdkernels: the last dimension must be contiguous");
   return {t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from pdkernels._validation import check_type
@@ -60,6 +60,7 @@ def planned(stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False) -> 
     """
     op = "planned"
     sparse = flag(op, "sparse", sparse)
+    check_type(isinstance(stages, Iterable), f"masks.{op}", "stages", "be a sequence of stages", type(stages).__name__)
     segments: list[Segment] = []
     hidden: list[range] = []  # segments of chunks that no sync has shown yet
     for stage in stages:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
-from pdkernels._aliasing import check_written
-from pdkernels._validation import check_type, message, refuse_tangents
+from pdkernels._aliasing import check_memory, check_written
+from pdkernels._validation import check_type, fail, message, refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 
@@ -107,8 +107,7 @@ def define(
     arguments = tuple(argument.name for argument in given)
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
     check = reference_check or fake
-    if written:
-        check, fake = (_with_own_memory(name, arguments, written, function) for function in (check, fake))
+    check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
@@ -135,14 +134,17 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
     return run
 
 
-def _with_own_memory(
+def _with_memory_checked(
     op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What is written overlaps nothing else: the compiled code refuses it, and this says so."""
+    """How tensors lie in memory is checked for all ops alike: the compiled code refuses them, and this says so."""
 
     def run(*arguments: Any, **options: Any) -> Any:
+        given = [*zip(names, arguments), *options.items()]
+        check_memory(op, given)
         results = fake(*arguments, **options)
-        check_written(op, written, [*zip(names, arguments), *options.items()])
+        if written:
+            check_written(op, written, given)
         return results
 
     return run
@@ -164,8 +166,10 @@ def _without_float64(op: str, names: tuple[str, ...], fake: Callable[..., Any]) 
 
 
 def key(op: str, seed: int) -> int:
-    """The low 64 bits of `seed` as the signed number that a schema takes."""
+    """The 64 bits of `seed` as the signed number that a schema takes."""
     check_type(isinstance(seed, (int, torch.SymInt)), op, "seed", "be an int", type(seed).__name__)
+    if not -(2**63) <= seed < 2**64:
+        fail(op, "seed", "be a number of 64 bits, in [-2**63, 2**64)", seed)
     return (seed + 2**63) % 2**64 - 2**63
 
 
@@ -185,11 +189,26 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
             if DEBUG_CHECKS and anchor.is_cuda and choice == "native":
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)
-    except (RuntimeError, TypeError, AttributeError):
-        spec.fake(*arguments)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(anchor, Tensor) and anchor.is_meta:
+            return spec.fake(*arguments)
+        _explain(spec, arguments, error)
         raise
     spec.check(*arguments)
     return spec.reference(*arguments)
+
+
+def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None:
+    """Why a call failed, where its arguments are the reason. The fake allocates results as the kernel does."""
+    try:
+        spec.fake(*arguments)
+    except RuntimeError as again:
+        if isinstance(again, NotImplementedError):
+            raise
+        error = again
+    if type(error) is RuntimeError and any(word in str(error) for word in ("allocate memory", "overflow")):
+        remedy = "Pass smaller tensors, or parts of them."
+        raise MemoryError(message(spec.name, "its results", "fit into memory", "sizes that do not", remedy)) from None
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:

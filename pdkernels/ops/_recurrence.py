@@ -10,6 +10,7 @@ from torch import Tensor
 from pdkernels._validation import (
     FINITE,
     check_choice,
+    check_cuda_batch,
     check_device,
     check_flag,
     check_floats,
@@ -59,6 +60,7 @@ def fake_inject(
     damp_new: bool,
 ) -> Tensor:
     _rows(INJECT, "embedding", embedding, None, (None, None, None))
+    check_cuda_batch(INJECT, "embedding", embedding)
     batch, rows, size = embedding.shape
     if state is not None:
         _rows(INJECT, "state", state, embedding, (batch, None, size))
@@ -94,6 +96,7 @@ def fake_exit(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _rows(EXIT, "x", x, None, (None, None, None))
+    check_cuda_batch(EXIT, "x", x)
     batch, rows, size = x.shape
     _rows(EXIT, "residual", residual, x, (batch, rows, size))
     _rows(EXIT, "weight", weight, x, (size,))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pdkernels._validation import (
     check_choice,
+    check_cuda_batch,
     check_floats,
     check_index,
     check_indices,
@@ -28,6 +29,7 @@ from pdkernels.reference import feature_cache as reference
 __all__ = ["add_cached_rows_", "gather_rows", "select_stale_rows_"]
 
 SELECT, GATHER, ADD = "select_stale_rows_", "gather_rows", "add_cached_rows_"
+MOST_CHOSEN = 2**20
 
 
 def select_stale_rows_(
@@ -54,7 +56,7 @@ def select_stale_rows_(
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
             of `v`. Not the memory of `v`.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        count: how many rows are chosen at most, 0 or more: the width of the result.
+        count: how many rows are chosen at most, 0 or more: the width of the result. At most 2**20, or G where that is more.
         wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Above `count` it counts as `count`.
         counts: ``(B,)`` int32 or int64, rows that count; None: all of them. Others are neither chosen nor stored.
         update: which cached values are replaced by those of `v`: ``"all"`` of the rows that count, the ``"selected"`` ones, or
@@ -176,6 +178,10 @@ def _fake_select(
     if block_table is not None and v_cache.shape[1] < 1:
         fail(SELECT, "v_cache", "have a page size of at least 1", 0)
     check_int(SELECT, "count", count, 0)
+    if count > MOST_CHOSEN and count > v.shape[1]:
+        remedy = "Rows of the result past those of v are -1."
+        fail(SELECT, "count", f"be at most the {v.shape[1]} rows of v, or {MOST_CHOSEN}", count, remedy)
+    check_cuda_batch(SELECT, "v", v)
     check_choice(SELECT, "update", update, reference.UPDATES)
     check_index(SELECT, "starts", starts, (batch,), v.device)
     check_indices(SELECT, (batch,), v.device, wanted=wanted, counts=counts)
@@ -187,6 +193,7 @@ def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
     check_type(isinstance(x, Tensor), GATHER, "x", "be a tensor", type(x).__name__)
     if x.dim() < 2:
         fail(GATHER, "x", "have shape (B, G, ...)", tuple(x.shape))
+    check_cuda_batch(GATHER, "x", x)
     check_index(GATHER, "index", index, (x.shape[0], None), x.device)
     return x.new_empty((x.shape[0], index.shape[1], *x.shape[2:]))
 
@@ -195,6 +202,7 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
     check_floats(ADD, "x", x)
     if x.dim() != 3:
         fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
+    check_cuda_batch(ADD, "x", x)
     check_floats(ADD, "cached", cached, x.shape, like=x, whose=" like x")
     check_last_contiguous(ADD, cached=cached)
     if (rows is None) != (index is None):

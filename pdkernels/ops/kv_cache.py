@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from pdkernels._validation import (
+    check_cuda_batch,
     check_index,
     check_indices,
     check_last_contiguous,
@@ -234,6 +235,7 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
         fail(op, "v_cache", wanted, actual)
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
+    check_cuda_batch(op, "lengths", lengths)
     if block_table is not None:
         check_index(op, "block_table", block_table, (lengths.shape[0], None), device)
         if k[0].shape[-3] == 0:

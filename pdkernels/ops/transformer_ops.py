@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import (
+    check_cuda_batch,
     check_device,
     check_floats,
     check_index,
@@ -293,6 +294,7 @@ def _fake_apply_rope_append(
         fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
     if block_table is not None and k_cache.shape[1] < 1:
         fail(op, "k_cache", "have a page size of at least 1", 0)
+    check_cuda_batch(op, "qkv", qkv)
     check_index(op, "lengths", lengths, (batch,), qkv.device)
     check_indices(op, (batch,), qkv.device, counts=counts)
     check_indices(op, (batch, None), qkv.device, block_table=block_table)
