@@ -92,9 +92,7 @@ def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
         fail(op, name, "have a place in memory for each entry", actual, remedy)
 
 
-def _refuse(
-    op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]
-) -> None:
+def _refuse(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
     """The two in the order of the arguments, what is only read last."""
     given = dict(arguments)
     order = list(given)

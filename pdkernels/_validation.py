@@ -67,6 +67,8 @@ def check_int(
     check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
     if least is not None and value < least:
         fail(op, argument, f"be at least {least}", value, remedy)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(op, argument, "be a number of 64 bits", value)
 
 
 def check_number(

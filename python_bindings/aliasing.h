@@ -16,6 +16,25 @@
 
 namespace pdkernels::bindings {
 
+// Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends
+// it.
+inline void require_real_size(const torch::stable::Tensor& t) {
+  constexpr int64_t kMostExpanded = 0x7FFFFFFF;
+  const auto sizes = t.sizes();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    STD_TORCH_CHECK(sizes[d] <= kMostExpanded || t.stride(static_cast<int64_t>(d)) != 0,
+                    "pdkernels: an expanded dimension must not be so large");
+  }
+}
+inline void require_real_size(const std::vector<torch::stable::Tensor>& tensors) {
+  for (const auto& t : tensors) require_real_size(t);
+}
+inline void require_real_size(const std::optional<torch::stable::Tensor>& t) {
+  if (t.has_value()) require_real_size(*t);
+}
+template <class Other>
+void require_real_size(const Other&) {}
+
 class Places {
  public:
   explicit Places(size_t tensors) { places_.reserve(tensors); }
@@ -86,6 +105,7 @@ struct Checked;
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Checked<function> {
   static Result run(Arguments... arguments) {
+    (require_real_size(arguments), ...);
     if constexpr ((kIsWritten<Arguments> || ...)) {
       Places places(sizeof...(Arguments));
       (places.add<kIsWritten<Arguments>>(arguments), ...);

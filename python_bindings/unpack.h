@@ -161,6 +161,7 @@ inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& ten
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
     for (int64_t layer = 0; layer < layers; ++layer) side.layers.push_back(bytes(t) + layer * layer_stride);
   }
+  PDK_FITS(!side.layers.empty());
   return side;
 }
 

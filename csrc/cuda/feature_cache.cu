@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
   of_cached = block_sum<kRowThreads>(of_cached, room);
   dot = block_sum<kRowThreads>(dot, room);
   moved = __syncthreads_or(moved);
-  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, sqrtf(of_fresh) * sqrtf(of_cached), moved);
+  const float lengths = sqrtf(of_fresh) * sqrtf(of_cached);
+  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, lengths, moved || !(lengths > 1e-8f));
 }
 
 // One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.

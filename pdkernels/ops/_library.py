@@ -8,6 +8,8 @@ refuse nothing, nor does what is composed in Python, so their fake runs before t
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,6 +73,8 @@ class OpSpec:
 
 
 OPS: dict[str, OpSpec] = {}
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, type(None)})
 
 
 def define(
@@ -180,6 +184,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
     """
     name = op._opname
     spec = OPS[name]
+    if not torch.compiler.is_compiling() and not PLAIN.issuperset(map(type, arguments)):
+        arguments = tuple(map(_plain, arguments))
     if spec.gradients != "own" and torch.is_grad_enabled():
         arguments = _without_gradients(spec, arguments, backend)
     try:
@@ -196,6 +202,15 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         raise
     spec.check(*arguments)
     return spec.reference(*arguments)
+
+
+def _plain(argument: Any) -> Any:
+    """A NumPy number as Python's, or torch would take a float32 for an int and round it."""
+    if isinstance(argument, (Tensor, list, tuple, str, bool)) or argument is None:
+        return argument
+    if hasattr(argument, "__index__") and not hasattr(argument, "__len__"):
+        return operator.index(argument)
+    return float(argument) if isinstance(argument, numbers.Real) else argument
 
 
 def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None:

@@ -49,12 +49,13 @@ def select_stale_rows_(
     Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
     ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. Chosen are the rows of lowest similarity, of equal ones
     the lower number. A similarity that is no number counts as lowest: NaN or infinity among the values, or squares whose sum
-    is more than float32 can hold.
+    is more than float32 can hold. Rows equal to the cached ones have a cosine of 1, whatever rounding makes of it: any row that
+    moved is chosen before them. All CPU levels and the reference add up in one order, so they choose the same rows.
 
     Args:
         v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
-            of `v`. Not the memory of `v`.
+            of `v`. Written, so no memory in common with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
         count: how many rows are chosen at most, 0 or more: the width of the result. At most 2**20, or G where that is more.
         wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Above `count` it counts as `count`.

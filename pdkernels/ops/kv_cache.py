@@ -55,7 +55,7 @@ def kv_append_(
     Args:
         k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
             list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
-            K and V may differ in heads and head_dim. Written, so not expanded.
+            K and V may differ in heads and head_dim. Written: not expanded, and no memory in common with any other argument.
         k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
         lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
         counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Rows behind are not read.
@@ -63,7 +63,7 @@ def kv_append_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts or pages out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or pages out of range (nothing is written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -92,7 +92,8 @@ def kv_commit_(
     """Keeps the accepted rows of a draft: moves them to their place, in place, and lengthens the sequences.
 
     The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows were read
-    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats). Then
+    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats), though rows
+    move inside the memory that is written; K, V, layers and lengths may still not overlap each other. Then
     ``lengths[b] += counts[b]``. Nothing else is touched; rows already in place cost nothing.
 
     Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
@@ -204,7 +205,7 @@ def _fake_trim(lengths: Tensor, new_lengths: Tensor) -> None:
 def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
     if not tensors:
         fail(op, argument, "hold at least one layer", "an empty list")
-    first = tensors[0]
+    first, layers = tensors[0], 0
     for i, t in enumerate(tensors):
         name = argument if len(tensors) == 1 else f"{argument}[{i}]"
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
@@ -216,6 +217,9 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)
+        layers += t.shape[0] if t.dim() == 5 else 1
+    if layers == 0:
+        fail(op, argument, "hold at least one layer", tuple(first.shape))
 
 
 def _num_layers(tensors: list[Tensor]) -> int:

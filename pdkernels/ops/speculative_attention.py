@@ -18,14 +18,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import (
-    KERNEL_DTYPES,
-    check_index,
-    check_type,
-    fail,
-    message,
-    refuse_tangents,
-)
+from pdkernels._validation import KERNEL_DTYPES, check_index, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import PlanArguments

@@ -71,7 +71,7 @@ def unmask_(
     nothing                 ``min(quota, m)``
     `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= need``; else ``min(quota, m)``
     `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
-                            or if it is the last rank (as released)
+                            or if it is the last rank (as released); NaN is below any such number
     ======================  ==========================================================================================
 
     Args:

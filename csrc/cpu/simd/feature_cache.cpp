@@ -49,8 +49,8 @@ uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached
     for (int64_t byte = 0; byte < end; byte += step)
       add_head(reinterpret_cast<const T*>(a + byte), reinterpret_cast<const T*>(b + byte));
   }
-  return stale_key(dot.total(), __builtin_sqrtf(of_fresh.total()) * __builtin_sqrtf(of_cached.total()),
-                   bits_of(~same) != 0);
+  const float lengths = __builtin_sqrtf(of_fresh.total()) * __builtin_sqrtf(of_cached.total());
+  return stale_key(dot.total(), lengths, bits_of(~same) != 0 || !(lengths > 1e-8f));
 }
 
 void replace(const StaleRowsArgs& args, const char* fresh, char* cached) {
