@@ -60,7 +60,9 @@ def select_stale_rows_(
 def _similarity(a: Tensor, b: Tensor) -> Tensor:
     """The cosine of each row, in float32 or float64; NaN where squares are not finite, infinite for rows that did not move and have a direction."""
     a, b = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
-    lengths = _sum(a * a).sqrt() * _sum(b * b).sqrt()
+    # torch's root of float32 is not the nearest float.
+    length, other = (_sum(x * x).double().sqrt().to(x.dtype) for x in (a, b))
+    lengths = length * other
     still = (a == b).flatten(1).all(1) & (lengths > 1e-8)
     cosine = torch.where(still, torch.inf, _sum(a * b) / lengths.clamp(min=1e-8))
     return torch.where(lengths.isfinite(), cosine, torch.nan)
