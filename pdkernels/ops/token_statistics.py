@@ -182,9 +182,9 @@ def raw_options(
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
     temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
-    check_number(op, "temperature", temperature, 0, 1e30, "be 0 or in [1e-30, 1e30]")
+    check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
     if 0 < temperature < 1e-30:
-        fail(op, "temperature", "be 0 or in [1e-30, 1e30]", temperature, "At 0 the most probable token is taken.")
+        fail(op, "temperature", "be 0 or at least 1e-30", temperature, "At 0 the most probable token is taken.")
     check_number(op, "top_p", top_p, 0, 1, "be in [0, 1]")
     check_number(op, "min_p", min_p, 0, 1, "be in [0, 1]")
     for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):

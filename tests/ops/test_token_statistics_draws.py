@@ -156,8 +156,8 @@ def test_margins_of_equals_are_plain_zeros(impl) -> None:
 
 def test_temperatures_and_seeds_out_of_range() -> None:
     logits = torch.zeros(1, 4)
-    for temperature in (1e-31, 5e-324, 1e31, -1.0):
-        with pytest.raises(ValueError, match=r"temperature must be 0 or in \[1e-30, 1e30\], got"):
+    for temperature in (1e-31, 5e-324):
+        with pytest.raises(ValueError, match=r"temperature must be 0 or at least 1e-30, got"):
             pd.token_statistics(logits, temperature=temperature)
     for seed in (2**64, -(2**63) - 1):
         with pytest.raises(ValueError, match=r"seed must be a number of 64 bits, in \[-2\*\*63, 2\*\*64\), got"):
