@@ -201,7 +201,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         _explain(spec, arguments, error)
         raise
     spec.check(*arguments)
-    return spec.reference(*arguments)
+    # torch's operators take no int of more than 64 bits, where a float is meant.
+    return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
 
 
 def _plain(argument: Any) -> Any:
