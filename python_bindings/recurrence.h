@@ -155,7 +155,7 @@ inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor
   args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;
   args.max_recurrences = max_recurrences;
   args.stability = stability;
-  args.headway = headway;
+  args.headway = headway <= args.room ? headway : args.room + 1;  // no wave is wider than that, and sums stay small
   args.last = is_second(rule, "prefix", "last");
   args.guard = guard;
   args.keep_last = keep_last;

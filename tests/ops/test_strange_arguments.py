@@ -96,3 +96,12 @@ def test_backward_without_query_rows(backend: str) -> None:
     assert gradients[0].shape == q.shape and not gradients[1].any() and not gradients[2].any()
     odd = torch.empty(2, 0, 2, 16).mT.contiguous().mT
     assert torch.autograd.grad(pd.block_sparse_attention(q, k, v, plan), (k,), odd)[0].shape == k.shape
+
+
+def test_a_wave_of_any_headway_ends_at_the_room() -> None:
+    """Of a headway near 2**63 the sum with the wave's width must not overflow."""
+    arguments, expected = example("recurrence_advance_"), example("recurrence_advance_")
+    run("recurrence_advance_", arguments | {"headway": 2**63 - 1})
+    run("recurrence_advance_", expected | {"headway": 1000})
+    assert all(torch.equal(arguments[name], expected[name]) for name in OPS["recurrence_advance_"].written)
+    assert (arguments["width"] >= 0).all()
