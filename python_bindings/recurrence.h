@@ -149,7 +149,8 @@ inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor
     args.settled_stride0 = settled->stride(0);
     args.settled_stride1 = settled->stride(1);
   }
-  PDK_FITS(inner_recurrence >= 1 && headway >= 1 && max_recurrences >= 0 && stability >= 0);
+  PDK_FITS(inner_recurrence >= 1 && inner_recurrence <= 0x7FFFFFFF && headway >= 1 && max_recurrences >= 0 &&
+           stability >= 0);
   PDK_FITS(max_wavefront >= 0 && max_wavefront <= args.room);
   args.inner_recurrence = inner_recurrence;
   args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;

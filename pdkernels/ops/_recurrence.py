@@ -155,6 +155,8 @@ def fake_advance(
         check_shape(ADVANCE, "settled", settled, predictions.shape, " like predictions")
         check_device(ADVANCE, "settled", settled, device)
     check_int(ADVANCE, "inner_recurrence", inner_recurrence, 1)
+    if inner_recurrence > 2**31 - 1:
+        fail(ADVANCE, "inner_recurrence", "be at most 2**31 - 1", inner_recurrence)
     check_int(ADVANCE, "headway", headway, 1)
     check_int(ADVANCE, "max_recurrences", max_recurrences, 0)
     check_int(ADVANCE, "stability", stability, 0)
