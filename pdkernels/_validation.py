@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_CUDA_BATCH = 65535
 FINITE = torch.finfo(torch.float64).max
 
 Sizes = Sequence[int | None]
@@ -67,6 +68,8 @@ def check_int(
     check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
     if least is not None and value < least:
         fail(op, argument, f"be at least {least}", value, remedy)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(op, argument, "be a number of 64 bits", value)
 
 
 def check_number(
@@ -158,14 +161,11 @@ def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
             fail(op, argument, "have a contiguous last dimension", f"strides {tensor.stride()}", remedy)
 
 
-def check_own_places(op: str, **tensors: Tensor) -> None:
-    """Of tensors that are written: of entries that share memory, as those of an expanded tensor do, all but one would be lost."""
-    for argument, tensor in tensors.items():
-        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
-        if shared and tensor.numel() > 0:
-            actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
-            fail(op, argument, "have a place in memory for each entry", actual, remedy)
+def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
+    """Of ops whose kernels have a dimension of their grid for the batch."""
+    if tensor.is_cuda and tensor.shape[0] > MAX_CUDA_BATCH:
+        expectation, remedy = f"have a batch of at most {MAX_CUDA_BATCH} on CUDA", "Call it for parts of the batch."
+        raise NotImplementedError(message(op, argument, expectation, tensor.shape[0], remedy))
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:

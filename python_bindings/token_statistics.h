@@ -17,7 +17,8 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   const Rows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
   PDK_FITS(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
-  PDK_FITS(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1);
+  PDK_FITS((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&
+           min_p >= 0 && min_p <= 1);
   PDK_FITS(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
@@ -41,8 +42,7 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   args.steps = numbers(steps, held[2]);
   args.step = static_cast<uint32_t>(step);
   args.seeds = {numbers(seeds, held[3]), seed};
-  constexpr double kCoolest = 1e-30;  // scores of floats are the same at any temperature below
-  args.temperature = temperature > 0 && temperature < kCoolest ? kCoolest : temperature;
+  args.temperature = temperature;
   args.top_p = top_p, args.min_p = min_p;
   args.sampling = is_second(distribution, "model", "sampling");
   args.top_k = static_cast<int>(top_k);

@@ -207,7 +207,7 @@ def recurrence_exit(
             known = known & there
             change = now - 2 * before.to(wide) + first.to(wide)
         moved, length = change.square().sum(-1).sqrt(), now.square().sum(-1).sqrt()
-        known = known & inside & (recurrences[:, :rows] >= min_recurrences)
+        known = known & inside & (recurrences[:, :rows].long() >= min_recurrences)
         relative = torch.where((moved == 0) & (length == 0), torch.zeros_like(moved), moved / length)
         distance = torch.where(known, relative, distance)
     return state, distance, distance < threshold
@@ -272,7 +272,7 @@ def recurrence_advance_(
         wave = 0 if ended or left == 0 else min(w - n + headway, cap, left)
         if wave > 0:
             new = [inputs[0], *guesses[:w]]
-            guessed = [0] * (headway - 1) if filler is None else filler[b].tolist()
+            guessed = [0] * min(headway - 1, room) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
             tokens[b, : len(row)] = torch.tensor(row, dtype=tokens.dtype)
             kept = min(w - n, wave)

@@ -67,7 +67,7 @@ def token_statistics(
     probs = below.softmax(-1)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     top = probs.gather(-1, order)
-    entropy = -torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)
+    entropy = 0 - torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)
     results = (
         probs.gather(-1, ids[:, None])[:, 0],
         top[:, :top_k],

@@ -403,7 +403,7 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   args.probs[r] = probability(chosen);
   args.entropy[r] = number(log(sums.total) - sums.weighted / sums.total);
   args.logsumexp[r] = missing ? -INFINITY : number(sums.largest * inverse + log(sums.total));
-  args.margin[r] = number(-expm1((static_cast<double>(key_logit(second)) - sums.largest) * inverse) / sums.total);
+  args.margin[r] = number((0 - expm1((static_cast<double>(key_logit(second)) - sums.largest) * inverse)) / sums.total);
 }
 
 }  // namespace

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from pdkernels._validation import check_choice, check_type
@@ -68,6 +68,7 @@ def planned(
     op = "planned"
     sparse = flag(op, "sparse", sparse)
     check_choice(f"masks.{op}", "open_chunks", open_chunks, get_args(OpenChunks))
+    check_type(isinstance(stages, Iterable), f"masks.{op}", "stages", "be a sequence of stages", type(stages).__name__)
     segments: list[Segment] = []
     hidden: list[range] = []  # segments of chunks that no sync has shown yet
     for stage in stages:

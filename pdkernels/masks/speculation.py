@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import fail
+from pdkernels._validation import check_type, fail
 from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, check_tokens, choice, flag, integer, inverse
 
 InGroup = Literal["bidirectional", "causal"]
@@ -172,6 +172,8 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
         ([0, 1, 2, 1], [1, 2, 1])
     """
     given = parents.tolist() if isinstance(parents, Tensor) else parents
+    wanted = "be a sequence of integers"
+    check_type(isinstance(given, Iterable), "masks.tree", "parents", wanted, type(parents).__name__)
     parents = [integer("tree", "parents", parent, -1) for parent in given]
     children = [0] * len(parents)
     depth: list[int] = []

@@ -74,7 +74,8 @@ def recurrence_inject(
 
     ``init`` is the normal distribution with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
     component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same ones alone
-    and in a batch, and on every device.
+    and in a batch, and on every device. The upper 24 of a word's 32 bits count: numbers are those of 2**24 equal shares of the
+    distribution.
 
     Args:
         state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the step before; None: all rows are new.
@@ -92,7 +93,8 @@ def recurrence_inject(
         momentum: in ``[0, 1]``; 0 leaves embeddings exactly as they are.
         init_std: deviation of the normal distribution before the cut.
         new_state: "copied" starts new rows from the sequence's last old one, where there is one.
-        damp_new: new rows get ``(1 - momentum) embedding``, as in the published code.
+        damp_new: rows without a previous embedding get ``(1 - momentum) embedding``, as in the published code: new rows, and
+            all rows where `previous_embedding` is None.
         backend: see `pdkernels.show_config`.
 
     Returns:
@@ -261,8 +263,8 @@ def recurrence_advance_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, min(rows, max_wavefront)]`` or
-            a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
+        ValueError: shapes that do not fit, written tensors that overlap, options out of range; on the CPU a width outside
+            ``[0, min(rows, max_wavefront)]`` or a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
             ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 

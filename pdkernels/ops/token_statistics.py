@@ -101,9 +101,9 @@ def token_statistics(
 
     Args:
         logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
-        temperature: T, in [0, 1e30].
-        seed: of the random numbers, an int or, for sequences with numbers of their own, an int tensor that broadcasts to the
-            shape of the rows.
+        temperature: T, 0 or in [1e-30, 1e30].
+        seed: key of the random numbers, in [-2**63, 2**64); for sequences with numbers of their own, an int tensor that
+            broadcasts to the shape of the rows.
         step: what they are drawn for, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that broadcasts
             to the shape of the rows.
         positions: int tensor of the shape of the rows, place in the text of each; 0 .. 2**32 - 1; None: the row's number.
@@ -190,6 +190,8 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
     temperature, seed, seeds, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
     check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
+    if 0 < temperature < 1e-30:
+        fail(op, "temperature", "be 0 or at least 1e-30", temperature, "At 0 the most probable token is taken.")
     check_number(op, "top_p", top_p, 0, 1, "be in [0, 1]")
     check_number(op, "min_p", min_p, 0, 1, "be in [0, 1]")
     for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):

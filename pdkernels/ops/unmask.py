@@ -14,7 +14,6 @@ from pdkernels._validation import (
     check_indices,
     check_int,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -73,7 +72,7 @@ def unmask_(
     nothing                 ``min(quota, m)``
     `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= need``; else ``min(quota, m)``
     `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
-                            or if it is the last rank (as released)
+                            or if it is the last rank (as released); NaN is below any such number
     ======================  ==========================================================================================
 
     Args:
@@ -153,7 +152,6 @@ def _check(
     steps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_index(OP, "tokens", tokens, (None, None), None)
-    check_own_places(OP, tokens=tokens)
     device, (batch, length) = tokens.device, tokens.shape
     check_index(OP, "ids", ids, (batch, None), device)
     check_type(ids.dtype == tokens.dtype, OP, "ids", f"be {tokens.dtype} like tokens", ids.dtype)
