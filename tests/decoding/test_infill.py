@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdkernels.decoding import available, find, generate
+from pdkernels.decoding import available, find, generate, stream
 from tests.support.causal import FakeModel
 from tests.support.masked import MASK, Scripted, deep_masked, hashed, small_masked
 
@@ -39,7 +39,10 @@ def test_given_tokens_stay_and_masks_go(method: str, options: dict[str, Any], pr
     if method in ("llada", "fast_dllm") and options.get("steps"):
         prompts = prompts[:1]
     options = {"max_new_tokens": new, "end_tokens": (3, 4), "infill": True, **options}
-    alone = [generate(model, prompt, find(method), **options) for prompt in prompts]
+    alone = [
+        generate(model, prompt, find(method), seed=stream(0, number), **options)
+        for number, prompt in enumerate(prompts)
+    ]
     for prompt, result in zip(prompts, alone, strict=True):
         text = result.tokens.tolist()
         assert M not in text and len(prompt) <= len(text) <= len(prompt) + new
