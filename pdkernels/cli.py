@@ -36,6 +36,7 @@ from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.models.zoo import WEIGHTS
 
 app = typer.Typer(
     help="Parallel decoding of language models.",
@@ -343,7 +344,8 @@ def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
     return loaded, [
-        f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it"
+        f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py "
+        f"--output {WEIGHTS / name}.safetensors makes it"
         for name in absent
     ]
 

@@ -93,7 +93,8 @@ class RecurrentDepth(nn.Module):
         self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
-        self.initialize_()
+        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+            self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:

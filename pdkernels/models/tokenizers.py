@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, fail
 
 
 class IncrementalDecoder(Protocol):
@@ -103,7 +104,12 @@ class JsonTokenizer:
                 f"pdkernels.models.load: {path} needs the optional library `tokenizers`. "
                 "Install it with `pip install 'pdkernels[text]'`, or move the file away to work with token ids."
             ) from error
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        with _named(Path(path).name, "be what the library `tokenizers` reads"):
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        # Some files hold what cut or filled up their training samples; a prompt stays as it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._name = Path(path).name
         self.end_tokens = end_tokens
 
     @property
@@ -112,13 +118,27 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         _check_text("JsonTokenizer.encode", text)
-        return list(self._tokenizer.encode(text).ids)
+        with _named(self._name, "encode the text"):
+            return list(self._tokenizer.encode(text).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids]))
+        with _named(self._name, "decode the ids"):
+            return str(self._tokenizer.decode([int(i) for i in ids]))
 
     def incremental(self) -> IncrementalDecoder:
         return _JsonStream(self)
+
+
+@contextmanager
+def _named(name: str, expectation: str) -> Iterator[None]:
+    """What the library raises, mostly a bare Exception, names the file. A panic inside of it is not even an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        words = " ".join(str(error).split()).rstrip(".")
+        fail("models.load", name, expectation, words[:200] or type(error).__name__)
 
 
 class _JsonStream:

@@ -99,7 +99,8 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
-        self.initialize_()
+        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+            self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:

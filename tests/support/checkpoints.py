@@ -79,8 +79,19 @@ def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
 
     low = max(math.floor(boundary(rope["beta_fast"])), 0)
     high = min(math.ceil(boundary(rope["beta_slow"])), head_dim - 1)
-    ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+    ramp = min(1.0, max(0.0, (pair - low) / (high - low if high != low else 0.001)))
     return ramp * plain / rope["factor"] + (1 - ramp) * plain
+
+
+def magnitude(fields: dict[str, Any]) -> float:
+    """Factor of rotated q and of rotated k."""
+    rope = rope_of(fields)
+    if rope.get("rope_type") != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    one, other = ((0.1 * rope.get(name, 0) * math.log(rope["factor"]) + 1) for name in ("mscale", "mscale_all_dim"))
+    return one / other if rope.get("mscale") and rope.get("mscale_all_dim") else 0.1 * math.log(rope["factor"]) + 1
 
 
 def rotate_pairs(
@@ -113,7 +124,7 @@ def plain_logits(
     length = len(tokens)
     positions = positions if positions is not None else list(range(length))
     heads, kv_heads, head_dim = _heads(fields)
-    eps = fields.get("rms_norm_eps", 1e-6)
+    eps = float(fields.get("rms_norm_eps", 1e-6))
     rope = rope_of(fields)
     x = state["model.embed_tokens.weight"][tokens]
     for layer in range(fields["num_hidden_layers"]):
@@ -138,7 +149,7 @@ def plain_logits(
                 original = rope["original_max_position_embeddings"]
                 scales = [[1 + beta * math.log(1 + p // original)] for p in positions]
                 q_head = q_head * torch.tensor(scales, dtype=torch.float64)
-            scores = q_head @ k_head.T / math.sqrt(head_dim)
+            scores = q_head @ k_head.T / math.sqrt(head_dim) * magnitude(fields) ** 2
             for i in range(length):
                 for j in range(length):
                     if not (visible[i][j] if visible is not None else j <= i):

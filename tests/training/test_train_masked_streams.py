@@ -101,3 +101,18 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "judge", lambda *outcomes: over)
     answer = CliRunner().invoke(app, [*arguments, "--layout", "dual-stream"])
     assert answer.exit_code == 1 and "dual-stream, step 0; dual-stream, step 1" in " ".join(answer.output.split())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_stopped_it_says_what_is_kept(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        yield from [example.Step(1.0, 0.5, 8)] * steps
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(example, "train", interrupted)
+    app, picture = typer.Typer(), tmp_path / "losses.png"
+    app.command()(example.main)
+    answer = CliRunner().invoke(app, ["--plot", str(picture)])
+    assert answer.exit_code == 130 and f"stopped after {steps} steps of noise-aware" in answer.output
+    kept = f"the losses so far are kept in {picture}." if steps else "nothing is kept."
+    assert kept in answer.output and picture.exists() == bool(steps)
