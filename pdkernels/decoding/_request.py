@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 
 _OP = "decoding.generate"
 
-Prompt = str | torch.Tensor | Sequence[int]
+Prompt = str | torch.Tensor | Sequence[int] | Sequence[Mapping[str, Any]]
 Batch = Sequence[Prompt]
 Prompts = Prompt | Batch
 
@@ -84,14 +84,22 @@ def _is_int(value: object) -> bool:
     return type(value) is int
 
 
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
+
+
 def _token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int]], bool]:
     """Each prompt as a list of ids, and whether there was a single one instead of a batch."""
     single = isinstance(prompt, (str, torch.Tensor)) or (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_int(item) for item in prompt)
+        isinstance(prompt, Sequence) and len(prompt) > 0 and (all(_is_int(item) for item in prompt) or _is_chat(prompt))
     )
     if not single:
         check_type(
-            isinstance(prompt, Sequence), _OP, "prompt", "be text, token ids or a list of either", type(prompt).__name__
+            isinstance(prompt, Sequence),
+            _OP,
+            "prompt",
+            "be text, token ids, messages or a list of these",
+            type(prompt).__name__,
         )
         check(len(prompt) > 0, _OP, "prompt", "hold at least one token", "an empty list")
     prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
@@ -113,6 +121,11 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         check(model.tokenizer is not None, _OP, "prompt", "be token ids (the model has no tokenizer)", "a str")
         return list(model.tokenizer.encode(prompt))
+    if _is_chat(prompt):
+        encode = getattr(model.tokenizer, "encode_chat", None)
+        remedy = "Write the prompt as text."
+        check(encode is not None, _OP, "prompt", "be no messages (the model has no chat template)", "a chat", remedy)
+        return list(encode(prompt))
     if isinstance(prompt, torch.Tensor):
         integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
         check_type(integral, _OP, "prompt", "be an integer tensor", prompt.dtype)
@@ -126,5 +139,5 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
         )
         return prompt.tolist()
     integers = isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt)
-    check_type(integers, _OP, "prompt", "be text, a 1-D tensor or a list of ints", type(prompt).__name__)
+    check_type(integers, _OP, "prompt", "be text, a 1-D tensor, a list of ints or messages", type(prompt).__name__)
     return list(prompt)
