@@ -21,9 +21,10 @@ from pdkernels.models.fields import OP, shown
 
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _MOST = 1 << 24  # elements of an array, bytes of a string, and, a part of it, keys and tensors
 _MOST_NAMES = 1 << 16
-_CHUNK = 1 << 22  # numbers that are dequantised at a time
+_CHUNK = 1 << 20  # numbers that are dequantised at a time: whole blocks of every type
 
 
 class GgufTensor(NamedTuple):
@@ -65,17 +66,19 @@ class GgufFile:
         )
 
     def read_into_(self, target: torch.Tensor, tensor: GgufTensor) -> None:
-        """Its numbers in `target`, a contiguous tensor of its shape and any dtype. A few rows are dequantised at a time."""
+        """Its numbers in `target`, a contiguous tensor of its shape and any dtype. Few are dequantised at a time."""
         import numpy
 
         kind = self._quants.GGMLQuantizationType(tensor.type)
-        rows = target.view(-1, target.shape[-1])
-        data = numpy.frombuffer(self._map, numpy.uint8, tensor.bytes, tensor.start).reshape(len(rows), -1)
-        step = max(_CHUNK // rows.shape[1], 1)
-        for first in range(0, len(rows), step):
-            numbers = self._quants.quants.dequantize(data[first : first + step], kind)
-            target_rows = rows[first : first + step]
-            target_rows.copy_(torch.from_numpy(numpy.array(numbers, numpy.float32)).view(target_rows.shape))
+        flat = target.view(-1)
+        data = numpy.frombuffer(self._map, numpy.uint8, tensor.bytes, tensor.start)
+        block, width = self._quants.GGML_QUANT_SIZES[kind]
+        for first in range(0, len(flat), _CHUNK):
+            part = flat[first : first + _CHUNK]
+            # As one row: the package takes small groups of rows at a time.
+            row = data[first // block * width :][: len(part) // block * width].reshape(1, -1)
+            numbers = self._quants.quants.dequantize(row, kind)
+            part.copy_(torch.from_numpy(numbers if numbers.flags.writeable else numbers.copy()).view(-1))
 
     # ---- the header
 
@@ -111,7 +114,7 @@ class GgufFile:
         check(count <= _MOST, OP, f"{self.name}: {shown(key)}", f"hold at most {_MOST} values", count)
         if item == _STRING:
             self._room(8 * count, key)  # each takes 8 bytes for its length
-            return [self._text(key) for _ in range(count)]
+            return [self._text(key) for _ in range(count)]  # their bytes are in the file, so memory is bounded by it
         if item not in _SCALARS:
             self._broken(f"be a list of numbers or strings in {shown(key)}", f"values of type {item}")
         code = f"<{count}{_SCALARS[item]}"
@@ -132,7 +135,7 @@ class GgufFile:
         start = -(-self._at // align) * align
         tensors = {name: self._placed(name, *known, start, align) for name, known in listed.items()}
         held = sum(tensor.bytes for tensor in tensors.values())
-        check(held <= self._size - start, OP, self.name, "hold each tensor's bytes for itself", "tensors that overlap")
+        check(held <= max(self._size - start, 0), OP, self.name, "hold each tensor's bytes for itself", "tensors that overlap")
         return tensors
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, align: int) -> GgufTensor:
@@ -171,9 +174,14 @@ class GgufFile:
         return struct.unpack(f"<{code}", self._bytes(struct.calcsize(f"<{code}"), "a number"))[0]
 
     def _text(self, what: str) -> str:
-        length = self._number("Q")
-        check(length <= _MOST, OP, self.name, f"hold strings of at most {_MOST} bytes", f"{length} in {shown(what)}")
-        return self._bytes(length, what).decode("utf-8")
+        start = self._at + 8
+        end = start + _LENGTH.unpack_from(self._map, self._at)[0] if start <= self._size else start
+        if end > self._size:
+            self._broken(f"go on for a string in {shown(what)}", f"{self._size - self._at} bytes more")
+        if end - start > _MOST:
+            fail(OP, self.name, f"hold strings of at most {_MOST} bytes", f"{end - start} in {shown(what)}")
+        self._at = end
+        return self._map[start:end].decode("utf-8")
 
     def _broken(self, expectation: str, actual: object) -> NoReturn:
         fail(OP, self.name, expectation, actual, "Was it copied as a whole?")

@@ -78,7 +78,7 @@ def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
             lambda: Llama3Scaling(2.0, 8, 0.0, 4.0),
             "Llama3Scaling: high_freq_factor must be more than low_freq_factor (0.0) > 0, got 4.0.",
         ),
-        (lambda: YarnScaling(0.5, 8), "YarnScaling: factor must be at least 1, got 0.5."),
+        (lambda: YarnScaling(0.0, 8), "YarnScaling: factor must be positive, got 0.0."),
         (
             lambda: YarnScaling(2.0, 8, 1.0, 2.0),
             "YarnScaling: beta_fast must be at least beta_slow (2.0) > 0, got 1.0.",
