@@ -1,7 +1,7 @@
 """Chats as text: the template of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
 
-A template is a program of whoever made the checkpoint. It reaches neither files nor attributes of Python's objects, and what
-it writes is bounded.
+A template is a program of whoever made the checkpoint. In the sandbox it reaches neither files nor the inside of Python's objects
+and changes nothing, and a text that grows too long is refused; as any program it can take time and memory.
 
 Source of what templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
 """
@@ -23,7 +23,7 @@ Message: TypeAlias = Mapping[str, Any]
 Messages: TypeAlias = Sequence[Message]
 
 _JINJA, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
-_MOST = 1 << 22  # characters of a chat, and of what a product makes
+_MOST = 1 << 22  # characters of a template, and of what it writes
 _OP = "ChatTemplate.render"
 
 
@@ -123,10 +123,10 @@ def folder_template(folder: Path) -> ChatTemplate | None:
 
 
 def _environment() -> Any:
-    """The environment in which transformers renders, with bounds on products."""
+    """The environment in which transformers renders, which is what templates are written for."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """``{% generation %}``: marks what a model wrote, for training."""
@@ -136,20 +136,6 @@ def _environment() -> Any:
         def parse(self, parser: Any) -> Any:
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"*", "**", "%"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            sizes = [len(x) if isinstance(x, (str, bytes, list, tuple)) else abs(x) for x in (left, right)]
-            if operator == "**" and (sizes[0] > 1000 or sizes[1] > 100):
-                raise SecurityError("a power that is too large")
-            texts = [isinstance(x, (str, bytes, list, tuple)) for x in (left, right)]
-            if operator == "*" and any(texts) and sizes[0] * sizes[1] > _MOST:
-                raise SecurityError("a product that is too long")
-            if operator == "%" and texts[0]:
-                raise SecurityError("formats with %")
-            return super().call_binop(context, operator, left, right)
 
     def tojson(
         value: Any,
@@ -163,14 +149,10 @@ def _environment() -> Any:
     def raise_exception(words: str) -> NoReturn:
         raise jinja2.exceptions.TemplateError(words)
 
-    def bounded(value: Any, width: int = 80, *rest: Any) -> str:
-        if abs(width) > 1000:
-            raise SecurityError("text that is too wide")
-        return jinja2.filters.FILTERS["center"](value, width, *rest)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
     environment.filters["tojson"] = tojson
-    environment.filters["center"] = bounded
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment

@@ -135,7 +135,13 @@ class GgufFile:
         start = -(-self._at // align) * align
         tensors = {name: self._placed(name, *known, start, align) for name, known in listed.items()}
         held = sum(tensor.bytes for tensor in tensors.values())
-        check(held <= max(self._size - start, 0), OP, self.name, "hold each tensor's bytes for itself", "tensors that overlap")
+        check(
+            held <= max(self._size - start, 0),
+            OP,
+            self.name,
+            "hold each tensor's bytes for itself",
+            "tensors that overlap",
+        )
         return tensors
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, start: int, align: int) -> GgufTensor:
