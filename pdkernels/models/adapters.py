@@ -79,7 +79,7 @@ class Adapter(NamedTuple):
             raise NotImplementedError(message(OP, f"drafter {self.name}", only, f"also {some(other)}"))
         missing = [name for name in names if name not in self.pairs]
         check(not missing, OP, f"drafter {self.name}", "hold a pair for every layer", f"none for {some(missing)}")
-        return [(pair.a.float(), pair.b.float() * pair.scale) for pair in map(self.pairs.__getitem__, names)]
+        return [(pair.a.double(), pair.b.double() * pair.scale) for pair in map(self.pairs.__getitem__, names)]
 
 
 def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
