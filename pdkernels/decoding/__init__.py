@@ -144,7 +144,7 @@ def generate(
         model: a model with `new_cache`, `config.vocab_size`, `tokenizer` and `end_tokens`, called as
             ``model(tokens, cache=cache, counts=counts, rows=rows) -> logits`` (see `pdkernels.models`).
         prompt: text (for a model with a tokenizer), token ids as a 1-D integer tensor or a list of ints, or a list
-            of any of these for a batch. Prompts of a batch may differ in length; none may be empty.
+            of any of these for a batch. Or messages, each with a "role" and a "content", for the checkpoint's chat template. Prompts of a batch may differ in length; none may be empty.
         method: one of `available()`, or a `Method` that `find` gives.
         max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
         end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, fail
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
 
@@ -124,7 +124,8 @@ def _token_list(model: Any, prompt: Any) -> list[int]:
     if _is_chat(prompt):
         encode = getattr(model.tokenizer, "encode_chat", None)
         remedy = "Write the prompt as text."
-        check(encode is not None, _OP, "prompt", "be no messages (the model has no chat template)", "a chat", remedy)
+        if encode is None:
+            fail(_OP, "prompt", "be no messages (the model has no chat template)", "a chat", remedy)
         return list(encode(prompt))
     if isinstance(prompt, torch.Tensor):
         integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)

@@ -84,7 +84,7 @@ def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
 
 def _usual_dtype(file: GgufFile) -> torch.dtype:
     kinds = {file.type_name(tensor) for tensor in file.tensors.values() if len(tensor.shape) == 2}
-    return {("BF16",): torch.bfloat16, ("F16",): torch.float16}.get(tuple(kinds), torch.float32)
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
 
 
 def _config(file: GgufFile) -> TransformerConfig:
