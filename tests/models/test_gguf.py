@@ -14,6 +14,7 @@ import torch
 from pdkernels import models
 from pdkernels.decoding import generate
 from pdkernels.models import FactorScaling, LinearScaling, YarnScaling, gguf_file
+from tests.models.test_adapters import lora, plain_merged, save
 from tests.support.checkpoints import LLAMA31, frequency, plain_logits, random_checkpoint
 
 files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
@@ -120,6 +121,15 @@ def test_biases_are_read_where_there_are_any(tmp_path: Path) -> None:
     assert model.config.qkv_bias and model.config.output_bias and not model.config.mlp_bias
     expected = models.from_hf_state_dict(state, model.config)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+
+
+def test_adapters_know_the_published_names_and_order(tmp_path: Path) -> None:
+    state = files.write_gguf(tmp_path / "m.gguf", LLAMA)
+    tensors = lora(state, [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qo"])
+    adapter = save(tmp_path / "lora", tensors)
+    merged = models.load(tmp_path / "m.gguf", dtype=torch.float64, adapter=adapter)(torch.tensor([TOKENS]))[0]
+    expected = plain_logits(plain_merged(state, tensors, 2.0), LLAMA, TOKENS)
+    torch.testing.assert_close(merged, expected, rtol=1e-9, atol=1e-9)
 
 
 REFUSED = [
