@@ -158,7 +158,7 @@ def main(
             console.print(f"before: {report(model, 100, block_size)}")
         for number in range(rounds):
             name = f"round {number + 1}"
-            if run.is_behind(name, model):
+            if run.is_past(name, model):
                 continue
             with console.status("collecting trajectories"):
                 trajectories = collect(model, sums, windows, block_size, seed + 1 + number)

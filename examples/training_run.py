@@ -56,7 +56,7 @@ def start_model(name: str, *, masks: bool = False) -> Transformer:
 
 
 def save(run: Run, model: torch.nn.Module, description: str, **facts: object) -> None:
-    """The end of a training: weights rounded to bf16 come into their place as a whole."""
+    """The end of a training: the model is saved, and what it could be resumed from is removed."""
     zoo.save_tiny(model, run.output, description=description, **facts)
     run.kept.unlink(missing_ok=True)
     told = "; ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in facts.items())
@@ -139,8 +139,8 @@ class Run:
 
             yield advance
 
-    def is_behind(self, stage: str, model: torch.nn.Module) -> bool:
-        """Whether a resumed training has left this stage behind; the model then gets the weights that the present one began with."""
+    def is_past(self, stage: str, model: torch.nn.Module) -> bool:
+        """Whether a resumed training is past this stage. Sets the weights that the interrupted stage began with."""
         saved = self._saved
         if saved is None:
             return False
@@ -162,7 +162,7 @@ class Run:
         look: Callable[[], str] | None = None,
         look_every: int = 500,
     ) -> None:
-        """AdamW. Nothing happens in a stage that a resumed training has left behind.
+        """AdamW. Nothing happens in a stage that a resumed training is past.
 
         Args:
             parameters: of `model`, those that are trained.
@@ -171,7 +171,7 @@ class Run:
             skip: draws what `step` draws from streams that cannot be set back, and nothing else.
             generators: what `step` draws from besides.
         """
-        if self.is_behind(stage, model):
+        if self.is_past(stage, model):
             return
         saved, first = self._saved, 0
         optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)

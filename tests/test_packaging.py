@@ -147,7 +147,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
     interpreter = new_environment(tmp_path / "venv")
-    pip(interpreter, "install", "--no-index", "--no-deps", wheel)
+    pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)
     answer = python(USE, executable=interpreter, cwd=tmp_path)
     package, reference = answer.stdout.split()
     assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"

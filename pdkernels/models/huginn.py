@@ -158,7 +158,7 @@ def from_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentD
     """Our state dict from one with published names.
 
     Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are no
-    floating-point ones. The head is tied: it may stand beside the embedding or in its place.
+    floating-point ones. The head is tied: it may be stored beside the embedding or instead of it.
     """
     return layout(config).gather(state)
 

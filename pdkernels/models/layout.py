@@ -1,4 +1,4 @@
-"""The tensors of a published checkpoint: which there have to be, of which shapes, and where they stand in our parameters."""
+"""The tensors of a published checkpoint: their names and shapes, and the parameters of ours that they are parts of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdkernels._validation import check, message
 from pdkernels.models.fields import OP, some
 
 Parts: TypeAlias = dict[str, tuple[int, ...]]
-"""Published names and shapes of the tensors that stand one after the other in one of our parameters."""
+"""Published names and shapes of the tensors that are concatenated to one of our parameters."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
     """The tensors of a checkpoint with a certain configuration."""
 
     parts: Callable[[], Iterator[tuple[str, Parts]]]
-    """Each of our parameters, and what stands in it."""
+    """Each of our parameters, and its parts."""
     layers: int
     embedding: str
     head: str
@@ -94,7 +94,7 @@ def _follows(name: str) -> bool:
 
 
 def _embedding(layout: Layout, names: Mapping[str, object], name: str) -> str:
-    """A tied head may be stored in the embedding's place."""
+    """A tied head may be stored instead of the embedding."""
     alone = layout.tied and name == layout.head and layout.embedding not in names
     return layout.embedding if alone else name
 

@@ -113,7 +113,7 @@ def load(
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
     """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token and `facts`
-    stand in the metadata. An older file is replaced as a whole or not at all."""
+    go into the metadata. An older file is replaced as a whole or not at all."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -124,7 +124,7 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file with the usual permissions, which takes the place of an older one only when it is whole.
+    # A file with the usual permissions, which replaces an older one only when it is whole.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(save(tensors, metadata=metadata))

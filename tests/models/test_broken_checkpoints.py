@@ -339,7 +339,7 @@ def test_numbers_that_need_scales_are_refused(dtype: torch.dtype, folder: Path, 
 
 
 def test_parts_of_the_right_sum_and_wrong_sizes_are_refused(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """q, k and v stand in one matrix, whose size says nothing about them."""
+    """q, k and v are one matrix, whose size says nothing about them."""
     q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
     save_file({**state, q: state[k].clone(), k: state[q].clone()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"q_proj\.weight must have shape \(24, 24\), got \(12, 24\)\."):

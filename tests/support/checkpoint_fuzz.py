@@ -156,7 +156,7 @@ def bases() -> list[tuple[dict[str, Any], bytes]]:
 
 
 def spoil_value(rng: random.Random, value: Any) -> Any:
-    """Something else in a place of a JSON file, or inside of what stands there."""
+    """Another value for a field of a JSON file, or for a part of it."""
     if isinstance(value, dict) and value and rng.random() < 0.7:
         changed, name = dict(value), rng.choice(sorted(value))
         if rng.random() < 0.3:

@@ -1,4 +1,4 @@
-"""What stands in a checkpoint's folder, read and computed without the library: the measure of what was loaded from it."""
+"""The contents of a checkpoint's folder, read and computed without the library: the measure of what was loaded from it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def expected(fields: dict[str, Any], state: dict[str, torch.Tensor], tokens: lis
 
 
 def check_right(model: Any, folder: Path) -> None:
-    """What was loaded is what stands on disk."""
+    """What was loaded is what is on disk."""
     fields = {name: value for name, value in read_json(folder / "config.json").items() if value is not None}
     dtype = DTYPES[
         {"float64": "F64", "bfloat16": "BF16", "float16": "F16"}.get(

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ def load() -> ModuleType:
 
 
 example = load()
+kept_corpus = cache(example.corpus)
 SMALL = {
     "length": 192,
     "block": 4,
@@ -39,6 +40,11 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> None:
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def corpus_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "corpus", kept_corpus)
 
 
 @pytest.mark.parametrize("layout", example.LAYOUTS)
@@ -87,7 +93,8 @@ def test_a_small_error_is_over_the_budget(spoilt: str, monkeypatch: pytest.Monke
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "train", partial(example.train, compile_backend="eager", config=SMALL["config"]))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(example, "train", partial(example.train, config=SMALL["config"]))
     app = typer.Typer()
     app.command()(example.main)
     picture = tmp_path / "losses.png"

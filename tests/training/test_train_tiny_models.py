@@ -192,11 +192,12 @@ def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
 def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
     """And the sampler writes what it writes token by token."""
     model = pd.models.load("tiny-recurrent")
-    problems = list(islice(arithmetic(0, held_out=True), 12))
+    short = (problem for problem in arithmetic(0, held_out=True) if len(problem.steps) < 56)
+    problems = list(islice(short, 12))
     prompts = [problem.prompt for problem in problems]
 
     def right(method: str, **options: object) -> int:
-        texts = pd.decoding.generate(model, prompts, method, max_new_tokens=120, **options).text
+        texts = pd.decoding.generate(model, prompts, method, max_new_tokens=56, **options).text
         return sum(problem.is_solved_by(text) for problem, text in zip(problems, texts, strict=True))
 
     hasty, thoughtful, sampled = (
