@@ -44,8 +44,9 @@ def member(folder: Path, name: str, told_by: str = "") -> Path | None:
         kind = path.lstat().st_mode
         real = path.resolve()
         if real != home / name:
-            blobs = home.parent.parent / "blobs"
-            follow = home.parent.name == "snapshots" and real.parent == blobs
+            # An adapter lies in a folder of the snapshot.
+            snapshots = next((up for up in (home.parent, home.parent.parent) if up.name == "snapshots"), None)
+            follow = snapshots is not None and real.parent == snapshots.parent / "blobs"
             remedy = "Put the file itself there."
             check(follow, OP, label, "be a file inside the folder", f"a link to {shown(str(real))}", remedy)
             kind = path.stat().st_mode

@@ -183,6 +183,24 @@ def test_nemotron_labs_diffusion(factor: float, tmp_path: Path) -> None:
         models.from_hf_config({name: value for name, value in fields.items() if name != "mask_token_id"})
 
 
+def test_a_drafter_in_a_snapshot_of_a_hub_cache(base: tuple[Path, State], tmp_path: Path) -> None:
+    """A folder inside the snapshot, whose files are links to the blobs beside all snapshots; others are not followed."""
+    folder, state = base
+    blobs, inside = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123/linear_spec_lora"
+    save(tmp_path / "lora", lora(state, ["model.layers.0.self_attn.o_proj"])).rename(blobs.parent.with_name("kept"))
+    inside.mkdir(parents=True)
+    blobs.mkdir()
+    for file in (tmp_path / "kept").iterdir():
+        file.rename(blobs / file.name)
+        (inside / file.name).symlink_to(f"../../../blobs/{file.name}")
+    assert models.load(folder, drafter=inside).has_adapter
+    (blobs / "adapter_config.json").rename(tmp_path / "outside.json")
+    (inside / "adapter_config.json").unlink()
+    (inside / "adapter_config.json").symlink_to("../../../../outside.json")
+    with pytest.raises(ValueError, match=r"adapter_config.json must be a file inside the folder, got a link to "):
+        models.load(folder, drafter=inside)
+
+
 # ---- what is refused
 
 
