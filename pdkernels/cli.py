@@ -94,7 +94,7 @@ def _help(option: str) -> str:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
+    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
     method: Annotated[
         list[str] | None,
         typer.Option(

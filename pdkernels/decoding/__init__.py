@@ -150,8 +150,9 @@ def generate(
         model: one of `pdkernels.models`, or a model of your own with the members that the method's protocol names
             (docs/own_models.md); `pdkernels.models.from_callable` makes one of a function.
         prompt: text (for a model with a tokenizer), token ids as an integer tensor or NumPy array of shape ``(n,)`` or ``(1, n)``,
-            or a list of ints; a list of any of these is a batch. Or what a tokenizer returned: a mapping with `input_ids` and maybe
-            `attention_mask`, one row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
+            or a list of ints; a list of any of these is a batch. Or messages, each with a "role" and a "content", for the
+            checkpoint's chat template. Or what a tokenizer returned: a mapping with `input_ids` and maybe `attention_mask`, one
+            row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
         method: one of `available()`, or a `Method` that `find` gives.
         max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
         end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.

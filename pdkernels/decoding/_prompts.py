@@ -8,7 +8,7 @@ from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, fail
 
 
 class Ids(Protocol):
@@ -25,11 +25,11 @@ class Ids(Protocol):
 
 _OP = "decoding.generate"
 
-Prompt: TypeAlias = "str | torch.Tensor | Ids | Sequence[int]"
+Prompt: TypeAlias = "str | torch.Tensor | Ids | Sequence[int] | Sequence[Mapping[str, Any]]"
 Batch: TypeAlias = "Sequence[Prompt]"
 Prompts: TypeAlias = "Prompt | Batch | Mapping[str, Any]"
 
-_FORMS = "be text, a 1-D tensor or a list of ints"
+_FORMS = "be text, a 1-D tensor, a list of ints or messages"
 _AS_LIST = "Give a batch as a list of 1-D tensors."
 
 
@@ -38,9 +38,16 @@ def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int
     if isinstance(prompt, Mapping):
         prompts, single = _of_tokenizer(prompt)
     else:
-        single = isinstance(prompt, str) or _is_array(prompt) or (_is_list(prompt) and all(map(_is_id, prompt)))
+        listed = _is_list(prompt) and (all(map(_is_id, prompt)) or _is_chat(prompt))
+        single = isinstance(prompt, str) or _is_array(prompt) or listed
         if not single:
-            check_type(_is_list(prompt), _OP, "prompt", "be text, token ids or a list of either", type(prompt).__name__)
+            check_type(
+                _is_list(prompt),
+                _OP,
+                "prompt",
+                "be text, token ids, messages or a list of these",
+                type(prompt).__name__,
+            )
         single = single and not (_is_list(prompt) and len(prompt) == 0)
         prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
     check(len(prompts) > 0, _OP, "prompt", "hold at least one token", "an empty list")
@@ -79,10 +86,20 @@ def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
+def _is_chat(prompt: Any) -> bool:
+    return _is_list(prompt) and len(prompt) > 0 and all(isinstance(item, Mapping) for item in prompt)
+
+
 def _token_list(model: Any, prompt: Any) -> list[int]:
     if isinstance(prompt, str):
         check(model.tokenizer is not None, _OP, "prompt", "be token ids (the model has no tokenizer)", "a str")
         return list(model.tokenizer.encode(prompt))
+    if _is_chat(prompt):
+        encode = getattr(model.tokenizer, "encode_chat", None)
+        if encode is None:
+            words = "be no messages (the model has no chat template)"
+            fail(_OP, "prompt", words, "a chat", "Write the prompt as text.")
+        return list(encode(prompt))
     if _is_array(prompt):
         _check_integers("prompt", prompt)
         one = prompt.ndim == 1 or (prompt.ndim == 2 and prompt.shape[0] == 1)

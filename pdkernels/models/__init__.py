@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pdkernels._renamed import renamed
 from pdkernels.models.callable_model import CallableModel, from_callable
+from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
@@ -21,7 +22,7 @@ from pdkernels.models.protocols import (
     SelfSpeculativeModel,
 )
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer
 from pdkernels.models.zoo import available, load
@@ -34,6 +35,8 @@ __all__ = [
     "ByteTokenizer",
     "CallableModel",
     "CausalModel",
+    "ChatTemplate",
+    "FactorScaling",
     "JsonTokenizer",
     "LanguageModel",
     "LinearScaling",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pdkernels._validation import FINITE, check, check_flag, check_int, check_number, check_type
-from pdkernels.models.rope import RopeScaling, RopeStyle, YarnScaling
+from pdkernels.models.rope import FactorScaling, RopeScaling, RopeStyle, YarnScaling
 
 
 def _check_sizes(op: str, config: TransformerConfig | RecurrentDepthConfig, names: Iterable[str]) -> None:
@@ -45,6 +45,10 @@ class TransformerConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     qkv_bias: bool = False
+    output_bias: bool = False
+    """Of attention's output projection."""
+    mlp_bias: bool = False
+    """Of the MLP's three matrices."""
     qk_norm: bool = False
     """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
     tied_head: bool = True
@@ -84,9 +88,12 @@ class TransformerConfig:
             "be a RopeScaling or None",
             type(scaling).__name__,
         )
-        for name in ("qkv_bias", "qk_norm", "tied_head"):
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tied_head"):
             check_flag(op, name, getattr(self, name))
         _check_numbers(op, self)
+        if isinstance(scaling, FactorScaling):
+            pairs = len(scaling.factors)
+            check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
         turns = not isinstance(scaling, YarnScaling) or self.rope_theta > 1
         check(turns, op, "rope_theta", "be more than 1 with a YarnScaling", self.rope_theta)
 

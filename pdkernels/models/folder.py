@@ -44,8 +44,9 @@ def member(folder: Path, name: str, told_by: str = "") -> Path | None:
         kind = path.lstat().st_mode
         real = path.resolve()
         if real != home / name:
-            blobs = home.parent.parent / "blobs"
-            follow = home.parent.name == "snapshots" and real.parent == blobs
+            # An adapter lies in a folder of the snapshot.
+            snapshots = next((up for up in (home.parent, home.parent.parent) if up.name == "snapshots"), None)
+            follow = snapshots is not None and real.parent == snapshots.parent / "blobs"
             remedy = "Put the file itself there."
             check(follow, OP, label, "be a file inside the folder", f"a link to {shown(str(real))}", remedy)
             kind = path.stat().st_mode
@@ -61,6 +62,20 @@ def member(folder: Path, name: str, told_by: str = "") -> Path | None:
 
 def read_fields(folder: Path, name: str) -> Fields | None:
     """The JSON object of a file, None where there is no such file."""
+    text = read_text(folder, name)
+    if text is None:
+        return None
+    try:
+        values: Any = json.loads(text)
+    except RecursionError:
+        fail(OP, name, "be JSON", "too many brackets inside each other")
+    except ValueError as error:
+        fail(OP, name, "be JSON", f"{folder / name} ({_why(error)})")
+    return Fields(values, name)
+
+
+def read_text(folder: Path, name: str) -> str | None:
+    """The text of a file, None where there is no such file."""
     path = member(folder, name)
     if path is None:
         return None
@@ -68,27 +83,21 @@ def read_fields(folder: Path, name: str) -> Fields | None:
         with path.open("rb") as file:
             content = file.read(_TEXT_BYTES + 1)
         check(len(content) <= _TEXT_BYTES, OP, name, f"have at most {_TEXT_BYTES} bytes", "more")
-        values: Any = json.loads(content.decode("utf-8"))
+        return content.decode("utf-8")
     except OSError as error:
         fail(OP, name, "be a file that can be read", _why(error))
-    except RecursionError:
-        fail(OP, name, "be JSON", "too many brackets inside each other")
-    except ValueError as error:
-        if str(error).startswith("pdkernels."):
-            raise
-        kind = "be UTF-8 text" if isinstance(error, UnicodeDecodeError) else "be JSON"
-        fail(OP, name, kind, f"{folder / name} ({_why(error)})")
-    return Fields(values, name)
+    except UnicodeDecodeError as error:
+        fail(OP, name, "be UTF-8 text", f"{folder / name} ({_why(error)})")
 
 
 class Weights:
     """The tensors of a folder: what they are, from the files' headers alone, and then they themselves."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: list[str] | None = None) -> None:
         self.stored: dict[str, Stored] = {}
         self._open: dict[str, Any] = {}
-        listed = _listed(folder)
-        for file in dict.fromkeys(listed.values()) if listed else _found(folder):
+        listed = _listed(folder) if files is None else {}
+        for file in files or dict.fromkeys(listed.values()) or _found(folder):
             self._read_header(folder / file, file)
         for name, file in listed.items():
             held = self.stored.get(name)

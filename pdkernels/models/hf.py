@@ -1,6 +1,6 @@
 """Checkpoints with Hugging Face names: configuration and tensors, both ways.
 
-Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream and Fast-dLLM v2.
+Qwen2, Qwen3, Llama, Mistral, Ministral3, and the diffusion models Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from pdkernels.models.fields import Fields, demand, read_from, shown
 from pdkernels.models.layout import Layout, Parts
 from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 
-ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen")
+NEMOTRON = "nemotron_labs_diffusion"
+ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", NEMOTRON)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MASK_TOKENS = {"Fast_dLLM_Qwen": 151665}
 """Where a config.json does not name one: what the published code takes."""
@@ -55,6 +56,10 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     demand(fits, "sliding_window", f"be absent or cover all {max_positions} positions", window)
     rope = fields.part("rope_parameters") or fields.part("rope_scaling")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    biased, mlp_biased = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
+    demand(not mlp_biased or kind == "llama", "mlp_bias", "be false", True)
+    if kind == NEMOTRON:  # its class's default is no token
+        fields.require(("mask_token_id",))
     with read_from("config.json"):
         return TransformerConfig(
             vocab_size=fields.integer("vocab_size"),
@@ -67,7 +72,9 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
             rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0, above=0), above=0),
             rope_scaling=_rope_scaling(rope, max_positions),
             norm_eps=fields.number("rms_norm_eps", 1e-6, least=0),
-            qkv_bias=fields.flag("attention_bias", False) or like_qwen2,
+            qkv_bias=biased or like_qwen2,
+            output_bias=biased and kind in ("llama", "qwen3"),
+            mlp_bias=mlp_biased,
             qk_norm=kind == "qwen3",
             tied_head=fields.flag("tie_word_embeddings", False),
             attention="bidirectional" if kind == "Dream" else "causal",
@@ -85,7 +92,7 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling | None:
     if kind == "default":
         return None
     rope.require(("factor",))
-    factor = rope.number("factor", least=1)
+    factor = rope.number("factor", above=0) if kind == "yarn" else rope.number("factor", least=1)
     if kind == "linear":
         return LinearScaling(factor)
     if kind == "llama3":
@@ -94,7 +101,7 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling | None:
         return Llama3Scaling(factor, original, rope.number("low_freq_factor"), rope.number("high_freq_factor"))
 
     def magnitude(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0
+        return 0.1 * scale * math.log(max(factor, 1.0)) + 1.0
 
     one, other = rope.number("mscale", 0.0, least=0), rope.number("mscale_all_dim", 0.0, least=0)
     usual = magnitude(one) / magnitude(other) if one and other else magnitude(1.0)
@@ -109,17 +116,19 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling | None:
     )
 
 
-def layout(config: TransformerConfig) -> Layout:
-    """The tensors of a checkpoint with this configuration."""
-    return Layout(partial(_parts, config), config.layers, "model.embed_tokens.weight", _HEAD, config.tied_head)
+def layout(config: TransformerConfig, kind: str = "") -> Layout:
+    """The tensors of a checkpoint with this configuration; `kind` is its model_type where that has names of its own."""
+    body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
+    parts = partial(_parts, config, body, head)
+    return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head)
 
 
-def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
+def _parts(config: TransformerConfig, body: str, head: str) -> Iterator[tuple[str, Parts]]:
     hidden, inner, matrix = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
     query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    yield "embedding", {"model.embed_tokens.weight": matrix}
+    yield "embedding", {f"{body}embed_tokens.weight": matrix}
     for index in range(config.layers):
-        ours, theirs = f"layers.{index}.", f"model.layers.{index}."
+        ours, theirs = f"layers.{index}.", f"{body}layers.{index}."
         widths = {"q": query, "k": key_value, "v": key_value}
         yield f"{ours}qkv", {f"{theirs}self_attn.{name}_proj.weight": (width, hidden) for name, width in widths.items()}
         if config.qkv_bias:
@@ -128,13 +137,18 @@ def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
             for name in ("q_norm", "k_norm"):
                 yield f"{ours}{name}", {f"{theirs}self_attn.{name}.weight": (config.head_dim,)}
         yield f"{ours}output", {f"{theirs}self_attn.o_proj.weight": (hidden, query)}
+        if config.output_bias:
+            yield f"{ours}output_bias", {f"{theirs}self_attn.o_proj.bias": (hidden,)}
         yield f"{ours}gate_up", {f"{theirs}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")}
         yield f"{ours}down", {f"{theirs}mlp.down_proj.weight": (hidden, inner)}
+        if config.mlp_bias:
+            yield f"{ours}gate_up_bias", {f"{theirs}mlp.{name}_proj.bias": (inner,) for name in ("gate", "up")}
+            yield f"{ours}down_bias", {f"{theirs}mlp.down_proj.bias": (hidden,)}
         yield f"{ours}attention_norm", {f"{theirs}input_layernorm.weight": (hidden,)}
         yield f"{ours}mlp_norm", {f"{theirs}post_attention_layernorm.weight": (hidden,)}
-    yield "norm", {"model.norm.weight": (hidden,)}
+    yield "norm", {f"{body}norm.weight": (hidden,)}
     if not config.tied_head:
-        yield "head", {_HEAD: matrix}
+        yield "head", {head: matrix}
 
 
 def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The tensors of a checkpoint with a certain config.json."""
+    """The tensors of a checkpoint with a certain configuration."""
 
     parts: Callable[[], Iterator[tuple[str, Parts]]]
     """Each of our parameters, and its parts."""
@@ -33,6 +33,8 @@ class Layout(NamedTuple):
     embedding: str
     head: str
     tied: bool
+    source: str = "config.json"
+    """Where the configuration stands."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuse a checkpoint that lacks tensors, holds others, or holds them with another shape, or with integers for numbers.
@@ -40,7 +42,7 @@ class Layout(NamedTuple):
         Costs no more than the checkpoint has tensors, whatever its config.json asks for.
         """
         left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
-        whole = "hold every tensor of its config.json"
+        whole = f"hold every tensor of its {self.source}"
         # Every layer has tensors of its own.
         check(self.layers <= len(left), OP, "checkpoint", whole, f"{len(left)} for {self.layers} layers")
         missing = []
@@ -56,7 +58,7 @@ class Layout(NamedTuple):
         check(not missing, OP, "checkpoint", whole, f"none called {some(missing)}")
         if self.tied and (head := left.pop(self.head, None)) is not None:
             _check_dtype(f"{head.file}: {self.head}" if head.file else self.head, head.dtype)
-        check(not left, OP, "checkpoint", "hold only tensors of its config.json", f"also {some(sorted(left))}")
+        check(not left, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(left))}")
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Our parameters, of tensors with published names."""
@@ -70,7 +72,7 @@ class Layout(NamedTuple):
         if self.tied and self.head in left:
             head, embedding = left[self.head], ours["embedding"]
             same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and torch.equal(head, embedding)
-            remedy = "It is config.json that says whether they are tied."
+            remedy = f"It is {self.source} that says whether they are tied."
             check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
         return ours
 

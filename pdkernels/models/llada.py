@@ -115,11 +115,7 @@ def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: Transformer
 
 def to_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_llada_state_dict`; the tensors are views of ours."""
-    check(
-        not config.qk_norm,
-        "models.to_llada_state_dict",
-        "config",
-        "have no qk_norm (LLaDA has no such tensors)",
-        "qk_norm=True",
-    )
+    for name in ("qk_norm", "output_bias", "mlp_bias"):
+        words = f"have no {name} (LLaDA has no such tensors)"
+        check(not getattr(config, name), "models.to_llada_state_dict", "config", words, f"{name}=True")
     return layout(config).scatter(state)

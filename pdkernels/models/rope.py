@@ -55,6 +55,21 @@ class LinearScaling(RopeScaling):
 
 
 @dataclass(frozen=True)
+class FactorScaling(RopeScaling):
+    """The frequency of each pair is divided by a factor of its own, as GGUF files store Llama 3.1's rule."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        for factor in self.factors:
+            check_number("FactorScaling", "factors", factor, 2.0**-100, FINITE, "be positive numbers")
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        return frequencies / torch.tensor(self.factors, dtype=frequencies.dtype, device=frequencies.device)
+
+
+@dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
     """Frequencies of Llama 3.1 and its successors, first trained on `original_positions`.
 
@@ -89,7 +104,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Frequencies for a context `factor` times longer than the `original_positions` of the first training.
+    """Frequencies for a context `factor` times as long as the `original_positions` of the first training.
 
     Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
     than `beta_slow` times are slowed down by `factor`, the others lie between. `attention_factor` multiplies rotated q
@@ -105,7 +120,8 @@ class YarnScaling(RopeScaling):
 
     def __post_init__(self) -> None:
         op = "YarnScaling"
-        _check_factor(op, self.factor)
+        check_number(op, "factor", self.factor, 0, FINITE, "be positive")
+        check(self.factor > 0, op, "factor", "be positive", self.factor)
         check_int(op, "original_positions", self.original_positions, 1)
         for name in ("beta_fast", "beta_slow", "attention_factor", "query_beta"):
             check_number(op, name, getattr(self, name), 0, FINITE, "be a finite number and not negative")

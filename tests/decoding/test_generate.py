@@ -113,8 +113,12 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": [1, VOCABULARY]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got 1 .. 23."),
     ({"prompt": [-1, 4]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got -1 .. 4."),
     ({"prompt": "text"}, ValueError, GENERATE + "prompt must be token ids (the model has no tokenizer), got a str."),
-    ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids or a list of either, got int."),
-    ({"prompt": [[1, 2.5]]}, TypeError, GENERATE + "prompt must be text, a 1-D tensor or a list of ints, got list."),
+    ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids, messages or a list of these, got int."),
+    (
+        {"prompt": [[1, 2.5]]},
+        TypeError,
+        GENERATE + "prompt must be text, a 1-D tensor, a list of ints or messages, got list.",
+    ),
     ({"prompt": torch.zeros(3)}, TypeError, GENERATE + "prompt must be an integer tensor, got torch.float32."),
     (
         {"prompt": torch.zeros(2, 3, dtype=torch.int64)},

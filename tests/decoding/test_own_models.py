@@ -74,7 +74,7 @@ def test_a_causal_function(options: dict[str, Any]) -> None:
     whole = small_transformer(2)
     config = whole.config
     model = from_callable(
-        lambda t: whole(t), vocab_size=config.vocab_size, mask_token=config.mask_token_id, dtype=torch.float64
+        lambda t: whole(t), vocab_size=config.vocab_size, mask_token=whole.mask_token, dtype=torch.float64
     )
     for prompt, tokens in zip(PROMPTS, generate(model, PROMPTS, "jacobi", max_new_tokens=9, **options).tokens):
         ends = options.get("end_tokens", ())
@@ -251,14 +251,14 @@ def test_forms_of_a_batch(prompt: Any) -> None:
     [
         (np.zeros((2, 3), dtype=np.int64), "prompt must be a 1-D tensor, got shape (2, 3)."),
         (np.zeros(3), "prompt must be an integer tensor, got float64."),
-        ([True, False], "prompt must be text, a 1-D tensor or a list of ints, got bool."),
+        ([True, False], "prompt must be text, a 1-D tensor, a list of ints or messages, got bool."),
         ({"ids": [1]}, "prompt must have `input_ids`, got a mapping with ids."),
         ({"input_ids": torch.ones(2, 3).long()}, "prompt must have an `attention_mask` beside several rows"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "have ones in `attention_mask` and zeros around them"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "have an `attention_mask` of the shape of `input_ids`"),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "prompt must hold at least one token, got an empty prompt."),
         ({"input_ids": []}, "prompt must hold at least one token, got an empty prompt."),
-        (b"ab", "prompt must be text, token ids or a list of either, got bytes."),
+        (b"ab", "prompt must be text, token ids, messages or a list of these, got bytes."),
     ],
 )
 def test_prompts_that_mean_nothing(prompt: Any, text: str) -> None:
