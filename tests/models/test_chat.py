@@ -104,7 +104,7 @@ def test_faulty_and_hostile_templates(source: str, words: str) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    fields = {**QWEN2, "vocab_size": 280}
+    fields = {**QWEN2, "vocab_size": 280, "max_position_embeddings": 256}
     write(tmp_path, fields, random_checkpoint(fields, dtype=torch.float32))
     json_tokenizer(tmp_path / "tokenizer.json")
     return tmp_path
