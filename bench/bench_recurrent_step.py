@@ -68,7 +68,9 @@ class Setup:
     def __init__(self, rows: int, device: str) -> None:
         prompt = torch.randint(sizes(device, SIZES)[0], (PREFIX,), generator=torch.Generator().manual_seed(0)).tolist()
         session = Session(model(device), [prompt], 4096, (), None, False)
-        sampling = Sampling(temperature=0.0, top_p=None, min_p=None, top_k=None, seed=0)
+        sampling = Sampling(
+            temperature=0.0, top_p=None, min_p=None, top_k=None, seeds=torch.zeros(1, dtype=torch.int64, device=device)
+        )
         options = WaveOptions(
             inner_recurrence=INNER,
             threshold=0.0,

@@ -21,6 +21,8 @@ REQUEST = {
     "end_tokens": "Sequence[int] | None",
     "on_tokens": "OnTokens | None",
     "trace": "bool",
+    "overflow": 'Literal["error", "warn"]',
+    "infill": "bool",
 }
 KINDS = {"Prompt": "One", "Batch": "Many"}  # what there is one of, and its result
 
@@ -95,6 +97,7 @@ def signatures() -> str:
         options = f'method: Literal["{method.name}"]{default}, **options: Unpack[{name}]'
         calls += [_call(prompt, options, result) for prompt, result in KINDS.items()]
     calls += [_call(prompt, "method: Method, **options: Any", result) for prompt, result in KINDS.items()]
+    calls += [_call("Mapping[str, Any]", "method: str | Method = ..., **options: Any", "DecodeResult[Any, Any]")]
     lines += ["", "", "class Generate(Protocol):", '    """The type of `pdkernels.decoding.generate`."""']
     return "\n".join([*lines, "", *(line for call in calls for line in call), ""])
 

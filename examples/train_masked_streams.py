@@ -327,15 +327,25 @@ def main(
             TimeElapsedColumn(),
             console=console,
         )
-        started, runs[name] = time.perf_counter(), []
+        started, runs[name], stopped = time.perf_counter(), [], False
         with progress:
             task = progress.add_task(name, total=steps, note="compiling")
-            for step in train(
-                name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device
-            ):
-                runs[name].append(step)
-                apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
-                progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")
+            try:
+                for step in train(
+                    name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device
+                ):
+                    runs[name].append(step)
+                    apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
+                    progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")
+            except KeyboardInterrupt:
+                stopped = True
+        if stopped:
+            taken = {layout: kept for layout, kept in runs.items() if kept}
+            if taken:
+                draw(taken, plot)
+            kept = f"the losses so far are kept in {plot}" if taken else "nothing is kept"
+            console.print(f"stopped after {len(runs[name])} steps of {name}: {kept}.", soft_wrap=True)
+            raise typer.Exit(130)
         console.print(summary(name, runs[name]))
         plan_bytes = max(step.plan_bytes for step in runs[name])
         console.print(

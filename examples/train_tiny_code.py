@@ -2,16 +2,15 @@
 
     python examples/train_tiny_code.py
 
-takes about an hour on two CPU cores, a quarter of that where the CPU multiplies bfloat16 itself, and writes
-pdkernels/models/weights/tiny-code.safetensors. It predicts one token at a time; `train_tiny_trimode.py` and `train_tiny_jacobi.py`
+takes about an hour on two CPU cores, a quarter of that where the CPU multiplies bfloat16 itself, and writes tiny-code.safetensors
+into the current folder. It predicts one token at a time; `train_tiny_trimode.py` and `train_tiny_jacobi.py`
 teach it to predict several.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -19,13 +18,11 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from training_run import Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.decoding import generate
 from pdkernels.models.tokenizers import ByteTokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
-from pdkernels.models.zoo import WEIGHTS, load, save_tiny
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 PROBLEMS = 120_000
@@ -42,7 +39,6 @@ CONFIG = TransformerConfig(
 )
 # Elsewhere bfloat16 is emulated, thirty times slower than float32.
 HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-console = Console()
 
 
 def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:
@@ -53,7 +49,13 @@ def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:
     return torch.cat([source, as_ids(sums)]), len(source), as_ids(held_out)
 
 
-def score(model: Transformer, method: str, problems: list[Problem], **options: object) -> tuple[float, float]:
+def score(
+    model: Transformer,
+    method: str,
+    problems: list[Problem],
+    advance: Callable[[int], None] = lambda count: None,
+    **options: object,
+) -> tuple[float, float]:
     """Share of sums solved, and tokens per forward."""
     solved = tokens = 0
     forwards = 0.0
@@ -63,12 +65,13 @@ def score(model: Transformer, method: str, problems: list[Problem], **options: o
         solved += sum(problem.is_solved_by(text) for problem, text in zip(batch, result.text, strict=True))
         tokens += result.stats.tokens
         forwards += result.stats.tokens / result.stats.tokens_per_forward
+        advance(len(batch))
     return solved / len(problems), tokens / forwards
 
 
-def solved_share(model: Transformer, problems: int = 100) -> float:
+def solved_share(model: Transformer, problems: int = 100, advance: Callable[[int], None] = lambda count: None) -> float:
     """Share of held-out sums that greedy decoding gets right."""
-    return score(model, "autoregressive", list(islice(arithmetic(0, held_out=True), problems)))[0]
+    return score(model, "autoregressive", list(islice(arithmetic(0, held_out=True), problems)), advance)[0]
 
 
 def batches(
@@ -106,7 +109,7 @@ def bits_per_byte(model: torch.nn.Module, data: torch.Tensor, context: int, limi
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-code.safetensors",
+    output: Output = Path("tiny-code.safetensors"),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 6000,
     batch: Annotated[int, typer.Option(help="Sequences per step.")] = 16,
     context: Annotated[int, typer.Option(help="Bytes per sequence.")] = 256,
@@ -114,7 +117,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 100,
     start: Annotated[
-        str | None, typer.Option(help="Name or folder of a model to go on with, instead of random weights.")
+        str | None, typer.Option(help="Name, folder or file of a model to go on with, instead of random weights.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
@@ -122,17 +125,20 @@ def main(
         bool, typer.Option(help="bfloat16 and compiled: where the CPU multiplies bfloat16 itself.")
     ] = HAS_BF16,
     evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 500,
+    resume: Resume = False,
+    score: Score = True,
 ) -> None:
     """Train tiny-code and save it, rounded to bf16, with the held-out bits per byte of the rounded weights."""
-    if threads:
-        torch.set_num_threads(threads)
+    settings = {"steps": steps, "batch": batch, "context": context, "long_share": long_share, "lr": lr}
+    settings |= {"warmup": warmup, "start": start, "seed": seed, "fast": fast}
+    run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
-    generator = torch.Generator().manual_seed(seed)
-    train, first_sum, held_out = corpus(seed)
     if start is None:
         model = Transformer(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
     else:
-        model = load(start).train().requires_grad_(True)
+        model = start_model(start).train().requires_grad_(True)
+    generator = torch.Generator().manual_seed(seed)
+    train, first_sum, held_out = corpus(seed)
     parameters = sum(p.numel() for p in model.parameters())
     console.print(
         f"{len(train):,} bytes to train on, {len(held_out):,} bytes of source held out; {parameters:,} parameters"
@@ -140,56 +146,39 @@ def main(
 
     # Two shapes of batch, each with kernels of its own; the weights are shared with `model`.
     forward = torch.compile(model, dynamic=False) if fast else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     short = batches(train, first_sum, batch, context, generator)
     long = batches(train, first_sum, batch // 2, 2 * context, generator)
-    progress = Progress(
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}"),
-        TextColumn("loss {task.fields[loss]:.3f}  bits per byte {task.fields[bits]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    started, smooth = time.perf_counter(), math.log(CONFIG.vocab_size)
-    with progress:
-        task = progress.add_task("training", total=steps, loss=smooth, bits=smooth / math.log(2))
-        for step in range(steps):
-            done = max(0.0, (step - warmup) / max(1, steps - warmup))
-            rate = lr * min(1.0, (step + 1) / warmup) * (0.5 * (1 + math.cos(math.pi * done)) * 0.99 + 0.01)
-            window = next(long if step >= steps * (1 - long_share) else short)
-            with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                loss = loss_of(forward, window)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.param_groups[0]["lr"] = rate
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            smooth += (loss.item() - smooth) * max(0.02, 1 / (step + 1))
-            progress.update(task, advance=1, loss=smooth, bits=smooth / math.log(2))
-            if (step + 1) % evaluate_every == 0:
-                with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                    bits = bits_per_byte(model, held_out, context, limit=200)
-                progress.console.print(
-                    f"step {step + 1}: train {smooth / math.log(2):.3f}, held out {bits:.3f} bits per byte, "
-                    f"{solved_share(model):.0%} of held-out sums right, {time.perf_counter() - started:.0f} s"
-                )
 
-    model.to(torch.bfloat16).float()
-    bits = bits_per_byte(model, held_out, context)
-    solved = solved_share(model, 200)
-    save_tiny(
-        model,
-        output,
-        description="byte-level, Python's standard library and arithmetic",
-        held_out_bits_per_byte=round(bits, 4),
-        held_out_sums_right=solved,
-    )
-    console.print(
-        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: "
-        f"as stored, held out {bits:.4f} bits per byte and {solved:.1%} of sums right"
-    )
+    def window(number: int) -> torch.Tensor:
+        return next(long if number >= steps * (1 - long_share) else short)
+
+    def rate(number: int) -> float:
+        done = max(0.0, (number - warmup) / max(1, steps - warmup))
+        return lr * min(1.0, (number + 1) / warmup) * (0.5 * (1 + math.cos(math.pi * done)) * 0.99 + 0.01)
+
+    def step(number: int) -> tuple[torch.Tensor, dict[str, float]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            loss = loss_of(forward, window(number))
+        return loss, {"loss": loss.item(), "bits per byte": loss.item() / math.log(2)}
+
+    def look() -> str:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            bits = bits_per_byte(model, held_out, context, limit=200)
+        return f"held out {bits:.3f} bits per byte, {solved_share(model):.0%} of held-out sums right"
+
+    with run.stoppable():
+        weights = list(model.parameters())
+        run.optimise("training", model, weights, steps, rate, step, skip=window, look=look, look_every=evaluate_every)
+        model.to(torch.bfloat16).float()
+        facts: dict[str, float] = {}
+        if score:
+            with run.scoring(200) as advance:
+                bits = bits_per_byte(model, held_out, context)
+                facts = {
+                    "held_out_bits_per_byte": round(bits, 4),
+                    "held_out_sums_right": solved_share(model, 200, advance),
+                }
+        save(run, model, "byte-level, Python's standard library and arithmetic", **facts)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python examples/train_tiny_jacobi.py
 
-takes less than half an hour on two CPU cores and writes pdkernels/models/weights/tiny-jacobi.safetensors.
+takes less than half an hour on two CPU cores and writes tiny-jacobi.safetensors into the current folder.
 
 The model decodes prompts with Jacobi iterations; every state that a block went through is kept. Then it learns, from such states
 with more and more noise from block to block, to say what it says from the finished text, and to go on saying that. Between rounds
@@ -13,8 +13,7 @@ Source: Jacobi Forcing (arXiv 2512.14681), section 3.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +21,12 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
 from torch import Tensor
-from train_tiny_code import score
-from train_tiny_trimode import TILE, WINDOW, optimise
+from train_tiny_code import score as score_of
+from train_tiny_trimode import TILE, WINDOW, cosine
+from training_run import Output, Resume, Run, Score, console, save, start_model
 
-from pdkernels.models import ByteTokenizer, Transformer, load
-from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.models import ByteTokenizer, Transformer
 from pdkernels.training import (
     NoiseAwareBatch,
     NoiseAwareSample,
@@ -44,7 +42,6 @@ from pdkernels.training import (
 
 NOISE_WINDOW = 4
 """Blocks over which the noise grows before it restarts."""
-console = Console()
 
 
 def collect(model: Transformer, sums: int, windows: int, block_size: int, seed: int) -> list[Trajectory]:
@@ -110,15 +107,19 @@ def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[
     return loss.total, {"autoregressive": loss.autoregressive.item(), "consistency": loss.consistency.item()}
 
 
-def report(model: Transformer, problems: int, block_size: int) -> str:
+def report(
+    model: Transformer, problems: int, block_size: int, advance: Callable[[int], None] = lambda count: None
+) -> str:
     held_out = list(islice(arithmetic(0, held_out=True), problems))
-    right, per_forward = score(model, "jacobi", held_out, block_size=block_size)
+    right, per_forward = score_of(model, "jacobi", held_out, advance, block_size=block_size)
     return f"held-out sums: {right:.0%} right, {per_forward:.2f} tokens per forward in blocks of {block_size}"
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-jacobi.safetensors",
-    start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
+    output: Output = Path("tiny-jacobi.safetensors"),
+    start: Annotated[
+        str, typer.Option(help="Name, folder or file of the autoregressive model to start from.")
+    ] = "tiny-code",
     rounds: Annotated[int, typer.Option(help="How often trajectories are collected.")] = 2,
     steps: Annotated[int, typer.Option(help="Steps of a round.")] = 800,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
@@ -132,38 +133,50 @@ def main(
     ] = 1e-3,
     seed: Annotated[int, typer.Option(help="Seed of drafts, problems and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
+    resume: Resume = False,
+    score: Score = True,
 ) -> None:
     """Train tiny-jacobi and save it, rounded to bf16."""
-    if threads:
-        torch.set_num_threads(threads)
+    settings = {"start": start, "rounds": rounds, "steps": steps, "block_size": block_size, "sums": sums}
+    settings |= {
+        "windows": windows,
+        "count": count,
+        "replayed": replayed,
+        "ar_weight": ar_weight,
+        "lr": lr,
+        "seed": seed,
+    }
+    run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
-    started = time.perf_counter()
-    model = load(start)
-    console.print(f"before: {report(model, 100, block_size)}")
-    for number in range(rounds):
-        with console.status("collecting trajectories"):
-            trajectories = collect(model, sums, windows, block_size, seed + 1 + number)
-        console.print(
-            f"round {number + 1}: {len(trajectories)} trajectories after {time.perf_counter() - started:.0f} s"
-        )
-        stream = batches(trajectories, count, replayed, block_size, seed + 1 + rounds + number)
-        optimise(
-            f"round {number + 1}",
-            list(model.parameters()),
-            steps,
-            lr * (2 / 3) ** number,
-            lambda stream=stream: step(model, next(stream), ar_weight),
-            lambda: report(model, 50, block_size),
-            300,
-        )
-    model.to(torch.bfloat16).float().requires_grad_(False)
-    facts = report(model, 200, block_size)
-    save_tiny(
-        model, output, description="byte-level, Jacobi-forced, Python's standard library and arithmetic", held_out=facts
-    )
-    console.print(
-        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}"
-    )
+    model = start_model(start)
+
+    def look() -> str:
+        return report(model, 50, block_size)
+
+    with run.stoppable():
+        if score and not resume:
+            console.print(f"before: {report(model, 100, block_size)}")
+        for number in range(rounds):
+            name = f"round {number + 1}"
+            if run.is_past(name, model):
+                continue
+            with console.status("collecting trajectories"):
+                trajectories = collect(model, sums, windows, block_size, seed + 1 + number)
+            console.print(f"{name}: {len(trajectories)} trajectories after {run.seconds():.0f} s")
+            stream = batches(trajectories, count, replayed, block_size, seed + 1 + rounds + number)
+
+            def forced(_: int, stream: Iterator[NoiseAwareBatch] = stream) -> tuple[Tensor, dict[str, float]]:
+                return step(model, next(stream), ar_weight)
+
+            rates, weights = cosine(steps, lr * (2 / 3) ** number), list(model.parameters())
+            streams = {"skip": lambda _, stream=stream: next(stream)}
+            run.optimise(name, model, weights, steps, rates, forced, **streams, look=look, look_every=300)
+        model.to(torch.bfloat16).float().requires_grad_(False)
+        facts: dict[str, str] = {}
+        if score:
+            with run.scoring(200) as advance:
+                facts = {"held_out": report(model, 200, block_size, advance)}
+        save(run, model, "byte-level, Jacobi-forced, Python's standard library and arithmetic", **facts)
 
 
 if __name__ == "__main__":

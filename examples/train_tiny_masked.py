@@ -2,8 +2,8 @@
 
     python examples/train_tiny_masked.py
 
-takes less than half an hour on two CPU cores where they multiply bfloat16 themselves, and writes
-pdkernels/models/weights/tiny-masked.safetensors.
+takes less than half an hour on two CPU cores where they multiply bfloat16 themselves, and writes tiny-masked.safetensors into the
+current folder.
 
 It starts from `tiny-trimode`, whose causal rows can add and whose masks are filled in block by block, and learns to attend
 to a whole canvas at once. A step adds three losses:
@@ -21,9 +21,7 @@ Source: Nie et al., "Large language diffusion models" (LLaDA), section 2 and alg
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -32,14 +30,12 @@ from typing import Annotated, NamedTuple
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 from train_tiny_code import HAS_BF16
 from train_tiny_trimode import joint_batches, joint_step
+from training_run import Output, Resume, Run, Score, console, save, start_model
 
-from pdkernels.models import ByteTokenizer, Transformer, load
-from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.models import ByteTokenizer, Transformer
 from pdkernels.training import Problem, arithmetic
 
 END_TOKEN, MASK_TOKEN = ByteTokenizer.end_token, ByteTokenizer.vocab_size
@@ -50,7 +46,6 @@ SHORTEST_ROW = 64
 LEAST_MASKED = 0.02
 BEHIND = 0.2
 """Weight of a masked byte far after the known ones, in rows with a growing masked share; 1 more next to them."""
-console = Console()
 
 
 def bidirectional(model: Transformer) -> Transformer:
@@ -151,7 +146,12 @@ def held_out_sums(count: int) -> list[Problem]:
     return list(islice((problem for problem in arithmetic(0, held_out=True) if len(problem.steps) < CANVAS), count))
 
 
-def look(model: Transformer, problems: list[Problem], threshold: float | None = None) -> tuple[float, float]:
+def look(
+    model: Transformer,
+    problems: list[Problem],
+    threshold: float | None = None,
+    advance: Callable[[int], None] = lambda count: None,
+) -> tuple[float, float]:
     """Share of the sums that come out right, and forwards for one of them."""
     groups: dict[int, list[Problem]] = {}
     for problem in problems:
@@ -165,13 +165,14 @@ def look(model: Transformer, problems: list[Problem], threshold: float | None = 
             text = bytes(token for token in row[: [*row, END_TOKEN].index(END_TOKEN)]).decode(errors="replace")
             solved += problem.is_solved_by(text)
         forwards += count * len(group)
+        advance(len(group))
     return solved / len(problems), forwards / len(problems)
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-masked.safetensors",
+    output: Output = Path("tiny-masked.safetensors"),
     start: Annotated[
-        str, typer.Option(help="Name or folder of the model with a mask token to start from.")
+        str, typer.Option(help="Name, folder or file of the model with a mask token to start from.")
     ] = "tiny-trimode",
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 4000,
     rows: Annotated[int, typer.Option(help="Canvases in a batch.")] = 12,
@@ -185,69 +186,48 @@ def main(
     fast: Annotated[bool, typer.Option(help="bfloat16, where the CPU multiplies it itself.")] = HAS_BF16,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 1000,
     scored: Annotated[int, typer.Option(help="Held-out sums that the stored model is scored on.")] = 100,
+    resume: Resume = False,
+    score: Score = True,
 ) -> None:
     """Train tiny-masked and save it, rounded to bf16."""
-    if threads:
-        torch.set_num_threads(threads)
+    settings = {"start": start, "steps": steps, "rows": rows, "sums": sums, "joint_weight": joint_weight, "lr": lr}
+    run = Run(output, resume, settings | {"warmup": warmup, "minutes": minutes, "seed": seed, "fast": fast}, threads)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
-    model = bidirectional(load(start))
+    model = bidirectional(start_model(start, masks=True))
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     data, joint, problems = batches(rows, seed + 1), joint_batches(sums, 0, seed + 2), held_out_sums(scored)
-    progress = Progress(
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    started, smooth = time.perf_counter(), math.log(model.config.vocab_size)
-    with progress:
-        task = progress.add_task("training", total=steps, loss=smooth)
-        for step in range(steps):
-            done = step / steps
-            if minutes:
-                done = max(done, (time.perf_counter() - started) / (60 * minutes))
-            if done >= 1:
-                break
-            with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                canvases = next(data)
-                loss, sure = loss_of(model, canvases)
-                loss = loss + loss_of(model, later(canvases, sure, generator))[0]
-                total = loss + joint_weight * joint_step(model, next(joint), 1.0)[0]
-            total.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warmup) * min(1.0, (1 - done) / 0.8)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            smooth += (loss.item() - smooth) * max(0.01, 1 / (step + 1))
-            progress.update(task, advance=1, loss=smooth)
-            if (step + 1) % look_every == 0:
-                with torch.autocast("cpu", torch.bfloat16, enabled=fast):
-                    solved, forwards = look(model, problems[:20], 0.9)
-                progress.console.print(
-                    f"step {step + 1}: loss {smooth:.3f}; at threshold 0.9 {solved:.0%} of held-out sums right after "
-                    f"{forwards:.0f} forwards; {time.perf_counter() - started:.0f} s"
-                )
-                save_tiny(model, output)
 
-    model.to(torch.bfloat16).float()
-    solved, _ = look(model, problems)
-    quick, forwards = look(model, problems, 0.9)
-    save_tiny(
-        model,
-        output,
-        description="masked diffusion, byte-level, arithmetic",
-        canvas=CANVAS,
-        held_out_sums_right=solved,
-        held_out_sums_right_at_threshold_09=quick,
-    )
-    console.print(
-        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: as stored, "
-        f"{solved:.1%} of held-out sums right with one byte a forward, {quick:.1%} with all above 0.9 in {forwards:.0f}"
-    )
+    def rate(number: int) -> float | None:
+        done = number / steps
+        if minutes:
+            done = max(done, run.seconds() / (60 * minutes))
+        return None if done >= 1 else lr * min(1.0, (number + 1) / warmup) * min(1.0, (1 - done) / 0.8)
+
+    def step(number: int) -> tuple[Tensor, dict[str, float]]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            canvases = next(data)
+            loss, sure = loss_of(model, canvases)
+            loss = loss + loss_of(model, later(canvases, sure, generator))[0]
+            total = loss + joint_weight * joint_step(model, next(joint), 1.0)[0]
+        return total, {"loss": loss.item()}
+
+    def glance() -> str:
+        with torch.autocast("cpu", torch.bfloat16, enabled=fast):
+            solved, forwards = look(model, problems[:20], 0.9)
+        return f"at threshold 0.9 {solved:.0%} of held-out sums right after {forwards:.0f} forwards"
+
+    with run.stoppable():
+        streams = {"skip": lambda number: (next(data), next(joint)), "generators": [generator]}
+        weights = list(model.parameters())
+        run.optimise("training", model, weights, steps, rate, step, **streams, look=glance, look_every=look_every)
+        model.to(torch.bfloat16).float()
+        facts: dict[str, float] = {}
+        if score:
+            with run.scoring(2 * len(problems)) as advance:
+                facts["held_out_sums_right"] = look(model, problems, None, advance)[0]
+                facts["held_out_sums_right_at_threshold_09"] = look(model, problems, 0.9, advance)[0]
+        save(run, model, "masked diffusion, byte-level, arithmetic", canvas=CANVAS, **facts)
 
 
 if __name__ == "__main__":

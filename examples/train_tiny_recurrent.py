@@ -2,7 +2,7 @@
 
     python examples/train_tiny_recurrent.py
 
-takes less than half an hour on two CPU cores and writes pdkernels/models/weights/tiny-recurrent.safetensors.
+takes less than half an hour on two CPU cores and writes tiny-recurrent.safetensors into the current folder.
 
 Each step draws how often the core runs from a log-normal Poisson distribution, so that the model learns to make use of many
 recurrences and to be of use after few; only the last few of them keep a graph. The mean grows during training: early on, what there
@@ -14,8 +14,7 @@ Source: Geiping et al., "Scaling up test-time compute with latent reasoning", se
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
@@ -23,14 +22,12 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from train_tiny_code import score
+from train_tiny_code import score as score_of
+from training_run import Output, Resume, Run, Score, console, save
 
 from pdkernels.models import ByteTokenizer
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.zoo import WEIGHTS, save_tiny
 from pdkernels.training import Problem, arithmetic, as_ids, standard_library
 
 CONFIG = RecurrentDepthConfig(
@@ -51,7 +48,6 @@ KEPT = (2, 4)
 """Recurrences with a graph, the last ones: in the first half of the training, and in the second."""
 SHOWN = (1, 2, 4, 8, 16)
 """Recurrences at which the model is looked at."""
-console = Console()
 
 
 def recurrences(mean: float, generator: torch.Generator) -> int:
@@ -115,13 +111,13 @@ def held_out_loss(model: RecurrentDepth, steps: int, rows: int = 64, context: in
     return float(loss_of(model, windows, counted, steps, 0, generator))
 
 
-def solved_share(model: RecurrentDepth, problems: int) -> float:
+def solved_share(model: RecurrentDepth, problems: int, advance: Callable[[int], None]) -> float:
     """Share of held-out sums that decoding with the mean number of recurrences gets right."""
-    return score(model, "recurrent_static", list(islice(arithmetic(0, held_out=True), problems)))[0]
+    return score_of(model, "recurrent_static", list(islice(arithmetic(0, held_out=True), problems)), advance)[0]
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-recurrent.safetensors",
+    output: Output = Path("tiny-recurrent.safetensors"),
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2400,
     sums: Annotated[int, typer.Option(help="Rows of sums in a batch.")] = 14,
     windows: Annotated[int, typer.Option(help="Rows of source in a batch.")] = 2,
@@ -132,59 +128,42 @@ def main(
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     evaluate_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 200,
     scored: Annotated[int, typer.Option(help="Held-out sums that the stored model is scored on.")] = 200,
+    resume: Resume = False,
+    score: Score = True,
 ) -> None:
     """Train tiny-recurrent and save it, rounded to bf16."""
-    if threads:
-        torch.set_num_threads(threads)
+    settings = {"steps": steps, "sums": sums, "windows": windows, "context": context, "lr": lr, "warmup": warmup}
+    run = Run(output, resume, settings | {"seed": seed}, threads)
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
     model = RecurrentDepth(CONFIG, tokenizer=ByteTokenizer(), end_tokens=ByteTokenizer.end_tokens)
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     data = batches(sums, windows, context, seed + 1)
-    progress = Progress(
-        TextColumn("training"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}  loss {task.fields[loss]:.3f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-    )
-    started, smooth = time.perf_counter(), math.log(CONFIG.vocab_size)
-    with progress:
-        task = progress.add_task("training", total=steps, loss=smooth)
-        for step in range(steps):
-            done = step / steps
-            mean = 1 + (CONFIG.mean_recurrence - 1) * min(1.0, 2 * done)
-            rows, counted = next(data)
-            loss = loss_of(model, rows, counted, recurrences(mean, generator), KEPT[done >= 0.5], generator)
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / warmup) * min(1.0, (1 - done) / 0.3)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            smooth += (loss.item() - smooth) * max(0.02, 1 / (step + 1))
-            progress.update(task, advance=1, loss=smooth)
-            if (step + 1) % evaluate_every == 0 or step + 1 == steps:
-                looks = ", ".join(f"{held_out_loss(model, count):.3f} at {count}" for count in SHOWN)
-                progress.console.print(
-                    f"step {step + 1}: loss {smooth:.3f}, held-out sums after recurrences: {looks}; "
-                    f"{time.perf_counter() - started:.0f} s"
-                )
-                save_tiny(model, output)
 
-    model.to(torch.bfloat16).float()
-    solved = solved_share(model, scored)
-    save_tiny(
-        model,
-        output,
-        description="recurrent depth, byte-level, arithmetic and Python's standard library",
-        held_out_sums_right=solved,
-    )
-    console.print(
-        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s: "
-        f"as stored, {solved:.1%} of held-out sums right"
-    )
+    def rate(number: int) -> float:
+        return lr * min(1.0, (number + 1) / warmup) * min(1.0, (1 - number / steps) / 0.3)
+
+    def step(number: int) -> tuple[Tensor, dict[str, float]]:
+        done = number / steps
+        mean = 1 + (CONFIG.mean_recurrence - 1) * min(1.0, 2 * done)
+        rows, counted = next(data)
+        loss = loss_of(model, rows, counted, recurrences(mean, generator), KEPT[done >= 0.5], generator)
+        return loss, {"loss": loss.item()}
+
+    def look() -> str:
+        looks = ", ".join(f"{held_out_loss(model, count):.3f} at {count}" for count in SHOWN)
+        return f"held-out sums after recurrences: {looks}"
+
+    with run.stoppable():
+        streams = {"skip": lambda number: next(data), "generators": [generator]}
+        weights = list(model.parameters())
+        run.optimise("training", model, weights, steps, rate, step, **streams, look=look, look_every=evaluate_every)
+        model.to(torch.bfloat16).float()
+        facts: dict[str, float] = {}
+        if score:
+            with run.scoring(scored) as advance:
+                facts = {"held_out_sums_right": solved_share(model, scored, advance)}
+        save(run, model, "recurrent depth, byte-level, arithmetic and Python's standard library", **facts)
 
 
 if __name__ == "__main__":

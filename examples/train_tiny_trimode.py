@@ -2,8 +2,8 @@
 
     python examples/train_tiny_trimode.py
 
-takes less than half an hour on two CPU cores and writes pdkernels/models/weights/tiny-trimode.safetensors. One set of weights
-then decodes token by token, as block diffusion, and by speculating on itself.
+takes less than half an hour on two CPU cores and writes tiny-trimode.safetensors into the current folder. One set of weights then
+decodes token by token, as block diffusion, and by speculating on itself.
 
 Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
 packed in one sequence under a dual-stream mask. The second trains only the low-rank adapter of the draft pass, on texts the model
@@ -15,7 +15,6 @@ Source: Nemotron-Labs-Diffusion, sections 3 and 4.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
@@ -24,14 +23,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from train_tiny_code import score
+from train_tiny_code import score as score_of
+from training_run import Output, Resume, Run, Score, console, save, start_model
 
 from pdkernels.decoding import generate
-from pdkernels.models import ByteTokenizer, Transformer, load
-from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.models import ByteTokenizer, Transformer
 from pdkernels.training import (
     DualStreamBatch,
     DualStreamSample,
@@ -54,7 +51,6 @@ WINDOW = 256
 LEAST_MASKED = 0.2
 ADAPTER_RANK = 8
 ADAPTER_SCALE = 4.0
-console = Console()
 
 
 def with_mask_token(model: Transformer) -> Transformer:
@@ -163,55 +159,27 @@ def drafter_step(model: Transformer, texts: list[tuple[Tensor, int]], width: int
     return drafter_loss(draft, verifier, accepted).total, {"accepted": accepted.float().mean().item()}
 
 
-def optimise(
-    name: str,
-    parameters: list[Tensor],
-    steps: int,
-    lr: float,
-    step_of: Callable[[], tuple[Tensor, dict[str, float]]],
-    look: Callable[[], str] | None = None,
-    look_every: int = 500,
-) -> None:
-    """AdamW with a linear warm-up and a cosine to 1 %."""
-    optimizer = torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
-    warmup, started, smooth = max(1, steps // 30), time.perf_counter(), {}
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed}/{task.total}  {task.fields[facts]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(name, total=steps, facts="")
-        for number in range(steps):
-            done = max(0.0, (number - warmup) / max(1, steps - warmup))
-            optimizer.param_groups[0]["lr"] = (
-                lr * min(1.0, (number + 1) / warmup) * (0.495 * (1 + math.cos(math.pi * done)) + 0.01)
-            )
-            loss, facts = step_of()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for fact, value in facts.items():
-                smooth[fact] = smooth.get(fact, value) + (value - smooth.get(fact, value)) * 0.03
-            progress.update(task, advance=1, facts="  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items()))
-            if look and (number + 1) % look_every == 0:
-                facts_now = "  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items())
-                progress.console.print(
-                    f"{name} {number + 1}: {facts_now}; {look()}; {time.perf_counter() - started:.0f} s"
-                )
+def cosine(steps: int, lr: float) -> Callable[[int], float]:
+    """The learning rate of each step: a linear warm-up, and a cosine to 1 %."""
+    warmup = max(1, steps // 30)
+
+    def rate(number: int) -> float:
+        done = max(0.0, (number - warmup) / max(1, steps - warmup))
+        return lr * min(1.0, (number + 1) / warmup) * (0.495 * (1 + math.cos(math.pi * done)) + 0.01)
+
+    return rate
 
 
 # ---- what came of it
 
 
-def report(model: Transformer, problems: int, width: int = 8) -> str:
+def report(
+    model: Transformer, problems: int, width: int = 8, advance: Callable[[int], None] = lambda count: None
+) -> str:
     held_out = list(islice(arithmetic(0, held_out=True), problems))
-    right, _ = score(model, "autoregressive", held_out)
-    _, linear = score(model, "linear_self_speculation", held_out, block_size=width)
-    _, quadratic = score(model, "quadratic_self_speculation", held_out, block_size=width)
+    right, _ = score_of(model, "autoregressive", held_out, advance)
+    _, linear = score_of(model, "linear_self_speculation", held_out, advance, block_size=width)
+    _, quadratic = score_of(model, "quadratic_self_speculation", held_out, advance, block_size=width)
     return (
         f"held-out sums: {right:.0%} right, tokens per forward at width {width}: linear {linear:.2f} "
         f"({2 * linear:.2f} per cycle), quadratic {quadratic:.2f}"
@@ -219,8 +187,10 @@ def report(model: Transformer, problems: int, width: int = 8) -> str:
 
 
 def main(
-    output: Annotated[Path, typer.Option(help="Where the weights go.")] = WEIGHTS / "tiny-trimode.safetensors",
-    start: Annotated[str, typer.Option(help="Name or folder of the autoregressive model to start from.")] = "tiny-code",
+    output: Output = Path("tiny-trimode.safetensors"),
+    start: Annotated[
+        str, typer.Option(help="Name, folder or file of the autoregressive model to start from.")
+    ] = "tiny-code",
     steps: Annotated[int, typer.Option(help="Steps of the joint stage.")] = 1500,
     drafter_steps: Annotated[int, typer.Option(help="Steps of the adapter's stage.")] = 300,
     sums: Annotated[int, typer.Option(help="Problems per step.")] = 8,
@@ -231,45 +201,47 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of masks, texts and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     look_every: Annotated[int, typer.Option(help="Steps between looks at held-out sums.")] = 500,
+    resume: Resume = False,
+    score: Score = True,
 ) -> None:
     """Train tiny-trimode and save it, rounded to bf16."""
-    if threads:
-        torch.set_num_threads(threads)
+    settings = {"start": start, "steps": steps, "drafter_steps": drafter_steps, "sums": sums, "windows": windows}
+    settings |= {"masked_weight": masked_weight, "lr": lr, "drafter_lr": drafter_lr, "seed": seed}
+    run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
-    started = time.perf_counter()
-    model = with_mask_token(load(start))
-    batches = joint_batches(sums, windows, seed)
-    optimise(
-        "joint",
-        list(model.parameters()),
-        steps,
-        lr,
-        lambda: joint_step(model, next(batches), masked_weight),
-        lambda: report(model, 50),
-        look_every,
-    )
+    model = with_mask_token(start_model(start))
+    batches, generator = joint_batches(sums, windows, seed), torch.Generator().manual_seed(seed)
 
-    model.requires_grad_(False)
-    if drafter_steps:
-        console.print(report(model, 100))
-        texts = own_texts(model, 640, 64, seed + 2)
-        adapter = attach_drafter_(model, ADAPTER_RANK, scale=ADAPTER_SCALE)
-        generator = torch.Generator().manual_seed(seed)
+    def joint(number: int) -> tuple[Tensor, dict[str, float]]:
+        return joint_step(model, next(batches), masked_weight)
 
-        def step() -> tuple[Tensor, dict[str, float]]:
-            chosen = torch.randperm(len(texts), generator=generator)[: sums + windows].tolist()
-            width = WIDTHS[int(torch.randint(1, len(WIDTHS), (), generator=generator))]
-            return drafter_step(model, [texts[index] for index in chosen], width)
+    def look() -> str:
+        return report(model, 50)
 
-        optimise("drafter", list(adapter), drafter_steps, drafter_lr, step)
-    model.to(torch.bfloat16).float().requires_grad_(False)
-    facts = report(model, 200)
-    save_tiny(
-        model, output, description="byte-level, tri-mode, Python's standard library and arithmetic", held_out=facts
-    )
-    console.print(
-        f"saved {output} ({output.stat().st_size / 1e6:.2f} MB) after {time.perf_counter() - started:.0f} s; as stored, {facts}"
-    )
+    with run.stoppable():
+        rates, weights = cosine(steps, lr), list(model.parameters())
+        streams = {"skip": lambda number: next(batches)}
+        run.optimise("joint", model, weights, steps, rates, joint, **streams, look=look, look_every=look_every)
+        model.requires_grad_(False)
+        if drafter_steps:
+            if score:
+                console.print(report(model, 100))
+            texts = own_texts(model, 640, 64, seed + 2)
+            adapter = list(attach_drafter_(model, ADAPTER_RANK, scale=ADAPTER_SCALE))
+
+            def draft(number: int) -> tuple[Tensor, dict[str, float]]:
+                chosen = torch.randperm(len(texts), generator=generator)[: sums + windows].tolist()
+                width = WIDTHS[int(torch.randint(1, len(WIDTHS), (), generator=generator))]
+                return drafter_step(model, [texts[index] for index in chosen], width)
+
+            rates = cosine(drafter_steps, drafter_lr)
+            run.optimise("drafter", model, adapter, drafter_steps, rates, draft, generators=[generator])
+        model.to(torch.bfloat16).float().requires_grad_(False)
+        facts: dict[str, str] = {}
+        if score:
+            with run.scoring(3 * 200) as advance:
+                facts = {"held_out": report(model, 200, advance=advance)}
+        save(run, model, "byte-level, tri-mode, Python's standard library and arithmetic", **facts)
 
 
 if __name__ == "__main__":

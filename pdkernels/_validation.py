@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ from torch.autograd import forward_ad
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_CUDA_BATCH = 65535
 FINITE = torch.finfo(torch.float64).max
 
 Sizes = Sequence[int | None]
@@ -66,6 +68,8 @@ def check_int(
     check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
     if least is not None and value < least:
         fail(op, argument, f"be at least {least}", value, remedy)
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        fail(op, argument, "be a number of 64 bits", value)
 
 
 def check_number(
@@ -84,6 +88,18 @@ def check_number(
 
 def check_flag(op: str, argument: str, value: object) -> None:
     check_type(isinstance(value, bool), op, argument, "be a bool", type(value).__name__)
+
+
+def check_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
+    """What `value` of an argument asks for is no more than the machine or the GPU has, used or not."""
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    elif device.type == "cuda" and torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        return
+    if nbytes > total:
+        fail(op, argument, f"fit in memory ({total / 2**30:.4g} GiB)", f"{value}, which takes {nbytes / 2**30:.4g} GiB")
 
 
 def check_choice(op: str, argument: str, value: object, known: Sequence[str]) -> None:
@@ -145,14 +161,11 @@ def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
             fail(op, argument, "have a contiguous last dimension", f"strides {tensor.stride()}", remedy)
 
 
-def check_own_places(op: str, **tensors: Tensor) -> None:
-    """Of tensors that are written: of entries that share memory, as those of an expanded tensor do, all but one would be lost."""
-    for argument, tensor in tensors.items():
-        shared = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
-        if shared and tensor.numel() > 0:
-            actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
-            remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
-            fail(op, argument, "have a place in memory for each entry", actual, remedy)
+def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
+    """Of ops whose kernels have a dimension of their grid for the batch."""
+    if tensor.is_cuda and tensor.shape[0] > MAX_CUDA_BATCH:
+        expectation, remedy = f"have a batch of at most {MAX_CUDA_BATCH} on CUDA", "Call it for parts of the batch."
+        raise NotImplementedError(message(op, argument, expectation, tensor.shape[0], remedy))
 
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:

@@ -36,6 +36,7 @@ from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.models.zoo import WEIGHTS
 
 app = typer.Typer(
     help="Parallel decoding of language models.",
@@ -93,7 +94,7 @@ def _help(option: str) -> str:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
-    model: Annotated[str, typer.Option(help="Name of a tiny model, or a checkpoint's folder.")] = "tiny-code",
+    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = "tiny-code",
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -343,7 +344,8 @@ def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
     return loaded, [
-        f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py makes it"
+        f"{name}: it is not in this package; python examples/train_{name.replace('-', '_')}.py "
+        f"--output {WEIGHTS / name}.safetensors makes it"
         for name in absent
     ]
 

@@ -9,6 +9,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "aliasing.h"
 #include "unpack.h"
 
 // Tests register other builds of the bindings next to the real ops.
@@ -89,7 +90,8 @@ struct Launch {
 
 #endif
 
-#define PDK_IMPL(name, function) PDK_REGISTER(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, name, function)
+#define PDK_IMPL(name, function) \
+  PDK_REGISTER(PDKERNELS_OPS_NAMESPACE, PDKERNELS_OPS_KEY, name, ::pdkernels::bindings::Checked<&function>::run)
 
 namespace pdkernels::PDK_DEVICE::bindings {
 using namespace pdkernels::bindings;

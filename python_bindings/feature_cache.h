@@ -6,7 +6,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-inline Tensor select_stale_rows(const Tensor& v, const Tensor& v_cache, const Tensor& starts, int64_t count,
+inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& starts, int64_t count,
                                 const OptionalTensor& wanted, const OptionalTensor& counts, const std::string& update,
                                 const OptionalTensor& block_table) {
   const Launch launch(v);
@@ -15,11 +15,12 @@ inline Tensor select_stale_rows(const Tensor& v, const Tensor& v_cache, const Te
   device.require(v_cache, v.scalar_type());
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
-  PDK_FITS(count >= 0 && (update == "all" || update == "selected" || update == "none"));
+  PDK_FITS(count >= 0 && (count <= int64_t{1} << 20 || count <= v.size(1)) && (update == "all" || update == "selected" || update == "none"));
   StaleRowsArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
   args.cache = bytes(v_cache), args.cache_row = cache.sides[0].row;
+  args.head_dim = v.size(3);
   if (heads_adjacent(args.v_row) && heads_adjacent(args.cache_row))
     merge_heads(args.v_row), merge_heads(args.cache_row);
   args.pages = cache.pages;
@@ -67,7 +68,7 @@ inline Tensor gather_rows(const Tensor& x, const Tensor& index) {
   return out;
 }
 
-inline Tensor add_cached_rows(const Tensor& x, const Tensor& cached, const OptionalTensor& rows,
+inline Tensor add_cached_rows(const Tensor& x, Tensor& cached, const OptionalTensor& rows,
                               const OptionalTensor& index) {
   const Launch launch(x);
   const SameDevice device(x);
@@ -88,7 +89,6 @@ inline Tensor add_cached_rows(const Tensor& x, const Tensor& cached, const Optio
     args.fresh = batch_rows(*fresh);
   }
   args.x = batch_rows(held), args.cached = batch_rows(cached);
-  require_own_places({{args.batch, cached.stride(0)}, {args.rows, cached.stride(1)}, {args.width, 1}});
   Tensor out = torch::stable::new_empty(x, {args.batch, args.rows, args.width}, x.scalar_type());
   args.out = out.data_ptr();
   launch(PDK_DEVICE::add_cached_rows, args);

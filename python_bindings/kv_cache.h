@@ -5,7 +5,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-inline void kv_append(const Tensors& k_cache, const Tensors& v_cache, const Tensors& k_new, const Tensors& v_new,
+inline void kv_append(Tensors& k_cache, Tensors& v_cache, const Tensors& k_new, const Tensors& v_new,
                       const Tensor& lengths, const OptionalTensor& counts, const OptionalTensor& block_table) {
   const Launch launch(lengths);
   Cache cache(k_cache, v_cache, block_table, lengths);
@@ -25,12 +25,12 @@ inline void kv_append(const Tensors& k_cache, const Tensors& v_cache, const Tens
   });
 }
 
-inline void kv_commit(const Tensors& k_cache, const Tensors& v_cache, const Tensor& lengths, const Tensor& counts,
+inline void kv_commit(Tensors& k_cache, Tensors& v_cache, Tensor& lengths, const Tensor& counts,
                       const OptionalTensor& source_index, const OptionalTensor& block_table) {
   const Launch launch(lengths);
   Cache cache(k_cache, v_cache, block_table, lengths);
   CommitArgs args;
-  args.lengths = written_view(cache.device, lengths, 1, cache.batch);
+  args.lengths = index_view(cache.device, lengths, 1, cache.batch);
   args.counts = index_view(cache.device, counts, 1, cache.batch);
   args.source_index = index_view(cache.device, source_index, 2, cache.batch);
   args.max_rows = source_index.has_value() ? source_index->size(1) : cache.pages.capacity();
@@ -42,13 +42,13 @@ inline void kv_commit(const Tensors& k_cache, const Tensors& v_cache, const Tens
   });
 }
 
-inline void kv_trim(const Tensor& lengths, const Tensor& new_lengths) {
+inline void kv_trim(Tensor& lengths, const Tensor& new_lengths) {
   const Launch launch(lengths);
   const SameDevice device(lengths);
   PDK_FITS(lengths.dim() == 1);
   const int64_t batch = lengths.size(0);
   launch(PDK_DEVICE::kv_trim,
-         TrimArgs{written_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch});
+         TrimArgs{index_view(device, lengths, 1, batch), index_view(device, new_lengths, 1, batch), batch});
 }
 
 PDK_IMPL("kv_append_", kv_append)

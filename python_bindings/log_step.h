@@ -6,15 +6,15 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-inline void log_step(const Tensor& log, const Tensor& count, const Tensor& more, const Tensor& entry,
-                     std::optional<int64_t> handle) {
+inline void log_step(Tensor& log, Tensor& count, Tensor& more, const Tensor& entry, std::optional<int64_t> handle) {
   const Launch launch(entry);
   const SameDevice device(entry);
   device.require(entry, ScalarType::Long, {-1, -1});
   device.require(log, ScalarType::Long, {-1, entry.size(0), entry.size(1)});
   device.require(count, ScalarType::Long, {1});
   device.require(more, ScalarType::Bool, {1});
-  for (const Tensor* t : {&log, &count, &more, &entry}) PDK_FITS(t->is_contiguous());
+  for (const Tensor* t : std::initializer_list<const Tensor*>{&log, &count, &more, &entry})
+    PDK_FITS(t->is_contiguous());
   PDK_FITS(entry.size(1) > 0);
 #ifndef PDKERNELS_DEVICE_CUDA
   PDK_FITS(!handle.has_value());

@@ -41,8 +41,10 @@ char* pdkernels::cpu::thread_scratch(int64_t bytes) {
 namespace pdkernels::cpu::bindings {
 namespace {
 
-std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, Tensor plan_rows, Tensor plan_lists,
-                                                  Tensor bitmaps, int64_t block_q, int64_t block_k, double scale) {
+std::tuple<Tensor, Tensor> block_sparse_attention(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                  const Tensor& plan_rows, const Tensor& plan_lists,
+                                                  const Tensor& bitmaps, int64_t block_q, int64_t block_k,
+                                                  double scale) {
   STD_TORCH_CHECK(q.dim() == 4, "pdkernels: q must have 4 dimensions");
   Tensor out = new_like(q);
   Tensor lse = torch::stable::new_empty(q, {q.size(0), q.size(2), q.size(1)}, ScalarType::Float);
@@ -52,11 +54,12 @@ std::tuple<Tensor, Tensor> block_sparse_attention(Tensor q, Tensor k, Tensor v, 
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v,
-                                                                   Tensor out, Tensor lse, Tensor plan_rows,
-                                                                   Tensor plan_lists, Tensor bitmaps, int64_t block_q,
-                                                                   int64_t block_k, double scale,
-                                                                   OptionalTensor grad_lse) {
+std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(const Tensor& grad_out, const Tensor& q,
+                                                                   const Tensor& k, const Tensor& v, const Tensor& out,
+                                                                   const Tensor& lse, const Tensor& plan_rows,
+                                                                   const Tensor& plan_lists, const Tensor& bitmaps,
+                                                                   int64_t block_q, int64_t block_k, double scale,
+                                                                   const OptionalTensor& grad_lse) {
   pdkernels::AttentionGradArgs args;
   unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
   const SameDevice device(q);
@@ -100,20 +103,20 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> speculative_attention(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache, Tensor v_cache,
-                                                 Tensor lengths, Tensor plan_rows, Tensor plan_lists, Tensor bitmaps,
-                                                 int64_t block_q, int64_t block_k, double scale,
-                                                 OptionalTensor block_table) {
+std::tuple<Tensor, Tensor> speculative_attention(const Tensor& q, const Tensor& k_new, const Tensor& v_new,
+                                                 const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                                                 const Tensor& plan_rows, const Tensor& plan_lists,
+                                                 const Tensor& bitmaps, int64_t block_q, int64_t block_k, double scale,
+                                                 const OptionalTensor& block_table) {
   return attend_to_prefix(q, k_new, v_new, k_cache, v_cache, lengths,
                           {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, block_table,
                           [](pdkernels::SpeculativeArgs&) {});
 }
 
-std::tuple<Tensor, Tensor> speculative_attention_append(Tensor q, Tensor k_new, Tensor v_new, Tensor k_cache,
-                                                        Tensor v_cache, Tensor lengths, Tensor plan_rows,
-                                                        Tensor plan_lists, Tensor bitmaps, int64_t block_q,
-                                                        int64_t block_k, double scale, OptionalTensor block_table,
-                                                        OptionalTensor counts, OptionalTensor source_index) {
+std::tuple<Tensor, Tensor> speculative_attention_append(
+    const Tensor& q, const Tensor& k_new, const Tensor& v_new, Tensor& k_cache, Tensor& v_cache, const Tensor& lengths,
+    const Tensor& plan_rows, const Tensor& plan_lists, const Tensor& bitmaps, int64_t block_q, int64_t block_k,
+    double scale, const OptionalTensor& block_table, const OptionalTensor& counts, const OptionalTensor& source_index) {
   return attend_to_prefix(
       q, k_new, v_new, k_cache, v_cache, lengths, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale,
       block_table, [&](pdkernels::SpeculativeArgs& args) { unpack_append(SameDevice(q), counts, source_index, args); });

@@ -37,9 +37,9 @@ inline NoiseSchedule schedule_of(const std::string& name) {
 
 inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embedding, const OptionalTensor& previous,
                                 const Tensor& recurrences, const Tensor& cursor, const Tensor& width,
-                                const Tensor& advance, const Tensor& steps, int64_t seed, double noise,
-                                const std::string& schedule, int64_t horizon, const std::string& mixer, double momentum,
-                                double init_std, const std::string& new_state, bool damp_new) {
+                                const Tensor& advance, const Tensor& steps, int64_t seed, const OptionalTensor& seeds,
+                                double noise, const std::string& schedule, int64_t horizon, const std::string& mixer,
+                                double momentum, double init_std, const std::string& new_state, bool damp_new) {
   const Launch launch(embedding);
   const SameDevice device(embedding);
   PDK_FITS(embedding.dim() == 3);
@@ -60,7 +60,7 @@ inline Tensor recurrence_inject(const OptionalTensor& state, const Tensor& embed
   args.width = index_view(device, width, 1, args.batch);
   args.advance = index_view(device, advance, 1, args.batch);
   args.steps = index_view(device, steps, 1, args.batch);
-  set_key(args.key, seed);
+  args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   const auto finite = [](double x) { return x >= 0 && x <= 3.4e38; };
   PDK_FITS(finite(noise) && finite(init_std) && momentum >= 0 && momentum <= 1 && horizon >= 1);
   args.noise = static_cast<float>(noise);
@@ -116,11 +116,10 @@ inline std::tuple<Tensor, Tensor, Tensor> recurrence_exit(const Tensor& x, const
   return {state, distance, settled};
 }
 
-inline void recurrence_advance(const Tensor& tokens, const Tensor& predictions, const Tensor& recurrences,
-                               const Tensor& stable, const Tensor& width, const Tensor& cursor, const Tensor& advance,
-                               const Tensor& steps, const Tensor& remaining, const OptionalTensor& settled,
-                               int64_t inner_recurrence, int64_t max_wavefront, int64_t max_recurrences,
-                               int64_t stability, const std::string& rule, int64_t headway,
+inline void recurrence_advance(Tensor& tokens, const Tensor& predictions, Tensor& recurrences, Tensor& stable,
+                               Tensor& width, Tensor& cursor, Tensor& advance, Tensor& steps, Tensor& remaining,
+                               const OptionalTensor& settled, int64_t inner_recurrence, int64_t max_wavefront,
+                               int64_t max_recurrences, int64_t stability, const std::string& rule, int64_t headway,
                                const OptionalTensor& filler, const OptionalTensor& end_tokens, bool guard,
                                bool keep_last) {
   const Launch launch(tokens);
@@ -133,30 +132,31 @@ inline void recurrence_advance(const Tensor& tokens, const Tensor& predictions, 
   PDK_FITS(args.rows <= args.room);
   const auto table = [&](const Tensor& t, int64_t columns) {
     PDK_FITS(has_shape(t, {args.batch, columns}));
-    return written_view(device, t, 2, args.batch);
+    return index_view(device, t, 2, args.batch);
   };
   args.tokens = table(tokens, args.room + 1);
   args.predictions = index_view(device, predictions, 2, args.batch);
   args.recurrences = table(recurrences, args.room);
   args.stable = table(stable, args.room);
-  args.width = written_view(device, width, 1, args.batch);
-  args.cursor = written_view(device, cursor, 1, args.batch);
-  args.advance = written_view(device, advance, 1, args.batch);
-  args.steps = written_view(device, steps, 1, args.batch);
-  args.remaining = written_view(device, remaining, 1, args.batch);
+  args.width = index_view(device, width, 1, args.batch);
+  args.cursor = index_view(device, cursor, 1, args.batch);
+  args.advance = index_view(device, advance, 1, args.batch);
+  args.steps = index_view(device, steps, 1, args.batch);
+  args.remaining = index_view(device, remaining, 1, args.batch);
   if (settled.has_value()) {
     device.require(*settled, ScalarType::Bool, {args.batch, args.rows});
     args.settled = data<bool>(*settled);
     args.settled_stride0 = settled->stride(0);
     args.settled_stride1 = settled->stride(1);
   }
-  PDK_FITS(inner_recurrence >= 1 && headway >= 1 && max_recurrences >= 0 && stability >= 0);
+  PDK_FITS(inner_recurrence >= 1 && inner_recurrence <= 0x7FFFFFFF && headway >= 1 && max_recurrences >= 0 &&
+           stability >= 0);
   PDK_FITS(max_wavefront >= 0 && max_wavefront <= args.room);
   args.inner_recurrence = inner_recurrence;
   args.max_wavefront = max_wavefront > 0 ? max_wavefront : args.room;
   args.max_recurrences = max_recurrences;
   args.stability = stability;
-  args.headway = headway;
+  args.headway = headway <= args.room ? headway : args.room + 1;  // no wave is wider than that, and sums stay small
   args.last = is_second(rule, "prefix", "last");
   args.guard = guard;
   args.keep_last = keep_last;

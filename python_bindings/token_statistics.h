@@ -8,8 +8,8 @@ namespace pdkernels::PDK_DEVICE::bindings {
 
 using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-inline Statistics token_statistics(const Tensor& logits, double temperature, int64_t seed, int64_t step,
-                                   const OptionalTensor& steps, const OptionalTensor& positions,
+inline Statistics token_statistics(const Tensor& logits, double temperature, int64_t seed, const OptionalTensor& seeds,
+                                   int64_t step, const OptionalTensor& steps, const OptionalTensor& positions,
                                    const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
                                    double top_p, double min_p, const std::string& distribution) {
   const Launch launch(logits);
@@ -17,7 +17,8 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   const Rows rows(logits);
   constexpr int64_t kWords = int64_t{1} << 32;
   PDK_FITS(rows.width > 0 && rows.width < kWords && step >= 0 && step < kWords);
-  PDK_FITS(temperature >= 0 && temperature <= 1e30 && top_p >= 0 && top_p <= 1 && min_p >= 0 && min_p <= 1);
+  PDK_FITS((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&
+           min_p >= 0 && min_p <= 1);
   PDK_FITS(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
@@ -35,14 +36,13 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
     static char nothing;  // given, even if it has no bytes to point to
     return IndexView{args.rows > 0 ? held->data_ptr() : &nothing, 1, 0, is_wide(*held)};
   };
-  OptionalTensor held[3];
+  OptionalTensor held[4];
   args.row_index = numbers(row_index, held[0]);
   args.positions = numbers(positions, held[1]);
   args.steps = numbers(steps, held[2]);
   args.step = static_cast<uint32_t>(step);
-  set_key(args.key, seed);
-  constexpr double kCoolest = 1e-30;  // scores of floats are the same at any temperature below
-  args.temperature = temperature > 0 && temperature < kCoolest ? kCoolest : temperature;
+  args.seeds = {numbers(seeds, held[3]), seed};
+  args.temperature = temperature;
   args.top_p = top_p, args.min_p = min_p;
   args.sampling = is_second(distribution, "model", "sampling");
   args.top_k = static_cast<int>(top_k);

@@ -87,10 +87,9 @@ inline const float* rotary_table(const SameDevice& device, const Tensor& t, cons
   return data<float>(t);
 }
 
-inline void apply_rope_append(const Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin,
-                              const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                              const OptionalTensor& counts, const OptionalTensor& block_table, bool interleaved,
-                              const OptionalTensor& slots) {
+inline void apply_rope_append(Tensor& qkv, const OptionalTensor& bias, const Tensor& cos, const Tensor& sin,
+                              Tensor& k_cache, Tensor& v_cache, const Tensor& lengths, const OptionalTensor& counts,
+                              const OptionalTensor& block_table, bool interleaved, const OptionalTensor& slots) {
   const Launch launch(qkv);
   const SameDevice device(qkv);
   PDK_FITS(qkv.dim() == 4 && k_cache.dim() == 4 && v_cache.dim() == 4);
@@ -100,7 +99,6 @@ inline void apply_rope_append(const Tensor& qkv, const OptionalTensor& bias, con
   args.batch_stride = qkv.stride(0), args.row_stride = qkv.stride(1), args.head_stride = qkv.stride(2);
   args.batch = qkv.size(0), args.rows = qkv.size(1), args.head_dim = qkv.size(3);
   PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && qkv.stride(3) == 1);
-  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {qkv.size(2), args.head_stride}});
   const Cache cache({k_cache}, {v_cache}, block_table, lengths);
   PDK_FITS(cache.batch == args.batch);
   for (int s = 0; s < 2; ++s) {
@@ -127,8 +125,7 @@ inline void apply_rope_append(const Tensor& qkv, const OptionalTensor& bias, con
   launch(PDK_DEVICE::apply_rope_append, args);
 }
 
-inline void apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions,
-                       bool interleaved) {
+inline void apply_rope(Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& positions, bool interleaved) {
   const Launch launch(x);
   const SameDevice device(x);
   PDK_FITS(x.dim() == 4);
@@ -138,7 +135,6 @@ inline void apply_rope(const Tensor& x, const Tensor& cos, const Tensor& sin, co
   args.batch_stride = x.stride(0), args.row_stride = x.stride(1), args.head_stride = x.stride(2);
   args.batch = x.size(0), args.rows = x.size(1), args.heads = x.size(2), args.head_dim = x.size(3);
   PDK_FITS(args.head_dim >= 2 && args.head_dim % 2 == 0 && x.stride(3) == 1);
-  require_own_places({{args.batch, args.batch_stride}, {args.rows, args.row_stride}, {args.heads, args.head_stride}});
   args.cos = rotary_table(device, cos, cos, args.head_dim), args.sin = rotary_table(device, sin, cos, args.head_dim);
   args.table_rows = cos.size(0);
   if (positions.dim() == 1) {  // the same for every sequence

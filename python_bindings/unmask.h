@@ -10,17 +10,17 @@ namespace pdkernels::PDK_DEVICE::bindings {
 
 using Unmasked = std::tuple<Tensor, Tensor, Tensor>;
 
-inline Unmasked unmask(const Tensor& tokens, const Tensor& ids, const OptionalTensor& confidence, int64_t mask_token,
+inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& confidence, int64_t mask_token,
                        const OptionalTensor& positions, const OptionalTensor& windows, int64_t quota,
                        const OptionalTensor& quotas, std::optional<double> threshold, int64_t need,
                        const OptionalTensor& needs, std::optional<double> factor, bool strict, int64_t seed,
-                       int64_t step, const OptionalTensor& steps) {
+                       const OptionalTensor& seeds, int64_t step, const OptionalTensor& steps) {
   const Launch launch(tokens);
   const SameDevice device(tokens);
   PDK_FITS(tokens.dim() == 2 && ids.dim() == 2);
   UnmaskArgs args;
   args.batch = tokens.size(0), args.length = tokens.size(1), args.candidates = ids.size(1);
-  args.tokens = written_view(device, tokens, 2, args.batch);
+  args.tokens = index_view(device, tokens, 2, args.batch);
   args.ids = index_view(device, ids, 2, args.batch);
   PDK_FITS(args.ids.wide == args.tokens.wide);
   args.positions = index_view(device, positions, 2, args.batch);
@@ -57,7 +57,7 @@ inline Unmasked unmask(const Tensor& tokens, const Tensor& ids, const OptionalTe
   PDK_FITS(mask_token >= 0 && !(threshold.has_value() && factor.has_value()) && (threshold.has_value() || !strict));
   args.step = step;
   args.mask_token = mask_token;
-  set_key(args.seed, seed);
+  args.seeds = {index_view(device, seeds, 1, args.batch), seed};
   if (threshold.has_value()) {
     PDK_FITS(!std::isnan(*threshold));
     args.rule = UnmaskRule::kThreshold;

@@ -68,10 +68,6 @@ inline Element row_element(const Tensor& t) {
   }
 }
 
-inline void set_key(uint32_t (&key)[2], int64_t seed) {
-  key[0] = static_cast<uint32_t>(seed), key[1] = static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32);
-}
-
 // Whether a name is the second of two.
 inline bool is_second(const std::string& name, const char* first, const char* second) {
   PDK_FITS(name == first || name == second);
@@ -127,35 +123,12 @@ inline IndexView index_table(const SameDevice& device, const OptionalTensor& t, 
   return t.has_value() ? index_table(device, *t, rows, columns) : IndexView{};
 }
 
-struct Dim {
-  int64_t size, stride;
-};
-
-// What is written has a place for each entry: of an expanded dimension only what is written last would stay.
-inline void require_own_places(std::initializer_list<Dim> dims) {
-  bool shared = false, empty = false;
-  for (const Dim& dim : dims) shared |= dim.size > 1 && dim.stride == 0, empty |= dim.size == 0;
-  STD_TORCH_CHECK(!shared || empty, "pdkernels: a tensor that is written must not be expanded");
-}
-
-inline IndexView written_view(const SameDevice& device, const Tensor& t, int64_t dim, int64_t size0) {
-  const IndexView view = index_view(device, t, dim, size0);
-  require_own_places({{size0, view.stride0}, {dim > 1 ? t.size(1) : 1, view.stride1}});
-  return view;
-}
-
 // One side of a cache: stacked tensors (layers, pages, slots, heads, dim), or layers held apart without the first dim.
 struct Side {
   std::vector<char*> layers;
   int64_t pages, slots;
   RowLayout row;
   ScalarType dtype;
-  bool layers_shared = false;  // the layers of a stack lie in one place
-
-  void require_own_places() const {
-    bindings::require_own_places(
-        {{layers_shared ? 2 : 1, 0}, {pages, row.page_stride}, {slots, row.slot_stride}, {row.heads, row.head_stride}});
-  }
 };
 
 inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& tensors) {
@@ -182,9 +155,9 @@ inline Side unpack_side(const SameDevice& device, const std::vector<Tensor>& ten
              side.row.head_stride == row.head_stride);
     const int64_t layers = d == 5 ? t.size(0) : 1;
     const int64_t layer_stride = d == 5 ? t.stride(0) * size : 0;
-    side.layers_shared |= layers > 1 && layer_stride == 0;
     for (int64_t layer = 0; layer < layers; ++layer) side.layers.push_back(bytes(t) + layer * layer_stride);
   }
+  PDK_FITS(!side.layers.empty());
   return side;
 }
 
@@ -211,7 +184,6 @@ struct Cache {
         batch(lengths.dim() == 1 ? lengths.size(0) : -1) {
     PDK_FITS(sides[0].layers.size() == sides[1].layers.size() && sides[0].pages == sides[1].pages &&
              sides[0].slots == sides[1].slots);
-    for (const Side& side : sides) side.require_own_places();
     PDK_FITS(block_table.has_value() ? sides[0].slots > 0 : sides[0].pages == batch);
     pages.block_table = index_view(device, block_table, 2, batch);
     pages.num_pages = sides[0].pages;

@@ -28,7 +28,7 @@ inline HeadsView heads_view(const SameDevice& device, const Tensor& t, ScalarTyp
   STD_TORCH_CHECK(
       t.dim() == 4 && t.size(0) == batch && t.size(1) == tokens && t.size(2) == heads && t.size(3) == head_dim,
       "pdkernels: an attention tensor has the wrong shape");
-  STD_TORCH_CHECK(t.stride(3) == 1, "pdkernels: the last dimension must be contiguous");
+  STD_TORCH_CHECK(t.stride(3) == 1 || t.numel() == 0, "pdkernels: the last dimension must be contiguous");
   return {t.data_ptr(), t.stride(0), t.stride(1), t.stride(2)};
 }
 
@@ -117,11 +117,6 @@ inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const
 inline void unpack_append(const SameDevice& device, const OptionalTensor& counts, const OptionalTensor& source_index,
                           SpeculativeArgs& args) {
   args.op = "speculative_attention_append_";
-  for (const HeadsView& cache : {args.k_cache, args.v_cache}) {
-    require_own_places({{args.pages.num_pages, cache.batch_stride},
-                        {args.pages.page_size, cache.token_stride},
-                        {args.kv_heads, cache.head_stride}});
-  }
   args.counts = index_view(device, counts, 1, args.batch);
   args.source_index = index_view(device, source_index, 2, args.batch);
   args.append_rows = source_index.has_value() ? source_index->size(1) : args.q_len;

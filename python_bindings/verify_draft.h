@@ -23,7 +23,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> verify_draft(const Ten
   args.predictions = tokens(predictions);
   args.batch = draft.size(0);
   args.candidates = rows ? draft.size(1) : 1;
-  PDK_FITS(args.candidates > 0);
+  PDK_FITS(args.candidates > 0 && args.candidates <= 65536);
   args.width = draft.size(draft.dim() - 1);
   args.draft_lengths = index_view(device, draft_lengths, 1, args.batch);
   args.num_end_tokens = end_tokens.has_value() ? end_tokens->size(0) : 0;

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .autoregressive import Model
 from .masks import Mask, block_causal
-from .sampling import OWN, DraftModel, causal_logits, distribution, draw, unadapted, without
+from .sampling import OWN, DraftModel, causal_logits, distribution, draw, never, unadapted, without
 
 
 class DenoiseStep(NamedTuple):
@@ -118,6 +118,7 @@ def block_diffusion(
     steps_per_block: int | None = None,
     refresh: str = "causal",
     temperature: float = 0.0,
+    allow_mask_token: bool = False,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> BlockDiffusionResult:
@@ -143,6 +144,7 @@ def block_diffusion(
         steps_per_block: forwards per block if `threshold` is None; as many as there are masks by default.
         refresh: "causal" or "bidirectional".
         temperature: of the candidates. Slots are chosen by the confidence without it.
+        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
 
@@ -158,6 +160,8 @@ def block_diffusion(
             f"{op}: steps_per_block must be None with a threshold, got {steps_per_block}. Pass threshold=None."
         )
     plain = unadapted(model)
+    if not allow_mask_token:
+        model = never(model, mask_token)
     prompt = list(prompt)
     tokens: list[int] = []
     trace: list[DenoiseStep] = []

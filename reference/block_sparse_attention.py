@@ -21,16 +21,31 @@ def block_sparse_attention(
         ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
         half precision. Fully masked rows return zeros, a log-sum-exp of -inf and zero gradients.
 
+    Numbers that are not finite reach the rows that see them, and no others.
+
     The softmax runs in float32 for half precision, everything else in the dtype of q.
     """
     group = q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if scale is None else scale
     queries = q.transpose(1, 2)
     keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    scores = queries @ keys.transpose(2, 3) * scale
-    scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
     hidden = ~(mask if mask.dim() == 2 else mask.unsqueeze(1))
+    # A traced graph has no branch on values.
+    finite = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (q, k, v))
+    scores = (queries @ keys.transpose(2, 3) if finite else _visible_scores(queries, keys, hidden)) * scale
+    scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
     scores = scores.masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(dim=-1)
     weights = (scores - lse.masked_fill(lse.isneginf(), 0).unsqueeze(-1)).exp().to(q.dtype)
-    return (weights @ values).transpose(1, 2).contiguous(), lse
+    out = weights @ values if finite else _visible_sums(weights, values, hidden)
+    return out.transpose(1, 2).contiguous(), lse
+
+
+# Products with a weight of 0 are no numbers where tokens are not finite, so hidden ones are left out, pair by pair.
+def _visible_scores(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
+    seen = ~hidden.unsqueeze(-1)
+    return (torch.where(seen, queries.unsqueeze(3), 0) * torch.where(seen, keys.unsqueeze(2), 0)).sum(-1)
+
+
+def _visible_sums(weights: Tensor, values: Tensor, hidden: Tensor) -> Tensor:
+    return (weights.unsqueeze(-1) * torch.where(hidden.unsqueeze(-1), 0, values.unsqueeze(2))).sum(-2)

@@ -138,7 +138,7 @@ def guided_at_intervals(given: Forward, free: Forward, canvas: Canvas, guidance:
 
     Forward f, from 1, computes u, the logits of `free` where the whole prompt is masked, if ``(f - 1) % interval == 0`` or f is
     at most 5. The others add the last difference to their own c, row by row. With w = 0 nothing of u is left, and it is not
-    computed.
+    computed. With an interval above 1 the forwards of u are counted too.
 
     >>> given, free = (lambda tokens, n=n: torch.full((1, 1), n * len(calls)) for n in (10.0, 1.0))
     >>> canvas, calls, guided = Canvas([1], 1, 9, ()), [], []
@@ -155,6 +155,7 @@ def guided_at_intervals(given: Forward, free: Forward, canvas: Canvas, guidance:
         nonlocal forwards, difference
         c = given(tokens)
         if forwards % interval == 0 or forwards < ALWAYS_GUIDED:
+            canvas.others += interval > 1  # else both texts are rows of one forward
             difference = c - free([canvas.mask_token] * canvas.start + list(tokens[canvas.start :]))
         forwards += 1
         return c + guidance * difference

@@ -48,7 +48,7 @@ def select_stale_rows_(
     for b, slots in enumerate(targets):
         if not slots:
             continue
-        similarity = _cosine(v[b, : len(slots)], torch.stack([v_cache[slot] for slot in slots]))
+        similarity = _similarity(v[b, : len(slots)], torch.stack([v_cache[slot] for slot in slots]))
         order = similarity.nan_to_num(nan=-torch.inf).sort(stable=True).indices
         chosen = order[: limits[b]].sort().values
         index[b, : len(chosen)] = chosen
@@ -57,11 +57,25 @@ def select_stale_rows_(
     return index
 
 
-def _cosine(a: Tensor, b: Tensor) -> Tensor:
-    """Of each row, in float32 or float64; NaN where squares are not finite."""
-    a, b = (t.to(torch.promote_types(t.dtype, torch.float32)).flatten(1) for t in (a, b))
-    lengths = a.square().sum(-1).sqrt() * b.square().sum(-1).sqrt()
-    return torch.where(lengths.isfinite(), (a * b).sum(-1) / lengths.clamp(min=1e-8), torch.nan)
+def _similarity(a: Tensor, b: Tensor) -> Tensor:
+    """The cosine of each row, in float32 or float64; NaN where squares are not finite, infinite for rows that did not move and have a direction."""
+    a, b = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
+    # torch's root of float32 is not the nearest float.
+    length, other = (_sum(x * x).double().sqrt().to(x.dtype) for x in (a, b))
+    lengths = length * other
+    still = (a == b).flatten(1).all(1) & (lengths > 1e-8)
+    cosine = torch.where(still, torch.inf, _sum(a * b) / lengths.clamp(min=1e-8))
+    return torch.where(lengths.isfinite(), cosine, torch.nan)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """Of each row, in the order of the kernels: component i of a head goes to number i % 16; these are added up in halves."""
+    numbers = x.new_zeros(x.shape[0], 16)
+    for part in torch.nn.functional.pad(x, (0, -x.shape[2] % 16)).flatten(1).unflatten(1, (-1, 16)).unbind(1):
+        numbers = numbers + part
+    for half in (8, 4, 2, 1):
+        numbers = numbers[:, :half] + numbers[:, half:]
+    return numbers[:, 0]
 
 
 def gather_rows(x: Tensor, index: Tensor) -> Tensor:

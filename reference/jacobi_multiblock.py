@@ -203,70 +203,122 @@ def jacobi_multiblock_published(
 ) -> JacobiMultiblockResult:
     """What the authors' published decoder does, forward by forward, for one or two blocks: its tokens are greedy's too.
 
-    A call per block. The pseudo block only ever feeds the pool: when the real block is complete the call ends, and the next
-    one starts from a draft of random earlier tokens, with an empty pool. A real block that is completed before its pseudo
-    block was fed costs one more forward. The last call is carried out in full, then cut to `max_new_tokens`.
-
-    The pool takes two entries when a draft is partly accepted: all blocks as they are, and the rejected tail. The search
-    skips the newest entry, keeps duplicates, and gives up if it finds fewer than two candidates. Pseudo blocks follow the
-    first row whichever wins. A pad after the clone of the real draft completes a spawned block.
-
-    Three blocks and more are refused: the published code then revives forgotten blocks, or fails on unequal row counts.
+    A call per block, see :func:`_published_call`; the next one starts from a draft of random earlier tokens, with an empty pool.
+    The last call is carried out in full, then cut to `max_new_tokens`. Three blocks and more are refused: in the published code
+    they end in blocks with unequal numbers of rows.
 
     Args: as in :func:`jacobi_multiblock`, and
         pad_token: completes spawned blocks; left out of the pool.
         max_iterations: forwards per call.
     """
+    op = "pdkernels.jacobi_multiblock_published"
     if blocks not in (1, 2):
-        raise ValueError(
-            f"pdkernels.jacobi_multiblock_published: blocks must be 1 or 2, got {blocks}. Use jacobi_multiblock."
-        )
+        raise ValueError(f"{op}: blocks must be 1 or 2, got {blocks}. Use jacobi_multiblock.")
     prompt = list(prompt)
     if max_new_tokens == 0:
         return JacobiMultiblockResult([], 0, [])
     trace: list[MultiblockStep] = []
-
-    def call(start: list[int], draft: list[int]) -> tuple[list[int], int]:
-        """The tokens of one block after `start`, and the token that follows them."""
-        accepted: list[int] = []
-        next_token = draft[0]
-        candidates: list[list[int]] = []
-        pseudo: list[PseudoBlock] = []
-        pool: deque[list[int]] = deque(maxlen=pool_size)
-        for _ in range(max_iterations):
-            rows = [draft, *candidates]
-            row, predictions, answers = _forward(model, start + accepted, rows, pseudo)
-            count = accepted_length(rows[row], predictions, end_tokens) if draft else 0
-            trace.append(MultiblockStep(rows, pseudo, row, predictions, count))
-            candidates = []
-            if draft:
-                accepted = accepted + rows[row][:count]
-                next_token = accepted[-1] if accepted[-1] in end_tokens else predictions[count - 1]
-                if next_token in end_tokens:
-                    return accepted + [next_token] * (accepted[-1] not in end_tokens), next_token
-                draft, rejected = predictions[count - 1 : -1], predictions[count:-1]
-                if draft:
-                    standing = accepted + draft + [token for block in pseudo for token in block.accepted + block.draft]
-                    pool.append([token for token in standing if token != pad_token])
-                    if rejected:
-                        pool.append(rejected)
-                    found = [continuation(entry, draft) for entry in reversed(list(pool)[:-1])]
-                    candidates = [candidate for candidate in found if candidate is not None]
-                    candidates = candidates if len(candidates) >= 2 else []
-            pseudo = [block.verified(own) for block, own in zip(pseudo, answers[0])]
-            if not pseudo and blocks == 2 and len(accepted) >= math.ceil(spawn_ratio * block_size):
-                pseudo.append(PseudoBlock([], draft + [pad_token] * (block_size - len(draft))))
-            if not draft and all(block.accepted for block in pseudo):
-                break
-        return accepted, next_token
-
     draft = _first_draft(model, prompt, block_size, seed)
     tokens: list[int] = []
     while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in end_tokens):
-        written, next_token = call(prompt + tokens, draft)
+        written, next_token = _published_call(
+            model,
+            prompt + tokens,
+            draft,
+            trace,
+            pad_token=pad_token,
+            blocks=blocks,
+            spawn_at=math.ceil(spawn_ratio * block_size),
+            pool_size=pool_size,
+            end_tokens=end_tokens,
+            max_iterations=max_iterations,
+        )
         tokens = tokens + written
         draft = [next_token, *_fresh(seed, len(trace), block_size, prompt + tokens)[1:]]
     return JacobiMultiblockResult(tokens[:max_new_tokens], 1 + len(trace), trace)
+
+
+def _published_call(
+    model: Model,
+    start: list[int],
+    draft: list[int],
+    trace: list[MultiblockStep],
+    *,
+    pad_token: int,
+    blocks: int,
+    spawn_at: int,
+    pool_size: int,
+    end_tokens: Sequence[int],
+    max_iterations: int,
+) -> tuple[list[int], int]:
+    """The tokens that a call writes after `start`, and the token that follows them; its forwards go to `trace`.
+
+    The pool takes two entries when a draft is partly accepted: all blocks as they are, and the rejected tail. The search
+    skips the newest entry, keeps duplicates, and gives up if it finds fewer than two candidates. Pseudo blocks follow the
+    first row whichever wins. A pad after the clone of the real draft completes a spawned block.
+
+    When the real block is full, the first pseudo block with progress becomes real and one block fewer is looked at: then all
+    of these are full, and the call ends. A real block that is full before its pseudo block was fed costs one more forward, and
+    each block that is passed over counts as one active block fewer. So a third block may be spawned in that forward, though
+    two are allowed. The call then goes on with the promoted block, and looks at the third, and a fourth, when more are spawned.
+    """
+    size = len(draft)
+    accepted: list[list[int]] = [[]]
+    drafts, provisional = [[draft]], [False]  # rows of each block; whether it is a pseudo block
+    count, active, real = 1, 1, 0  # blocks that are looked at; how many the code takes for active
+    next_token = draft[0]
+    pool: deque[list[int]] = deque(maxlen=pool_size)
+
+    def written() -> list[int]:
+        sure = [b for b in range(count) if b != real and not provisional[b]]
+        return [token for b in [*sure, real] for token in accepted[b]]
+
+    for _ in range(max_iterations):
+        waiting = [b for b in range(count) if b != real and provisional[b]]
+        pseudo, rows = [PseudoBlock(accepted[b], drafts[b][0]) for b in waiting], drafts[real]
+        for b in waiting:
+            if 1 < len(drafts[b]) != len(rows) > 1:
+                raise ValueError(
+                    f"pdkernels.jacobi_multiblock_published: blocks must have equally many rows, got {len(rows)} and "
+                    f"{len(drafts[b])}, where the published code fails as well. Use jacobi_multiblock."
+                )
+        row, predictions, answers = _forward(model, start + written(), rows, pseudo)
+        taken = accepted_length(rows[row], predictions, end_tokens) if rows[0] else 0
+        trace.append(MultiblockStep(rows, pseudo, row, predictions, taken))
+        if taken:
+            accepted[real] = accepted[real] + rows[row][:taken]
+            last = accepted[real][-1]
+            next_token = last if last in end_tokens else predictions[taken - 1]
+            if next_token in end_tokens:
+                return written() + [next_token] * (last not in end_tokens), next_token
+            own, rejected = predictions[taken - 1 : -1], predictions[taken:-1]
+            drafts[real] = [own]
+            if own:
+                standing = [token for b in range(count) for token in accepted[b] + drafts[b][0]]
+                pool.append([token for token in standing if token != pad_token])
+                if rejected:
+                    pool.append(rejected)
+                found = [continuation(entry, own) for entry in reversed(list(pool)[:-1])]
+                others = [candidate for candidate in found if candidate is not None]
+                drafts[real] = [own, *others] if len(others) > 1 else [own]
+        for b, block, own in zip(waiting, pseudo, answers[0]):
+            accepted[b], tail = block.verified(own)
+            drafts[b] = [tail]
+        if len(accepted[count - 1]) >= spawn_at and active < blocks:
+            accepted.append([])
+            drafts.append([own + [pad_token] * (size - len(own)) for own in drafts[real]])
+            provisional.append(True)
+            count, active = count + 1, active + 1
+        if len(accepted[real]) >= size:
+            for b in range(count):
+                active -= 1
+                if provisional[b] and accepted[b]:
+                    drafts[b] = [[next_token, *(accepted[b] + drafts[b][0])[1:]]]
+                    accepted[b], provisional[b], real, count = [], False, b, count - 1
+                    break
+        if all(len(accepted[b]) >= size for b in range(count)):
+            break
+    return written(), next_token
 
 
 def _first_draft(model: Model, prompt: list[int], length: int, seed: int) -> list[int]:

@@ -20,7 +20,7 @@ from .autoregressive import Model
 from .block_diffusion import confident, denoise
 from .jacobi import accepted_length
 from .masks import block_causal
-from .sampling import OWN, DraftModel, causal_logits, distribution, draw, unadapted, uniforms
+from .sampling import OWN, DraftModel, causal_logits, distribution, draw, never, unadapted, uniforms
 
 
 class LinearStep(NamedTuple):
@@ -45,6 +45,7 @@ def linear_self_speculation(
     block_size: int = 32,
     threshold: float = 0.0,
     temperature: float = 0.0,
+    allow_mask_token: bool = False,
     verification: str = "compare",
     end_tokens: Sequence[int] = (),
     seed: int = 0,
@@ -70,6 +71,7 @@ def linear_self_speculation(
             accepts draft token x with probability ``min(1, p(x) / q(x))`` and replaces a rejected one by a draw from
             ``max(p - q, 0)``: the same distribution, more accepted. It needs a draft whose tokens were drawn independently of each
             other, that is, threshold 0. At temperature 0 both are the same.
+        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
         draft_model: `model` with its drafting adapters, told which rows they act on: all rows of the block. None: `model`.
@@ -87,6 +89,8 @@ def linear_self_speculation(
             "on slots filled before, also on later ones; use verification='compare'."
         )
     drafter = draft_model or unadapted(model)
+    if not allow_mask_token:
+        model = never(model, mask_token)
     prompt = list(prompt)
     if max_new_tokens == 0:
         return LinearSelfSpeculationResult([], 0, [])

@@ -17,7 +17,7 @@ def linear_token_statistics(
     hidden: Tensor,
     weight: Tensor,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     step: int | Tensor = 0,
     positions: Tensor | None = None,
     row_index: Tensor | None = None,

@@ -40,13 +40,11 @@ def _log_distribution(logits: Tensor) -> Tensor:
 def _levelled(log_distribution: Tensor, min_p: float) -> Tensor:
     """Every probability below `min_p` times the largest becomes 1 / V; then all are renormalised to sum to 1."""
     distribution = log_distribution.exp()
-    kept = torch.where(
-        distribution < min_p * distribution.amax(-1, keepdim=True), 1 / distribution.shape[-1], distribution
-    )
-    return (kept / kept.sum(-1, keepdim=True)).log()
+    low = distribution < min_p * distribution.amax(-1, keepdim=True)
+    return torch.where(low, -math.log(distribution.shape[-1]), log_distribution).log_softmax(-1)
 
 
 def _divergence(then: Tensor, now: Tensor) -> Tensor:
-    """Sum of ``p_then (log p_then - log p_now)``, where a ``p_then`` of 0 adds nothing."""
-    distribution = then.exp()
-    return torch.where(distribution == 0, 0.0, distribution * (then - now)).sum(-1)
+    """Sum of ``p_then (log p_then - log p_now)``, where a ``p_then`` of 0 adds nothing, and a ``p_now`` of 0 else infinity."""
+    terms = torch.where(now == -torch.inf, torch.inf, then.exp() * (then - now))
+    return torch.where(then == -torch.inf, 0.0, terms).sum(-1)

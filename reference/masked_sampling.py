@@ -75,7 +75,8 @@ class Canvas:
         self.start, self.end = len(prompt), len(prompt) + max_new_tokens
         self.tokens = [*prompt, *[mask_token] * max_new_tokens]
         self.mask_token, self.end_tokens = mask_token, tuple(end_tokens)
-        self.forwards = 0
+        self.forwards = 0  # those that guess, whose number names their draws
+        self.others = 0
         self.trace: list[MaskedStep] = []
 
     def masks(self, window: Window) -> list[int]:
@@ -103,7 +104,7 @@ class Canvas:
             self.tokens[place] = token
 
     def result(self) -> MaskedResult:
-        return MaskedResult(self.text, self.forwards, self.trace)
+        return MaskedResult(self.text, self.forwards + self.others, self.trace)
 
 
 def predicts(model: object) -> str:

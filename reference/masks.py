@@ -123,12 +123,14 @@ def dual_stream(
     return _evaluate(tokens, tokens, sees, [position for _, position in tokens])
 
 
-def planned(stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False) -> Mask:
-    """Planned Diffusion. The mask is built as in the released code, row by row of text:
+def planned(
+    stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False, open_chunks: str = "hidden"
+) -> Mask:
+    """Planned Diffusion. The mask is built as in the released training code, row by row of text:
 
-    plan tokens attend to what plan tokens have been shown so far, and to each other causally; the chunks of a round see all earlier
-    rows, and each other (dense) or only their own chunk (sparse); a sync token sees all earlier rows and shows them to all
-    later rows.
+    plan tokens attend to what plan tokens have been shown so far, and to each other causally; the chunks of a round see the same (or,
+    with "visible" open chunks, all earlier rows), and each other (dense) or only their own chunk (sparse); a sync token sees
+    all earlier rows and shows them to all later rows.
     """
     shown: set[int] = set()  # tokens that plan rows may see
     seen_by: list[set[int]] = []
@@ -143,7 +145,8 @@ def planned(stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = Fa
             spans.append((begin, begin + length))
         for begin, end in spans:
             mates = range(begin, end) if sparse else range(start, spans[-1][1])
-            seen_by += [set(range(start)) | set(mates) for _ in range(begin, end)]
+            past = shown if open_chunks == "hidden" else set(range(start))
+            seen_by += [past | set(mates) for _ in range(begin, end)]
         if sync:
             shown = set(range(len(seen_by) + 1))
             seen_by.append(set(shown))

@@ -50,15 +50,27 @@ def philox4x32(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return torch.stack([c0, c1, c2, c3], dim=-1)
 
 
-def random_words(seed: int, step: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+def as_seeds(seed: int | torch.Tensor, device: torch.device) -> torch.Tensor:
+    """int64, the low 64 bits of a number."""
+    if isinstance(seed, torch.Tensor):
+        return seed.to(device, torch.int64)
+    return torch.tensor((seed + 2**63) % 2**64 - 2**63, device=device)
+
+
+def key_of(seeds: torch.Tensor) -> torch.Tensor:
+    """``(..., 2)``: low and high word of int64 `seeds` ``(...)``."""
+    return torch.stack([seeds & WORD, (seeds >> 32) & WORD], dim=-1)
+
+
+def random_words(seed: int | torch.Tensor, step: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
     """The random word that belongs to ``(seed, step, row, column)``.
 
     One call of Philox gives four words, and four neighbouring columns share it: the word is number ``column % 4`` of
     ``philox4x32((column // 4, row, step, 0), (seed low, seed high))``.
 
     Args:
-        seed: 64-bit integer.
-        step, row, column: int64 tensors that broadcast; ``0 <= step, row < 2**32``, ``0 <= column < 2**34``.
+        seed: 64-bit integer, or an int64 tensor of them.
+        seed, step, row, column: int64 tensors that broadcast; ``0 <= step, row < 2**32``, ``0 <= column < 2**34``.
 
     Returns:
         int64 of the broadcast shape, in 0 .. 2**32 - 1.
@@ -68,8 +80,7 @@ def random_words(seed: int, step: torch.Tensor, row: torch.Tensor, column: torch
         >>> hex(random_words(0, zero, zero, torch.tensor(1)).item())
         '0xe169c58d'
     """
-    step, row, column = torch.broadcast_tensors(step, row, column)
+    seeds, step, row, column = torch.broadcast_tensors(as_seeds(seed, column.device), step, row, column)
     counter = torch.stack([column // 4, row, step, torch.zeros_like(column)], dim=-1)
-    key = torch.tensor([seed & WORD, (seed >> 32) & WORD], device=column.device)
-    words = philox4x32(counter, key)
+    words = philox4x32(counter, key_of(seeds))
     return words.gather(-1, (column % 4).unsqueeze(-1)).squeeze(-1)

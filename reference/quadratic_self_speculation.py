@@ -92,6 +92,7 @@ def quadratic_self_speculation(
     ensemble_weight: float = 1.0,
     ensemble: str = "probability",
     temperature: float = 0.0,
+    allow_mask_token: bool = False,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
     draft_model: DraftModel | None = None,
@@ -118,6 +119,7 @@ def quadratic_self_speculation(
         temperature: of guesses and verifier, whose ensemble it is applied to (T above 0 has no rule in paper or code). The
             verifier's draw is what is emitted: at weight 1 the tokens are those of
             :func:`~pdkernels.reference.sampling.sampled_autoregressive`, seed for seed.
+        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
         draft_model: `model` with its drafting adapters, told which rows they act on: mask rows alone. None: `model`.
@@ -147,6 +149,8 @@ def quadratic_self_speculation(
         logits = runner(torch.tensor([tokens]), positions[None], mask, rank > 0)[0]
         after = torch.arange(len(tokens)) >= len(prefix)
         own = logits[after & (rank == 0)]
+        if not allow_mask_token:
+            own = without(own, mask_token)
         # Either layout lists the groups in order, and the masks of a group in order.
         diffusion = without(logits[rank > 0], mask_token).unflatten(0, (len(draft), masks)) if masks else logits[:0]
         judge = verifier(own, diffusion[:, 0], weight, ensemble) if masks else own

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .philox import WORD, philox4x32
+from .philox import WORD, as_seeds, key_of, philox4x32
 
 SCHEDULES = ("constant", "linear", "harmonic", "root")
 MIXERS = ("linear", "sqrt")
@@ -50,25 +50,28 @@ def quantile(words: Tensor) -> Tensor:
     return t * (_powers(NUMERATOR, y) / _powers(DENOMINATOR, y))
 
 
-def initial_state(steps: Tensor, positions: Tensor, size: int, seed: int = 0, init_std: float = 0.4**0.5) -> Tensor:
+def initial_state(
+    steps: Tensor, positions: Tensor, size: int, seed: int | Tensor = 0, init_std: float = 0.4**0.5
+) -> Tensor:
     """The initial state for a step and a position: truncated normal numbers, ``(..., size)`` float32.
 
     Component ``e`` comes from word ``e % 4`` of ``philox4x32((e // 4, position, step, 1), (seed low, seed high))``.
 
     Args:
-        steps, positions: integer tensors that broadcast.
+        steps, positions: integer tensors that broadcast; so does `seed` where it is a tensor.
         init_std: of the normal distribution before it is truncated at three times that. The published model has sqrt(2 / 5).
 
     Example:
         >>> initial_state(torch.tensor(0), torch.tensor([7, 8]), 3).shape
         torch.Size([2, 3])
     """
-    steps, positions = torch.broadcast_tensors(steps.to(torch.int64) & WORD, positions.to(torch.int64) & WORD)
+    steps, positions, seeds = torch.broadcast_tensors(
+        steps.to(torch.int64) & WORD, positions.to(torch.int64) & WORD, as_seeds(seed, positions.device)
+    )
     quads = torch.arange((size + 3) // 4, device=positions.device)
     steps, positions, quads = torch.broadcast_tensors(steps[..., None], positions[..., None], quads)
     counter = torch.stack([quads, positions, steps, torch.full_like(quads, LATENT)], dim=-1)
-    key = torch.tensor([seed & WORD, (seed >> 32) & WORD], device=positions.device)
-    numbers = quantile(philox4x32(counter, key)).flatten(-2)[..., :size]
+    numbers = quantile(philox4x32(counter, key_of(seeds)[..., None, :])).flatten(-2)[..., :size]
     return numbers * torch.full_like(numbers, init_std)
 
 
@@ -118,6 +121,7 @@ def recurrence_inject(
     advance: Tensor,
     steps: Tensor,
     seed: int = 0,
+    seeds: Tensor | None = None,
     noise: float = 0.0,
     schedule: str = "linear",
     horizon: int = 32,
@@ -135,7 +139,8 @@ def recurrence_inject(
     inside = index < width[:, None]
     counts = recurrences[:, :rows]
     positions = cursor[:, None] + index
-    z = initial_state(torch.zeros_like(positions), positions, size, seed, init_std).to(wide)
+    own = seed if seeds is None else seeds[:, None]
+    z = initial_state(torch.zeros_like(positions), positions, size, own, init_std).to(wide)
     e = embedding.to(wide)
     keep = 1 - torch.full_like(e, momentum)
     blended = keep * e if damp_new else e
@@ -154,7 +159,7 @@ def recurrence_inject(
         z = torch.where(old[..., None], last.to(wide), z)
         if noise != 0:
             beta = noise_share(counts, noise, schedule, horizon, wide)[..., None]
-            drawn = initial_state(steps[:, None], positions, size, seed, init_std).to(wide)
+            drawn = initial_state(steps[:, None], positions, size, own, init_std).to(wide)
             if mixer == "sqrt":
                 mixed = _root((1 - beta).clamp(min=0)) * z + _root(beta) * drawn
             else:
@@ -202,7 +207,7 @@ def recurrence_exit(
             known = known & there
             change = now - 2 * before.to(wide) + first.to(wide)
         moved, length = change.square().sum(-1).sqrt(), now.square().sum(-1).sqrt()
-        known = known & inside & (recurrences[:, :rows] >= min_recurrences)
+        known = known & inside & (recurrences[:, :rows].long() >= min_recurrences)
         relative = torch.where((moved == 0) & (length == 0), torch.zeros_like(moved), moved / length)
         distance = torch.where(known, relative, distance)
     return state, distance, distance < threshold
@@ -267,7 +272,7 @@ def recurrence_advance_(
         wave = 0 if ended or left == 0 else min(w - n + headway, cap, left)
         if wave > 0:
             new = [inputs[0], *guesses[:w]]
-            guessed = [0] * (headway - 1) if filler is None else filler[b].tolist()
+            guessed = [0] * min(headway - 1, room) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
             tokens[b, : len(row)] = torch.tensor(row, dtype=tokens.dtype)
             kept = min(w - n, wave)

@@ -109,6 +109,7 @@ def recurrent_adaptive(
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
     check_every: int = 1,
+    first_check: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
@@ -118,7 +119,7 @@ def recurrent_adaptive(
 ) -> AdaptiveResult:
     """One token per forward, of as many recurrences as the token needs.
 
-    After every `check_every` recurrences the criterion compares the state, or the distribution of the next token, with that of the check
+    Every `check_every` recurrences, from the first check on, the criterion compares the state, or the distribution of the next token, with that of the check
     before; the token is done if the value is below the threshold. The prediction is that of the last state. The prompt is never
     adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
 
@@ -128,13 +129,15 @@ def recurrent_adaptive(
         recurrences: of the prompt.
         criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
             "entropy-diff": of the distribution, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
-            "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that have not changed the
-            argmax; done if they are at least `threshold`.
+            "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that count and have not
+            changed the argmax; done if they are at least `threshold`.
         threshold: None: that of `THRESHOLDS`.
-        max_recurrences: of a token; None: `recurrences`. If `check_every` does not divide it, the rest is run without a check.
+        max_recurrences: of a token; None: `recurrences`. What is left of it after the last check is run without one.
         min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first check counts too; it
             is compared with the initial state, entropy 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
+        first_check: recurrences before the first one; None: `check_every`. The released code with `min_steps` has
+            ``min_steps + 1`` here, and all of its checks count.
 
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
     >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))
@@ -148,6 +151,9 @@ def recurrent_adaptive(
         )
     if check_every < 1:
         raise ValueError(f"pdkernels.recurrent_adaptive: check_every must be at least 1, got {check_every}.")
+    first = check_every if first_check is None else first_check
+    if first < 1:
+        raise ValueError(f"pdkernels.recurrent_adaptive: first_check must be at least 1, got {first}.")
     if max_new_tokens == 0:
         return AdaptiveResult([], 0, 0, [])
     limit = THRESHOLDS[criterion] if threshold is None else threshold
@@ -163,21 +169,22 @@ def recurrent_adaptive(
         e = model.prelude(torch.tensor(tokens[-1:]), cursor, past)
         z = init(0, rows(cursor, 1))
         before = at_first(criterion, z[0], logits.shape[-1])
-        count, stable, done = 0, 0, False
+        count, last, stable, done = 0, 0, 0, False
         values: list[float] = []
         while count < most and not done:
-            run = min(check_every, most - count)
+            wanted = check_every if last else first
+            run = min(wanted, most - count)
             z = refine(model, z, e, cursor, past, run)
             count += run
-            if run < check_every:
+            if run < wanted:
                 break
             seen = None if criterion in LATENT else model.coda(z, cursor, past)[0]
             now = observed(criterion, z[0], seen)
             value = change(criterion, now, before)
             before = now
-            counts = count - check_every >= min_recurrences
+            counts, last = last >= min_recurrences, count
             if criterion == "argmax-stability":
-                stable = stable + 1 if value == 0 else 0
+                stable = stable + 1 if counts and value == 0 else 0
                 done = counts and stable >= limit
                 value = float(stable)
             else:

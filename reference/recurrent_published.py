@@ -88,7 +88,8 @@ def recurrent_published(
         max_steps: stop after the step of this number.
 
     Raises:
-        ValueError: for an unknown name; and if "fixed" freezes while the wave cannot grow by `headway`: the released code then
+        ValueError: for an unknown name; where the states of three steps that "latent-acceleration-2" compares have no position in
+            common (the wave is longer than a short prompt, or many rows froze at once): the released code fails there; and if "fixed" freezes while the wave cannot grow by `headway`: the released code then
             moves the cache, but not the states, and reads past its sequence in the next step.
     """
     op = "pdkernels.recurrent_published"
@@ -217,10 +218,14 @@ class Memory:
             return relative(acceleration, now[:count])
         # Where three ranges of positions meet, each taken to start at its step's cursor before the cut.
         end = min(cursor + len(states), old_cursor + len(self.previous), self.before_cursor + len(self.before))
-        if end <= cursor:
-            return []
+        # Where they do not meet, these are the released code's slices too: their ends count from the back.
         now, last = states[: end - cursor], self.previous[cursor - old_cursor : end - old_cursor]
         before = self.before[cursor - self.before_cursor : end - self.before_cursor]
+        if len({len(now), len(last), len(before)} - {1}) > 1:
+            raise ValueError(
+                "pdkernels.recurrent_published: the states of three steps must meet for freeze='latent-acceleration-2', got "
+                f"{len(now)}, {len(last)} and {len(before)} rows, on which the released code fails too. Use another freeze."
+            )
         return relative(now - 2 * last + before, now, 1e-6)
 
     def keep(self, states: Tensor, old_cursor: int) -> None:

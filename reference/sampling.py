@@ -34,8 +34,8 @@ def unadapted(model: Model) -> DraftModel:
     return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
 
 
-def uniforms(seed: int, step: int | Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """fp64 in (0, 1), of the shape to which `step`, `rows` and `columns` (int64) broadcast.
+def uniforms(seed: int | Tensor, step: int | Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """fp64 in (0, 1), of the shape to which `seed`, `step`, `rows` and `columns` (int64) broadcast.
 
     >>> uniforms(0, 0, torch.tensor(0), torch.arange(2)).tolist() == [(w + 0.5) / 2**32 for w in (0x6627E8D5, 0xE169C58D)]
     True
@@ -70,6 +70,11 @@ def without(logits: Tensor, token: int) -> Tensor:
     logits = logits.clone()
     logits[..., token] = -torch.inf
     return logits
+
+
+def never(model: Model, token: int) -> Model:
+    """`model`, to whose rows `token` is impossible."""
+    return lambda tokens, positions, mask: without(model(tokens, positions, mask), token)
 
 
 def causal_logits(model: Model, tokens: Sequence[int]) -> Tensor:

@@ -18,7 +18,7 @@ from .sampling import uniforms
 def token_statistics(
     logits: Tensor,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     step: int | Tensor = 0,
     positions: Tensor | None = None,
     row_index: Tensor | None = None,
@@ -51,6 +51,8 @@ def token_statistics(
         places = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
         steps = torch.as_tensor(step, device=rows.device).expand(shape).reshape(-1, 1).long()
         columns = torch.arange(rows.shape[-1], device=rows.device)
+        if isinstance(seed, Tensor):
+            seed = seed.expand(shape).reshape(-1, 1)
         noise = torch.log(-torch.log(uniforms(seed, steps, places, columns)))
         drawn = possible.double() - temperature * noise
     ids = torch.where(undefined, scores.argmax(-1), drawn.argmax(-1))
@@ -65,7 +67,7 @@ def token_statistics(
     probs = below.softmax(-1)
     order = ranked.sort(dim=-1, descending=True, stable=True).indices
     top = probs.gather(-1, order)
-    entropy = -torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)
+    entropy = 0 - torch.where(probs == 0, 0.0, probs * log_distribution).sum(-1)
     results = (
         probs.gather(-1, ids[:, None])[:, 0],
         top[:, :top_k],

@@ -79,10 +79,11 @@ def unmask_(
     factor: float | None = None,
     strict: bool = False,
     seed: int = 0,
+    seeds: Tensor | None = None,
     step: int = 0,
     steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `need` and `step`."""
+    """``(committed, remaining, done)``; as `pdkernels.unmask_`, which also takes tensors for `quota`, `need`, `seed` and `step`."""
     batch, length = tokens.shape
     shape = (batch,) if windows is None or windows.dim() == 2 else tuple(windows.shape[:2])
     spans = (
@@ -108,7 +109,8 @@ def unmask_(
     for b in range(batch):
         row, guesses = tokens[b].tolist(), ids[b].tolist()
         if confidence is None:
-            scores = random_order(seed, step if steps is None else int(steps[b]), [max(p, 0) for p in places[b]])
+            own, moment = seed if seeds is None else int(seeds[b]), step if steps is None else int(steps[b])
+            scores = random_order(own, moment, [max(p, 0) for p in places[b]])
         else:
             scores = confidence[b].tolist()
         for (start, end), most, least in zip(spans[b], wanted[b], needed[b]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import re
@@ -108,11 +109,21 @@ print(pathlib.Path(pd.__file__).parent, pathlib.Path(pd.reference.__file__).pare
 # ---------------------------------------------------------------------------------------------------- wheel and sdist
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", folder]
-    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=AS_BUILT | elsewhere(folder / "build"))
+    """Built once in a test run: the first worker that needs it builds it, the others wait for that."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "wheel"
+    with (shared / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            building = tmp_path_factory.mktemp("building")
+            options = ["--no-deps", "--no-build-isolation", "--wheel-dir", building]
+            environment = AS_BUILT | elsewhere(building / "build")
+            run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=environment)
+            folder.mkdir()
+            shutil.move(next(building.glob("*.whl")), folder)
     return next(folder.glob("*.whl"))
 
 
@@ -136,7 +147,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 
 def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
     interpreter = new_environment(tmp_path / "venv")
-    pip(interpreter, "install", "--no-index", "--no-deps", wheel)
+    pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)
     answer = python(USE, executable=interpreter, cwd=tmp_path)
     package, reference = answer.stdout.split()
     assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"
@@ -173,10 +184,20 @@ print(time.process_time() - start)
 heavy = {"rich", "typer", "triton", "transformers", "matplotlib", "cuda"}
 print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} & heavy))
 assert not torch.cuda.is_initialized()
+before = set(sys.modules)
+for name in ("tiny-code", "tiny-recurrent"):
+    pdkernels.models.load(name)
+# torch fills tensors on the meta device by way of its compiler: 800 modules that a model without memory has no use for.
+assert len(set(sys.modules) - before) <= 10, sorted(set(sys.modules) - before)
 """
-    answers = [python(code).stdout.split("\n") for _ in range(2)]
-    assert answers[0][1] == "[]"
-    assert min(float(answer[0]) for answer in answers) < 1.0
+    answer = python(code).stdout.split("\n")
+    assert answer[1] == "[]"
+    assert min(float(seconds) for seconds in (answer[0], *_once_more(code, answer[0]))) < 1.0
+
+
+def _once_more(code: str, seconds: str) -> list[str]:
+    """Another process may have been in the way of the first one."""
+    return [] if float(seconds) < 1.0 else [python(code).stdout.split("\n")[0]]
 
 
 def test_missing_library_is_one_warning_and_right_results() -> None:
@@ -201,14 +222,30 @@ print(ours[0].message)
     assert "the compiled library is missing (/nowhere/_ops.so)" in answer.stdout and "Build it with" in answer.stdout
 
 
-@pytest.mark.parametrize("part", [0.0, 0.001, 0.5, 0.95])
-def test_broken_library_is_an_import_error(tmp_path: Path, part: float) -> None:
+def test_broken_library_is_an_import_error(tmp_path: Path) -> None:
     whole = _native.library_path().read_bytes()
-    broken = tmp_path / "_ops.so"
-    broken.write_bytes(whole[: int(len(whole) * part)])
-    answer = python("import pdkernels", environment={"PDKERNELS_LIBRARY": str(broken)}, fails=True)
-    last = answer.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"ImportError: pdkernels: {broken} does not load with torch") and "Rebuild it with" in last
+    broken = [tmp_path / f"_ops-{part}.so" for part in (0.0, 0.001, 0.5, 0.95)]
+    for path in broken:
+        path.write_bytes(whole[: int(len(whole) * float(path.stem.removeprefix("_ops-")))])
+    code = """
+import os, sys, torch, traceback
+for path in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        os.environ["PDKERNELS_LIBRARY"] = path
+        try:
+            import pdkernels
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+"""
+    answer = run(sys.executable, "-c", code, *broken)
+    told = [line for line in answer.stderr.splitlines() if line.startswith("ImportError: ")]
+    assert len(told) == len(broken) and answer.stderr.strip().splitlines()[-1] == told[-1], answer.stderr
+    for path, line in zip(broken, told, strict=True):
+        assert line.startswith(f"ImportError: pdkernels: {path} does not load with torch") and "Rebuild it with" in line
 
 
 # ----------------------------------------------------------------------------------------------------- error sentences

@@ -47,7 +47,8 @@ class Row {
     args_.ids[r_] = missing ? -1 : key_id(drawn);
     args_.probs[r_] = missing ? 0.0f : number(probability(drawn));
     args_.margin[r_] =
-        missing ? 0.0f : number(-std::expm1((double{key_logit(top_[1])} - sums_.largest) * inverse_) / sums_.total);
+        missing ? 0.0f
+                : number((0 - std::expm1((double{key_logit(top_[1])} - sums_.largest) * inverse_)) / sums_.total);
     args_.entropy[r_] = missing ? 0.0f : number(std::log(sums_.total) - sums_.weighted / sums_.total);
     args_.logsumexp[r_] = missing ? -INFINITY : number(sums_.largest * inverse_ + std::log(sums_.total));
     for (int i = 0; i < args_.top_k; ++i) {

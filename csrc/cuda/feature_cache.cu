@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
   const char* fresh = args.fresh(b, row);
   char* cached = args.cached(b, args.starts.load(b) + row);
   float of_fresh = 0, of_cached = 0, dot = 0;
+  bool moved = false;
   for (int64_t at = threadIdx.x * sizeof(Elements); at < args.v_row.row_bytes(); at += kRowThreads * sizeof(Elements)) {
     const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
     Elements* place = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
@@ -40,13 +41,16 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
       of_fresh += p * p;
       of_cached += q * q;
       dot += p * q;
+      moved = moved || p != q;
     }
     if (args.update == Update::kAll) *place = x;
   }
   of_fresh = block_sum<kRowThreads>(of_fresh, room);
   of_cached = block_sum<kRowThreads>(of_cached, room);
   dot = block_sum<kRowThreads>(dot, room);
-  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, sqrtf(of_fresh) * sqrtf(of_cached));
+  moved = __syncthreads_or(moved);
+  const float lengths = sqrtf(of_fresh) * sqrtf(of_cached);
+  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, lengths, moved || !(lengths > 1e-8f));
 }
 
 // One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.

@@ -98,7 +98,10 @@ __device__ int64_t argmax_of(const Peak& peak, const T* row, int64_t width, Room
   return first < width ? first : peak.place;
 }
 
-__device__ float divergence(float p, float log_then, float log_now) { return p == 0 ? 0.0f : p * (log_then - log_now); }
+__device__ float divergence(float p, float log_then, float log_now) {
+  if (log_then == -INFINITY) return 0.0f;
+  return log_now == -INFINITY ? INFINITY : p * (log_then - log_now);
+}
 
 // The contribution of a token to the sums of its row; see csrc/cpu/simd/logit_divergence.cpp.
 struct Sums {

@@ -76,9 +76,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   if (origin < 0 || mix.share != 0.0f) {
     const uint32_t position = static_cast<uint32_t>(args.cursor.load(b) + i);
     const uint32_t step = old ? static_cast<uint32_t>(args.steps.load(b)) : 0;
+    const PhiloxKey key = args.seeds.key(b);
     for (int quad = 0; quad < kSize / 4; ++quad) {
       const PhiloxWords counter{{static_cast<uint32_t>(at / 4) + quad, position, step, kLatentNoise}};
-      const PhiloxWords words = philox4x32(counter, args.key[0], args.key[1]);
+      const PhiloxWords words = philox4x32(counter, key);
       for (int lane = 0; lane < 4; ++lane) {
         const float t = static_cast<float>(odd_number(static_cast<int32_t>(words.word[lane]))) * 0x1p-24f;
         const float drawn = Rounded::multiply(truncated_normal<Rounded>(t), args.init_std);

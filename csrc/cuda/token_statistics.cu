@@ -235,9 +235,10 @@ __device__ float rough_noise(uint32_t word) {
 template <int kSize>
 __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin, float cut, const float* logits) {
   const uint32_t position = args.position(r), step = args.step_of(r);
+  const PhiloxKey key = args.seeds.key(r);
   const float temperature = static_cast<float>(args.temperature);
   const auto words_at = [&](int64_t token) {
-    return philox4x32({{static_cast<uint32_t>(token / 4), position, step, 0}}, args.key[0], args.key[1]);
+    return philox4x32({{static_cast<uint32_t>(token / 4), position, step, 0}}, key);
   };
   const auto possible = [&](float x) { return x != -INFINITY && !(x < cut); };
   float rough[kEach], best = -INFINITY;
@@ -402,7 +403,7 @@ __global__ void __launch_bounds__(32) token_row_kernel(const __grid_constant__ T
   args.probs[r] = probability(chosen);
   args.entropy[r] = number(log(sums.total) - sums.weighted / sums.total);
   args.logsumexp[r] = missing ? -INFINITY : number(sums.largest * inverse + log(sums.total));
-  args.margin[r] = number(-expm1((static_cast<double>(key_logit(second)) - sums.largest) * inverse) / sums.total);
+  args.margin[r] = number((0 - expm1((static_cast<double>(key_logit(second)) - sums.largest) * inverse)) / sums.total);
 }
 
 }  // namespace

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pdkernels._renamed import MOVED_OPTIONS, RENAMED_OPTIONS, renamed
-from pdkernels._validation import check, check_type, message
+from pdkernels._validation import check, check_flag, check_type, message
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
-from pdkernels.decoding._request import Prompts, finished, open_session
+from pdkernels.decoding._prompts import Prompts
+from pdkernels.decoding._request import Overflow, check_model, finished, open_session
+from pdkernels.decoding._sampling import checked_mask_token, stream
+from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.decoding.methods import METHODS, PLANNED, Generate
 from pdkernels.decoding.result import (
     AdaptiveStep,
@@ -39,6 +42,7 @@ __all__ = [
     "generate",
     "is_lossless",
     "method_options",
+    "stream",
     "supports",
 ]
 
@@ -77,7 +81,7 @@ def method_options(method: str) -> tuple[str, ...]:
     """Names of the options that `generate` takes for `method`.
 
     >>> method_options("jacobi")
-    ('block_size', 'window', 'seed', 'page_size')
+    ('block_size', 'window', 'allow_mask_token', 'seed', 'page_size')
     """
     return tuple(find(method).options)
 
@@ -136,30 +140,38 @@ def generate(
     end_tokens: Sequence[int] | None = None,
     on_tokens: OnTokens | None = None,
     trace: bool = False,
+    overflow: Overflow = "error",
+    infill: bool = False,
     **options: Any,
 ) -> DecodeResult[Any, Any]:
     """Generate from `prompt`, with the decoding method called `method`.
 
     Args:
-        model: a model with `new_cache`, `config.vocab_size`, `tokenizer` and `end_tokens`, called as
-            ``model(tokens, cache=cache, counts=counts, rows=rows) -> logits`` (see `pdkernels.models`).
-        prompt: text (for a model with a tokenizer), token ids as a 1-D integer tensor or a list of ints, or a list
-            of any of these for a batch. Prompts of a batch may differ in length; none may be empty.
+        model: one of `pdkernels.models`, or a model of your own with the members that the method's protocol names
+            (docs/own_models.md); `pdkernels.models.from_callable` makes one of a function.
+        prompt: text (for a model with a tokenizer), token ids as an integer tensor or NumPy array of shape ``(n,)`` or ``(1, n)``,
+            or a list of ints; a list of any of these is a batch. Or messages, each with a "role" and a "content", for the
+            checkpoint's chat template. Or what a tokenizer returned: a mapping with `input_ids` and maybe `attention_mask`, one
+            row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
         method: one of `available()`, or a `Method` that `find` gives.
         max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
         end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.
         on_tokens: called as ``on_tokens(sequence, ids, accepted)`` whenever a sequence of the batch has new tokens;
             the first `accepted` of `ids` were accepted drafts, the others the model gave itself.
         trace: keep every draft, its predictions and what was accepted in ``stats.trace``.
+        overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``, "warn" goes on.
+        infill: fill mask tokens inside prompts too, for methods on models that see both sides. The result then has the whole
+            text, the prompt included, and end tokens count after the prompt only; `max_new_tokens` may be 0.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
-        `DecodeResult` with the new tokens only, their text and the stats: a tensor and a string for a single prompt,
+        `DecodeResult` with the new tokens only (but see `infill`), their text and the stats: a tensor and a string for a single prompt,
         lists of those for a batch.
 
     Raises:
-        ValueError: an unknown method, an empty prompt, ids outside the vocabulary, an option out of range.
-        TypeError: an unknown option or an argument of the wrong type.
+        ValueError: an unknown method, an empty prompt, one that is too long, ids outside the vocabulary, an option out of range,
+            a model whose logits are NaN.
+        TypeError: an unknown option, an argument of the wrong type, a model that lacks a member that the method needs.
         NotImplementedError: a method this version does not have yet.
 
     The forward over the prompt counts as a forward. Methods that are lossless (`is_lossless`) change only what tokens cost: at
@@ -189,7 +201,14 @@ def generate(
             f"These are: {', '.join(fitting)}.",
         )
     check_options(chosen, options)
-    session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace)
+    check_model(model, chosen, options.get("page_size") is not None)
+    check_flag(_OP, "infill", infill)
+    fill_in = None
+    if infill:
+        remedy = f"These can: {', '.join(name for name, known in METHODS.items() if known.fills_prompts)}."
+        check(chosen.fills_prompts, _OP, "infill", f"be False for method {chosen.name!r}", infill, remedy)
+        fill_in = checked_mask_token(_OP, model, options.get("mask_token"))
+    session, single = open_session(model, prompt, max_new_tokens, end_tokens, on_tokens, trace, overflow, fill_in)
     return finished(session, single, chosen.name, lambda: chosen.decode(session, **options))
 
 
@@ -211,3 +230,4 @@ def check_options(method: Method, options: Mapping[str, Any]) -> None:
     if page_size is not None:
         check_type(type(page_size) is int, _OP, "page_size", "be an int", type(page_size).__name__)
         check(page_size >= 1, _OP, "page_size", "be at least 1", page_size)
+        check(page_size <= MOST_POSITIONS, _OP, "page_size", f"be at most {MOST_POSITIONS}", page_size)

@@ -12,7 +12,7 @@ import torch
 from pdkernels.decoding._sampling import random_words
 
 
-def filler_words(seed: int, steps: int, slots: int, device: torch.device) -> torch.Tensor:
-    """Philox4x32-10 words of ``(seed, step, row 0, column)``: ``(steps, slots)`` int64 in 0 .. 2**32 - 1."""
-    numbers = torch.arange(steps, device=device)
-    return random_words(seed, numbers, torch.zeros_like(numbers), slots).contiguous()
+def filler_words(seeds: torch.Tensor, steps: int, slots: int) -> torch.Tensor:
+    """Philox4x32-10 words of ``(seed, step, row 0, column)``: ``(*seeds.shape, steps, slots)`` int64 in 0 .. 2**32 - 1."""
+    numbers = torch.arange(steps, device=seeds.device).expand(*seeds.shape, steps)
+    return random_words(seeds[..., None], numbers, torch.zeros_like(numbers), slots).contiguous()

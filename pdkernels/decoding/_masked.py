@@ -4,7 +4,7 @@ A canvas is a prompt and `max_new_tokens` open positions after it. They hold the
 for good. Every sequence has positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     forward = WholeCanvas(session, canvas)
     while canvas.unfinished:
         canvas.begin()                                  # counts the forward
@@ -27,11 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdkernels._validation import check_type
 from pdkernels.backends import backend_of
-from pdkernels.decoding._sampling import ORDER, checked_mask_token, likeliest, noise, statistics, uniforms, without_
+from pdkernels.decoding._masked_model import check_alone
+from pdkernels.decoding._masked_model import checked_masked_model as checked_masked_model
+from pdkernels.decoding._masked_trace import Record, masked_trace
+from pdkernels.decoding._sampling import ORDER, likeliest, noise, statistics, uniforms, without_
 from pdkernels.decoding._session import Session, is_end, sent
-from pdkernels.decoding.result import MaskedStep
 from pdkernels.models.feature_cache import FeatureCache
 from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
@@ -55,11 +56,11 @@ Window = tuple[int, int]
 class SamplingOptions(NamedTuple):
     """How a token is guessed from its logits, and what its confidence is taken from."""
 
+    seeds: torch.Tensor  # (batch,) int64
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int | None = None  # guess among so many of the likeliest tokens
     distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
-    seed: int = 0
     banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
     late: tuple[int, ...] = ()  # ids without confidence, and those of the others leave them out
     guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, given the prompt and without it
@@ -71,9 +72,7 @@ class Step(NamedTuple):
     windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence that takes no part
     positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, -1 after them
     full: bool  # none of them is -1
-    number: (
-        int | torch.Tensor
-    )  # (batch, 1) where they differ: of each sequence's forward, which names its random numbers
+    number: int | torch.Tensor  # of each sequence's forward, names its random numbers; (batch, 1) where they differ
     columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: what else the host has to say
 
 
@@ -85,6 +84,7 @@ class Canvas:
         tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
         prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
         starts: `prompt_lengths` on the host.
+        given: ``(batch, L)`` bool, what no forward fills.
         fact: ``(batch,)`` int64, for what the next poll should bring in `facts`.
         active: sequences that have something open which they need, as of the last poll.
         answers: the new positions of each sequence, as of the last poll.
@@ -93,35 +93,57 @@ class Canvas:
     def __init__(self, session: Session, mask_token: int, sampling: SamplingOptions) -> None:
         model, limit = session.model, session.max_new_tokens
         self.mask_token, self.sampling = mask_token, sampling
-        self._session, self._limit = session, limit
+        self._session, self._limit, self._limits = session, limit, session.limits
         self._backend = backend_of(model.dtype)
         self._shift = 1 if model.config.predicts == "next" else 0  # a row is about the position so many after it
         width = session.longest + limit
-        packed, self.prompt_lengths = session.packed_prompts(width + 1, model.device)
+        packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
         self.totals = self.prompt_lengths + limit
+        if session.tails is not None:
+            self.totals = sent([[n + len(ids)] for n, ids in zip(session.limits, session.prompts)], packed.device)[:, 0]
         self.starts = [len(prompt) for prompt in session.prompts]
         self._position = torch.arange(width, device=packed.device)
-        new = (self._position >= self.prompt_lengths[:, None]) & (self._position < self.totals[:, None])
+        self.given = self._position < self.prompt_lengths[:, None]
+        new = ~self.given & (self._position < self.totals[:, None])
         # One tensor, for one read.
-        self.tokens, self.fact = packed[:, :width], packed[:, width]
+        self.tokens, self.fact, self._broken = packed[:, :width], packed[:, width], packed[:, width + 1]
         self.tokens.masked_fill_(new, mask_token)
         self._known = packed[:, min(self.starts) :]
         # On the device once: a copy from the host in every step would wait for it.
+        self._seeds = sampling.seeds.to(packed.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
-        self.active = [limit > 0] * session.batch
+        self.active = [own > 0 for own in self._limits]
         self.answers = [[mask_token] * limit for _ in self.starts]
+        if session.tails is not None:
+            self._take_in(session.tails)
         self._told = [0] * session.batch  # tokens of each sequence that are on record
-        self._numbers = [0] * session.batch  # forwards of each sequence
+        self._numbers = [0] * session.batch  # forwards of each sequence that guess
+        self._others = 0  # forwards besides, of all sequences together
         self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
         self._committed: list[torch.Tensor] = []
-        self._records: list[_Record] = []
+        self._records: list[Record] = []
+
+    def _take_in(self, tails: Sequence[list[int]]) -> None:
+        """Writes what the prompts hold after their first masks, which no end token among it ends."""
+        texts = [prompt + tail for prompt, tail in zip(self._session.prompts, tails, strict=True)]
+        width = self.tokens.shape[1]
+        rows = sent([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)
+        self.given |= rows != self.mask_token
+        self.tokens.copy_(torch.where(rows != self.mask_token, rows, self.tokens))
+        rest = zip(tails, self._limits, strict=True)
+        self.answers = [tail + [self.mask_token] * (own - len(tail)) for tail, own in rest]
+
+    @property
+    def fills_prompts(self) -> bool:
+        """Whether there are masks inside prompts: sequences then have unlike numbers of open positions."""
+        return self._session.tails is not None
 
     @property
     def needs_polls(self) -> bool:
         """Whether every step has to be polled: something may end a sequence early, or somebody listens."""
-        return bool(self._session.end_tokens) or self._session.listens
+        return bool(self._session.end_tokens) or self._session.listens or self.fills_prompts
 
     @property
     def unfinished(self) -> bool:
@@ -134,13 +156,19 @@ class Canvas:
         self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
+    def run_again(self) -> None:
+        """The step needs one more forward of the sequences that take part: it is counted, and names no random numbers."""
+        self._session.forwards += 1
+        self._others += sum(self._part)
+
     def is_open(self, sequence: int, first: int, last: int) -> bool:
         """Whether a sequence has a mask in a window, as of the last poll."""
         return self.mask_token in self.answers[sequence][first:last]
 
-    def open_counts(self) -> list[int]:
-        """Masks of each sequence that goes on, as of the last poll."""
-        return [on * answer.count(self.mask_token) for on, answer in zip(self.active, self.answers, strict=True)]
+    def open_counts(self, first: int = 0, last: int | None = None) -> list[int]:
+        """Masks in a window of each sequence that goes on, as of the last poll."""
+        answers = zip(self.active, self.answers, strict=True)
+        return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
 
     def _number(self) -> int | None:
         """Of the forward, if it is the same for all sequences that take part."""
@@ -153,7 +181,7 @@ class Canvas:
         for start, answer, window, taking in zip(self.starts, self.answers, windows, self._part, strict=True):
             first, last = window if taking else (window[0], window[0])
             lines.append([start + first, start + last])
-            found.append([start + n for n in range(max(first, 0), min(last, self._limit)) if answer[n] == mask])
+            found.append([start + n for n in range(max(first, 0), min(last, len(answer))) if answer[n] == mask])
         width = max(map(len, found))
         full = min(map(len, found)) == width
         for sequence, (line, positions) in enumerate(zip(lines, found, strict=True)):
@@ -176,7 +204,8 @@ class Canvas:
         For forwards that all active sequences take part in.
         """
         if self._span is None or self._span[0] != (first, last):
-            rows = [[n + first, n + (last if on else first)] for n, on in zip(self.starts, self.active, strict=True)]
+            ends = [min(last, own) if on else first for own, on in zip(self._limits, self.active, strict=True)]
+            rows = [[n + first, n + end] for n, end in zip(self.starts, ends, strict=True)]
             windows = sent(rows, self.tokens.device)
             inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
             # The largest ranks come first: positions ascend, and what is not inside or not open has rank 0.
@@ -210,7 +239,9 @@ class Canvas:
             rows = rows.repeat(len(hidden) // len(rows), 1)
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         if not (sampling.guidance or sampling.late or sampling.top_k):
-            return statistics(model, hidden, **self._options(step))
+            guesses = statistics(model, hidden, **self._options(step))
+            self._look_for_nan(guesses, step)
+            return guesses
         # What is asked of these is of sums of logits, of two distributions or of the best tokens: they are there once.
         logits = model.logits(hidden)
         if sampling.guidance:
@@ -222,11 +253,17 @@ class Canvas:
                 without_(logits, token)
             logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
         guesses = token_statistics(logits, backend=self._backend, **options)
+        self._look_for_nan(guesses, step)
         if sampling.late:
             options["suppress"] += sampling.late
             sure = token_statistics(logits, backend=self._backend, **options)
             guesses = guesses._replace(probs=sure.probs.masked_fill(is_end(guesses.ids, self._late), 0))
         return guesses
+
+    def _look_for_nan(self, guesses: TokenStatistics, step: Step) -> None:
+        """Notes, for the next poll, sequences that have a guess of no probability at all."""
+        broken = guesses.probs.isnan() if step.full else guesses.probs.isnan() & (step.positions >= 0)
+        self._broken += broken.any(1)
 
     def _options(self, step: Step) -> dict[str, Any]:
         sampling = self.sampling
@@ -235,7 +272,7 @@ class Canvas:
             "top_k": 1,
             "top_p": sampling.top_p,
             "distribution": sampling.distribution,
-            **noise(sampling.temperature, sampling.seed, step.number, step.positions),
+            **noise(sampling.temperature, self._seeds, step.number, step.positions),
         }
         if not step.full:
             row = torch.arange(step.positions.numel(), device=step.positions.device).view_as(step.positions)
@@ -249,10 +286,10 @@ class Canvas:
         """
         if self._session.trace is not None:
             scores = self.turns(step) if confidence is None else confidence
-            self._records.append(_Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
+            self._records.append(Record(self.tokens.clone(), self._part, step.windows, step.positions, scores))
         if confidence is None:
             number = step.number
-            rule |= {"seed": self.sampling.seed, "step": number if isinstance(number, int) else number[:, 0]}
+            rule |= {"seed": self._seeds, "step": number if isinstance(number, int) else number[:, 0]}
         done = unmask_(
             self.tokens,
             ids,
@@ -269,7 +306,7 @@ class Canvas:
 
     def turns(self, step: Step) -> torch.Tensor:
         """fp64 in (0, 1): the numbers that replace a confidence where chance decides."""
-        return uniforms(self.sampling.seed, step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
+        return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def poll(self) -> list[int]:
         """Reads the texts and `fact`, which it returns; says which sequences are done, and hands their tokens on.
@@ -280,19 +317,24 @@ class Canvas:
         ends, shortest, facts = self._session.end_tokens, min(self.starts), []
         for sequence, row in enumerate(self._known.tolist()):
             first = self.starts[sequence] - shortest
-            answer = self.answers[sequence] = row[first : first + self._limit]
-            facts.append(row[-1])
+            own = self._limits[sequence]
+            answer = self.answers[sequence] = row[first : first + own]
+            facts.append(row[-2])
             if not self.active[sequence]:
                 continue
+            if row[-1]:
+                self._session.fail_not_numbers(sequence)
             told = known = self._told[sequence]
             ended = False
-            while not ended and known < self._limit and answer[known] != self.mask_token:
-                ended = answer[known] in ends
+            tail = self._session.tails[sequence] if self._session.tails else []
+            while not ended and known < own and answer[known] != self.mask_token:
+                ended = known >= len(tail) and answer[known] in ends
                 known += 1
             if known > told:
+                self._session.given += sum(token != self.mask_token for token in tail[told:known])
                 self._session.emit(sequence, answer[told:known], known - told)
                 self._told[sequence] = known
-            if ended or known == self._limit:
+            if ended or known == own:
                 self.active = [on and other != sequence for other, on in enumerate(self.active)]
                 self._span = None
         return facts
@@ -307,35 +349,9 @@ class Canvas:
                     if part[sequence]:
                         self._session.accepted[sequence].append(count)
         if self._session.trace is not None:
-            self._session.trace = self._trace()
-        return sum(self._numbers)
-
-    def _trace(self) -> list[list[MaskedStep]]:
-        totals = [start + self._limit for start in self.starts]
-        trace: list[list[MaskedStep]] = [[] for _ in totals]
-        after = [*(record.tokens for record in self._records), self.tokens][1:]
-        for record, following in zip(self._records, after, strict=True):
-            for sequence, parts in enumerate(zip(*record.on_host(), following.tolist(), strict=True)):
-                part, before, window, positions, confidence, now = parts
-                if part:
-                    guessed = {at: sure for at, sure in zip(positions, confidence, strict=True) if at >= 0}
-                    committed = {at: now[at] for at in guessed if before[at] != now[at]}
-                    trace[sequence].append(MaskedStep(before[: totals[sequence]], committed, guessed, tuple(window)))
-        return trace
-
-
-class _Record(NamedTuple):
-    """A commit as the trace needs it: the text before, who took part, where, and how sure of what."""
-
-    tokens: torch.Tensor
-    part: list[bool]
-    windows: torch.Tensor
-    positions: torch.Tensor
-    confidence: torch.Tensor
-
-    def on_host(self) -> tuple[list[Any], ...]:
-        tensors = self.tokens, self.windows, self.positions, self.confidence
-        return self.part, *(tensor.tolist() for tensor in tensors)
+            totals = [start + limit for start, limit in zip(self.starts, self._limits, strict=True)]
+            self._session.trace = masked_trace(self._records, self.tokens, totals)
+        return sum(self._numbers) + self._others
 
 
 class WholeCanvas:
@@ -354,7 +370,7 @@ class WholeCanvas:
         self._canvas = canvas
         self._copies = 2 if canvas.sampling.guidance else 1
         self.width = canvas.tokens.shape[1]
-        self._prompt = torch.arange(self.width, device=canvas.tokens.device) < canvas.prompt_lengths[:, None]
+        self._prompt = canvas.given
         self._start(session, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
@@ -397,6 +413,7 @@ class KeptCanvas(WholeCanvas):
         super().__init__(session, canvas, page_size)
 
     def _start(self, session: Session, page_size: int | None) -> None:
+        check_alone(session)
         model, parts = session.model, 1 if self._guidance_interval == 1 else self._copies
         self._together = self._copies // parts
         sizes = self._together * session.batch, session.longest, session.max_new_tokens
@@ -414,24 +431,11 @@ class KeptCanvas(WholeCanvas):
         if not self._free:
             return hidden
         if before % self._guidance_interval == 0 or before < _ALWAYS_GUIDED:
+            self._canvas.run_again()
             free = self._free[0].forward(tokens[len(hidden) :], self._prompt_lengths, visible)
             self._compared = torch.cat([hidden, free])
             return self._compared
         return torch.cat([hidden, self._compared])
-
-
-def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:
-    """The mask token of the session's model, which fills in positions that it sees both sides of."""
-    model = session.model
-    attention = getattr(model.config, "attention", None)
-    check_type(
-        attention == "bidirectional",
-        op,
-        "model",
-        "be a masked-diffusion model (config.attention 'bidirectional')",
-        type(model).__name__ if attention is None else f"attention {attention!r}",
-    )
-    return checked_mask_token(op, model, mask_token)
 
 
 def blocks_of(limit: int, block_size: int | None) -> list[Window]:

@@ -6,42 +6,56 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from pdkernels.decoding._steps import Steps
-from pdkernels.models.recurrent_depth import RecurrentDepth
+from pdkernels.models.protocols import BidirectionalModel, CausalModel, RecurrentModel
 
 Family = Literal["transformer", "recurrent", "masked"]
 
 
 class FamilyFacts(NamedTuple):
-    """What the models of a family are called, and a trained one of the package."""
+    """What the models of a family are called, a trained one of the package, and what its methods ask for at least."""
 
     description: str
     example: str
+    protocol: type
 
 
 FAMILIES: dict[Family, FamilyFacts] = {
-    "transformer": FamilyFacts("causal models", "tiny-code"),
-    "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent"),
-    "masked": FamilyFacts("models that see both sides", "tiny-masked"),
+    "transformer": FamilyFacts("causal models", "tiny-code", CausalModel),
+    "recurrent": FamilyFacts("recurrent-depth models", "tiny-recurrent", RecurrentModel),
+    "masked": FamilyFacts("models that see both sides", "tiny-masked", BidirectionalModel),
 }
 
 
+def families_of(model: object) -> tuple[Family, ...]:
+    """The families that a model says it belongs to; most belong to one.
+
+    >>> import pdkernels as pd
+    >>> families_of(pd.models.load("tiny-recurrent")), families_of(pd.models.from_callable(abs, vocab_size=3))
+    (('recurrent',), ('transformer', 'masked'))
+    """
+    config = getattr(model, "config", None)
+    if hasattr(config, "mean_recurrence"):
+        return ("recurrent",)
+    attention = getattr(config, "attention", "causal")
+    if attention == "either":
+        return ("transformer", "masked")
+    return ("masked",) if attention == "bidirectional" else ("transformer",)
+
+
 def family_of(model: object) -> Family:
-    """The family of a model.
+    """The family whose methods come first for a model.
 
     >>> import pdkernels as pd
     >>> family_of(pd.models.load("tiny-code")), family_of(pd.models.load("tiny-recurrent"))
     ('transformer', 'recurrent')
     """
-    if isinstance(model, RecurrentDepth):
-        return "recurrent"
-    attention = getattr(getattr(model, "config", None), "attention", "causal")
-    return "masked" if attention == "bidirectional" else "transformer"
+    return families_of(model)[0]
 
 
 class SharedOptions:
@@ -51,7 +65,9 @@ class SharedOptions:
         mask_token: id of masked positions; None: the model's own.
         temperature: of the draws; 0 is greedy.
         top_p, min_p, top_k: draw from likely tokens only; None: from all.
-        seed: of all random numbers.
+        seed: of all random numbers; an int, of which each sequence makes a stream of its own (`stream`), or a list with one for
+            each sequence.
+        allow_mask_token: whether the text may have the mask token of a model that has one; by default it counts as impossible.
         recurrences: of the prompt and of every token; None: those the model was trained for.
         page_size: rows per page of the KV cache; None keeps the cache contiguous.
     """
@@ -113,6 +129,7 @@ class Method:
             returns in how many forwards its sequences took part, all together.
         family: the models that it is for. The first method of a family is what an evaluation compares the others with.
         also: other families that it runs on.
+        protocol: what it asks of a model; None: what its family does.
         lossless: whether it promises the tokens of greedy decoding, with default options and at temperature 0.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
         judges: whether it drafts tokens and judges the drafts.
@@ -125,12 +142,23 @@ class Method:
     decode: Callable[..., int | None]
     family: Family = "transformer"
     also: tuple[Family, ...] = ()
+    protocol: type | None = None
     lossless: bool = False
     steps: type[Steps] | None = None
     judges: bool = False
     models: tuple[str, ...] = ()
     widths: tuple[int | None, ...] = ()
     shown: bool = True
+
+    @property
+    def asks(self) -> type:
+        """What it asks of a model."""
+        return self.protocol or FAMILIES[self.family].protocol
+
+    @property
+    def fills_prompts(self) -> bool:
+        """Whether it can fill masks inside a prompt."""
+        return self.family == "masked"
 
     @property
     def example(self) -> str:
@@ -162,7 +190,7 @@ class Method:
 
     def supports(self, model: object) -> bool:
         """Whether it is for models of this kind."""
-        return family_of(model) in (self.family, *self.also)
+        return not {self.family, *self.also}.isdisjoint(families_of(model))
 
 
 def _written(annotation: Any) -> str:
@@ -173,4 +201,6 @@ def _written(annotation: Any) -> str:
         return annotation.__name__
     if "Literal" in repr(annotation) and str in map(type, get_args(annotation)):
         return f"Literal[{', '.join(map(json.dumps, get_args(annotation)))}]"
+    if get_origin(annotation) is Sequence:
+        return f"Sequence[{_written(get_args(annotation)[0])}]"
     return " | ".join(map(_written, get_args(annotation)))  # what is left are unions

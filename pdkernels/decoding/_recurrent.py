@@ -1,6 +1,6 @@
 """What the decoders of recurrent-depth models share: their options, filtered draws, the prompt's forward.
 
-Initial states belong to positions (`pdkernels.recurrence_inject`), and so do the numbers of a draw. One seed names both, so all
+Initial states belong to positions (`pdkernels.recurrence_inject`), and so do the numbers of a draw. One seed for each sequence names both, so all
 methods start a position from the same state and draw its token with the same noise, in whatever step that happens.
 """
 
@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from pdkernels._validation import check_type
-from pdkernels.decoding._sampling import OWN, check_sampling, checked_number, checked_size, draw
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import OWN, Seed, checked_number, checked_size, draw
+from pdkernels.decoding._sampling import checked_sampling as checked_seeds
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.models.recurrent_depth import RecurrentDepth
 
 
@@ -23,13 +24,13 @@ class Sampling(NamedTuple):
     top_p: float | None
     min_p: float | None
     top_k: int | None
-    seed: int
+    seeds: torch.Tensor  # (batch,) int64, on the device of the model
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
             logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
-        return draw(logits, positions, self.temperature, self.seed, OWN)
+        return draw(logits, positions, self.temperature, self.seeds, OWN)
 
 
 def filtered(
@@ -65,27 +66,33 @@ def filtered(
 
 
 def checked_sampling(
-    op: str, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None, seed: int
+    op: str,
+    session: Session,
+    temperature: float,
+    top_p: float | None,
+    min_p: float | None,
+    top_k: int | None,
+    seed: Seed,
 ) -> Sampling:
-    check_sampling(op, temperature, seed)
+    seeds = checked_seeds(op, temperature, seed, session.batch)
     for name, value in (("top_p", top_p), ("min_p", min_p)):
         if value is not None:
             checked_number(op, name, value, 1.0)
     if top_k is not None:
         checked_size(op, "top_k", top_k)
-    return Sampling(temperature, top_p, min_p, top_k, seed)
+    return Sampling(temperature, top_p, min_p, top_k, seeds.to(session.model.device))
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:
     """The model of `session`, whose recurrences are counted from here on."""
     model: RecurrentDepth = session.model
     check_type(
-        isinstance(model, RecurrentDepth),
+        hasattr(model.config, "mean_recurrence"),
         op,
         "model",
         "be a recurrent-depth model",
         type(model).__name__,
-        "See pdkernels.models.recurrent_depth.",
+        "Its config has `mean_recurrence`: see docs/own_models.md.",
     )
     session.counts_recurrences = True
     return model
@@ -114,13 +121,13 @@ def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: i
     ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait
     prompts, lengths = session.packed_prompts(session.longest, device)
     last, counts = (lengths - 1)[:, None], session.ragged(lengths)
-    logits = session.model(prompts, cache=cache, counts=counts, rows=last, recurrences=recurrences, seed=sampling.seed)
+    logits = session.model(prompts, cache=cache, counts=counts, rows=last, recurrences=recurrences, seed=sampling.seeds)
     tokens = sampling.draw(logits, lengths[:, None])
     session.forwards, session.recurrences = 1, recurrences
     cache.commit_(lengths)
 
     ended = torch.zeros_like(lengths, dtype=torch.bool) if ends is None else is_end(tokens[:, 0], ends)
-    first = tokens[:, 0].tolist()
+    first = marked(logits, tokens)[:, 0].tolist()
     for sequence, token in enumerate(first):
         session.record_first(sequence, token)
     active = [token not in session.end_tokens and session.max_new_tokens > 1 for token in first]

@@ -15,7 +15,7 @@ import torch
 from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import Prefill, Sampling
 from pdkernels.decoding._sampling import random_words
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._session import Session, not_numbers
 from pdkernels.models.recurrent_depth import STATE_STD, RecurrentDepth
 from pdkernels.ops import recurrence_advance_, recurrence_exit, recurrence_inject
 
@@ -88,7 +88,8 @@ class Wave:
             whole: every sequence has that many rows, so that none is padding.
 
         Returns:
-            Predictions ``(batch, rows)`` int64, of the token after each row, and the distance of each row, inf where there is none.
+            Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits are NaN, and the distance of each row,
+            inf where there is none.
         """
         model, options, cache, width = self.model, self.options, self._cache, self.width
         cursor, backend = cache.lengths, backend_of(self.model.dtype)
@@ -103,7 +104,7 @@ class Wave:
             width,
             self.advance,
             self._steps,
-            seed=self.sampling.seed,
+            seed=self.sampling.seeds,
             noise=options.noise,
             schedule=options.schedule,
             horizon=options.horizon,
@@ -135,7 +136,8 @@ class Wave:
             backend=backend,
         )
         positions = cursor[:, None] + 1 + self._slot[:rows]
-        predictions = self.sampling.draw(model.coda(state, context), positions)
+        logits = model.coda(state, context)
+        predictions = self.sampling.draw(logits, positions)
         if self._text is not None:
             # Drafts come after the text at their own positions; the cursor alone makes them count.
             self._text.scatter_(1, positions, predictions)
@@ -164,11 +166,11 @@ class Wave:
             guard=options.guard,
             backend=backend,
         )
-        return predictions, distance
+        return predictions.masked_fill(not_numbers(logits, predictions), -1), distance
 
     def _filler(self) -> torch.Tensor | None:
         """Tokens out of the text, ``(batch, headway - 1)``, for new rows that nothing has predicted."""
         if self._text is None:
             return None
-        words = random_words(self.sampling.seed, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
+        words = random_words(self.sampling.seeds, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)
         return self._text.gather(1, words % (self._cache.lengths + 1)[:, None])

@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check, check_type
-from pdkernels.decoding._session import Session
+from pdkernels._validation import check, check_choice, check_type, message
+from pdkernels.decoding._method import Method
+from pdkernels.decoding._prompts import Prompts, token_lists
+from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding.result import DecodeResult, DecodeStats, OnTokens
+from pdkernels.models.protocols import LanguageModel, lacking, missing
 
 _OP = "decoding.generate"
+_PAGE = "See docs/own_models.md."
 
-Prompt = str | torch.Tensor | Sequence[int]
-Batch = Sequence[Prompt]
-Prompts = Prompt | Batch
+Overflow = Literal["error", "warn"]
+
+
+def check_model(model: Any, method: Method, paged: bool) -> None:
+    """TypeError for a model that lacks a member which `method` needs, by name."""
+    actual = type(model).__name__
+    check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
+    # A method says itself which other models it wants.
+    asked = method.asks if method.supports(model) else LanguageModel
+    if absent := missing(model, asked):
+        needed = f"have {absent} (pdkernels.models.{asked.__name__}) for method {method.name!r}"
+        raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
+    if paged and (absent := lacking(model, "new_cache", ("kind", "page_size"))):
+        needed = f"have the argument `{absent}` of `new_cache` for a page_size"
+        raise TypeError(message(_OP, "model", needed, f"{actual} without it", "Pass page_size=None."))
 
 
 def open_session(
@@ -26,18 +43,17 @@ def open_session(
     end_tokens: Sequence[int] | None,
     on_tokens: OnTokens | None = None,
     trace: bool = False,
+    overflow: Overflow = "error",
+    fill_in: int | None = None,
 ) -> tuple[Session, bool]:
-    """A session for checked arguments of `generate`, and whether there was a single prompt instead of a batch."""
+    """A session for checked arguments of `generate`, and whether there was a single prompt instead of a batch.
+
+    `fill_in`: the mask token, where those inside prompts are to be filled too.
+    """
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
-    check_type(
-        hasattr(model, "config"),
-        _OP,
-        "model",
-        "be a model",
-        type(model).__name__,
-        "Load one with pdkernels.models.load.",
-    )
+    check(max_new_tokens <= MOST_POSITIONS, _OP, "max_new_tokens", f"be at most {MOST_POSITIONS}", max_new_tokens)
+    check_choice(_OP, "overflow", overflow, get_args(Overflow))
     vocabulary = model.config.vocab_size
     given = model.end_tokens if end_tokens is None else end_tokens
     check_type(isinstance(given, Collection), _OP, "end_tokens", "be a sequence of ints", type(given).__name__)
@@ -45,9 +61,35 @@ def open_session(
     for token in ends:
         check_type(_is_int(token), _OP, "end_tokens", "hold ints", type(token).__name__)
         check(0 <= token < vocabulary, _OP, "end_tokens", f"hold ids in 0 .. {vocabulary - 1}", token)
-    prompts, single = _token_lists(model, prompt, vocabulary)
+    prompts, single = token_lists(model, prompt, vocabulary)
+    _check_length(model, max(map(len, prompts)), max_new_tokens, overflow)
+    if fill_in is None:
+        return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
+    firsts = [ids.index(fill_in) if fill_in in ids else len(ids) for ids in prompts]
+    check(
+        min(firsts) > 0 or model.config.predicts == "own",
+        _OP,
+        "prompt",
+        "start with a token that is given, where rows predict the next one",
+        "a mask",
+    )
+    kept, tails = zip(*((ids[:first], ids[first:]) for ids, first in zip(prompts, firsts, strict=True)), strict=True)
+    return Session(model, list(kept), max_new_tokens, ends, on_tokens, trace, tails), single
 
-    return Session(model, prompts, max_new_tokens, ends, on_tokens, trace), single
+
+def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
+    """Texts are no longer than the model was trained for, unless the caller wants them to be."""
+    total, trained = longest + max_new_tokens, getattr(model.config, "max_positions", None)
+    expectation = "leave room for max_new_tokens in {} positions"
+    actual = f"{longest} tokens and {max_new_tokens} more"
+    check(total <= MOST_POSITIONS, _OP, "prompt", expectation.format(MOST_POSITIONS), actual)
+    if trained is None or total <= trained:
+        return
+    expectation = expectation.format(f"the model's {trained}")
+    if overflow == "error":
+        remedy = "Shorten the prompt, lower max_new_tokens, or pass overflow='warn'."
+        raise ValueError(message(_OP, "prompt", expectation, actual, remedy))
+    warnings.warn(message(_OP, "prompt", expectation, actual), stacklevel=4)
 
 
 def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
@@ -58,7 +100,7 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         forwards = decode()
     seconds = time.perf_counter() - started - session.callback_seconds
 
-    tokens = sum(len(ids) for ids in session.tokens)
+    tokens = sum(len(ids) for ids in session.tokens) - session.given
     # By default a sequence takes part in the prompt's forward and in one per verified draft.
     taken_part = forwards or sum(1 + len(accepted) for accepted in session.accepted)
     stats = DecodeStats(
@@ -71,10 +113,11 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         trace=session.trace,
         recurrences=session.recurrences if session.counts_recurrences else None,
     )
-    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in session.tokens]
+    written = session.written
+    ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in written]
     text = None
     if session.model.tokenizer is not None:
-        text = [session.model.tokenizer.decode(sequence) for sequence in session.tokens]
+        text = [session.model.tokenizer.decode(sequence) for sequence in written]
     if single:
         return DecodeResult(ids[0], None if text is None else text[0], stats)
     return DecodeResult(ids, text, stats)
@@ -82,49 +125,3 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
 
 def _is_int(value: object) -> bool:
     return type(value) is int
-
-
-def _token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int]], bool]:
-    """Each prompt as a list of ids, and whether there was a single one instead of a batch."""
-    single = isinstance(prompt, (str, torch.Tensor)) or (
-        isinstance(prompt, Sequence) and len(prompt) > 0 and all(_is_int(item) for item in prompt)
-    )
-    if not single:
-        check_type(
-            isinstance(prompt, Sequence), _OP, "prompt", "be text, token ids or a list of either", type(prompt).__name__
-        )
-        check(len(prompt) > 0, _OP, "prompt", "hold at least one token", "an empty list")
-    prompts = [_token_list(model, item) for item in ([prompt] if single else prompt)]
-    for ids in prompts:
-        check(
-            len(ids) > 0,
-            _OP,
-            "prompt",
-            "hold at least one token",
-            "an empty prompt",
-            "Start from a beginning-of-text token if the model has one.",
-        )
-        low, high = min(ids), max(ids)
-        check(low >= 0 and high < vocabulary, _OP, "prompt", f"hold ids in 0 .. {vocabulary - 1}", f"{low} .. {high}")
-    return prompts, single
-
-
-def _token_list(model: Any, prompt: Any) -> list[int]:
-    if isinstance(prompt, str):
-        check(model.tokenizer is not None, _OP, "prompt", "be token ids (the model has no tokenizer)", "a str")
-        return list(model.tokenizer.encode(prompt))
-    if isinstance(prompt, torch.Tensor):
-        integral = not (prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool)
-        check_type(integral, _OP, "prompt", "be an integer tensor", prompt.dtype)
-        check(
-            prompt.dim() == 1,
-            _OP,
-            "prompt",
-            "be a 1-D tensor",
-            f"shape {tuple(prompt.shape)}",
-            "Give a batch as a list of 1-D tensors.",
-        )
-        return prompt.tolist()
-    integers = isinstance(prompt, Sequence) and all(_is_int(item) for item in prompt)
-    check_type(integers, _OP, "prompt", "be text, a 1-D tensor or a list of ints", type(prompt).__name__)
-    return list(prompt)

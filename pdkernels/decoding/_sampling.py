@@ -1,19 +1,21 @@
 """Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
 
-A draw belongs to a position of the text: its random numbers are named by the seed, by what is drawn (`OWN`, or the number of
-the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the same tokens alone,
-in a batch and in the reference, and nothing random has to be stored.
+A draw belongs to a position of the text: its random numbers are named by the seed of the sequence (`stream`), by what is drawn
+(`OWN`, or the number of the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the
+same tokens alone, in a batch and in the reference, and nothing random has to be stored.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
+from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
@@ -21,20 +23,39 @@ Name = TypeVar("Name", bound=str)
 OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
 ORDER = 2  # fourth word of the counter where a number is a position's turn; draws of tokens have 0, latent noise has 1
 
+Seed = int | Sequence[int]
+
 _WORD = 0xFFFFFFFF
+_GOLDEN = (
+    0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it stay far from each other and from small seeds
+)
 
 
-def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0) -> torch.Tensor:
+def stream(seed: int, sequence: int) -> int:
+    """The seed of sequence number `sequence` of a batch whose `seed` is one number, ``seed + sequence * 0x9E3779B97F4A7C15``
+    modulo 2**64: alone with it, the sequence gives what it gives in the batch.
+
+    >>> stream(7, 0), hex(stream(7, 1))
+    (7, '0x9e3779b97f4a7c1c')
+    """
+    return (seed + sequence * _GOLDEN) % 2**64
+
+
+def random_words(
+    seeds: torch.Tensor | int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0
+) -> torch.Tensor:
     """Philox4x32-10 words of ``(seed, step, row, 0 .. columns - 1)``: ``(*rows.shape, columns)`` int64 in 0 .. 2**32 - 1.
 
-    `step` broadcasts against `rows`; `use` is the counter's fourth word. The same words as those of reference/philox.py.
+    `seeds` and `step` broadcast against `rows`; `use` is the counter's fourth word. The same words as those of reference/philox.py.
     """
+    if isinstance(seeds, torch.Tensor):
+        seeds = seeds[..., None]
     blocks = -(-columns // 4)
     c0 = torch.arange(blocks, device=rows.device).expand(*rows.shape, blocks)
     c1 = rows.to(torch.int64)[..., None].expand_as(c0)
     c2 = (torch.zeros_like(rows, dtype=torch.int64) + step)[..., None].expand_as(c0)
     c3 = torch.full_like(c0, use)
-    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    k0, k1 = seeds & _WORD, (seeds >> 32) & _WORD
     for _ in range(10):
         # The product's low 64 bits are right even when int64 wraps; the mask removes the sign the shift brings in.
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
@@ -48,35 +69,49 @@ def random_words(seed: int, step: torch.Tensor | int, rows: torch.Tensor, column
     return torch.stack([c0, c1, c2, c3], dim=-1).flatten(-2)[..., :columns]
 
 
-def uniforms(seed: int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0) -> torch.Tensor:
+def uniforms(
+    seeds: torch.Tensor | int, step: torch.Tensor | int, rows: torch.Tensor, columns: int, use: int = 0
+) -> torch.Tensor:
     """fp64 in (0, 1), ``(*rows.shape, columns)``."""
-    return (random_words(seed, step, rows, columns, use).double() + 0.5) / 2**32
+    return (random_words(seeds, step, rows, columns, use).double() + 0.5) / 2**32
 
 
 def draw(
     logits: torch.Tensor,
     positions: torch.Tensor,
     temperature: float,
-    seed: int,
+    seeds: torch.Tensor,
     step: torch.Tensor | int,
     suppress: tuple[int, ...] = (),
 ) -> torch.Tensor:
     """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
-    Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `step` is a number
-    or broadcasts against `positions`.
+    Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are ``(batch,)``,
+    `step` is a number or broadcasts against `positions`.
     """
-    if temperature == 0 and not suppress:
-        return logits.argmax(-1)  # the one thing that is asked for
-    backend, numbers = backend_of(logits.dtype), noise(temperature, seed, step, positions)
+    if temperature == 0:
+        return greedy(logits, suppress)
+    backend, numbers = backend_of(logits.dtype), noise(temperature, seeds, step, positions)
     return token_statistics(logits, suppress=suppress, top_k=1, backend=backend, **numbers).ids
 
 
-def noise(temperature: float, seed: int, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
+def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor:
+    """The most probable token of each row ``(..., V)`` other than those of `suppress`, the lowest id on ties."""
+    if not suppress:
+        return logits.argmax(-1)  # the one thing that is asked for
+    return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype)).ids
+
+
+def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
     """What a draw is made with, as `token_statistics` takes it. At temperature 0 it is nothing."""
     if temperature == 0:
         return {}
-    return {"temperature": temperature, "seed": seed, "step": step, "positions": positions}
+    return {"temperature": temperature, "seed": seeds[:, None], "step": step, "positions": positions}
+
+
+def latents(model: Any, seeds: torch.Tensor) -> dict[str, Any]:
+    """What the forward of a recurrent-depth model takes besides: the seeds of its initial states ``(batch,)``."""
+    return {"seed": seeds} if hasattr(getattr(model, "config", None), "mean_recurrence") else {}
 
 
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
@@ -119,10 +154,23 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
     return logits.masked_fill(logits < best.gather(-1, (stay - 1).clamp(min=0)), -torch.inf)
 
 
-def check_sampling(op: str, temperature: float, seed: int) -> None:
+def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> torch.Tensor:
+    """The seed of each sequence, int64 ``(batch,)`` on the host, for a temperature that is one."""
     check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
-    check_type(type(seed) is int, op, "seed", "be an int", type(seed).__name__)
+    return checked_seeds(op, seed, batch)
+
+
+def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
+    """The seed of each sequence, int64 ``(batch,)`` on the host."""
+    if isinstance(seed, int) and not isinstance(seed, bool):
+        seeds = [stream(seed, sequence) for sequence in range(batch)]
+    else:
+        several = isinstance(seed, Sequence) and all(type(number) is int for number in seed)
+        check_type(several, op, "seed", "be an int or a list of ints", type(seed).__name__)
+        seeds = list(cast(Sequence[int], seed))
+        check(len(seeds) == batch, op, "seed", f"have one number for each of the {batch} sequences", len(seeds))
+    return torch.tensor([(number + 2**63) % 2**64 - 2**63 for number in seeds])
 
 
 def _is_number(value: object) -> bool:
@@ -133,6 +181,7 @@ def _is_number(value: object) -> bool:
 def checked_size(op: str, name: str, value: int) -> int:
     check_type(type(value) is int, op, name, "be an int", type(value).__name__)
     check(value >= 1, op, name, "be at least 1", value)
+    check(value <= MOST_POSITIONS, op, name, f"be at most {MOST_POSITIONS}", value)
     return value
 
 
@@ -169,3 +218,10 @@ def checked_mask_token(op: str, model: Any, given: int | None) -> int:
     vocabulary = model.config.vocab_size
     check(0 <= token < vocabulary, op, "mask_token", f"be an id in 0 .. {vocabulary - 1}", token)
     return int(token)
+
+
+def banned_tokens(op: str, model: Any, allow_mask_token: bool, mask_token: int | None = None) -> tuple[int, ...]:
+    """What no row of a text may say: the mask token, given or the model's own, if there is one and it is not allowed."""
+    checked_flag(op, "allow_mask_token", allow_mask_token)
+    token = getattr(model, "mask_token", None) if mask_token is None else mask_token
+    return () if allow_mask_token or token is None else (token,)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
+from pdkernels._validation import message
 from pdkernels.decoding.result import OnTokens, TraceStep
 
 
@@ -15,9 +17,32 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     return (tokens.unsqueeze(-1) == ends).any(-1)
 
 
+def not_numbers(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` that holds NaN: the op and argmax choose that."""
+    return logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isnan()
+
+
+def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """`tokens` ``(batch, R)`` as a host should read them: -1 for the first one if its row ``(batch, 1, V)`` holds NaN."""
+    first = tokens[:, :1]
+    return torch.cat([first.masked_fill(not_numbers(logits, first), -1), tokens[:, 1:]], 1)
+
+
+def judged_by_nan(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """Which sequences, ``(batch,)``, accepted a draft by rows that hold NaN; the rows after `accepted` ``(batch,)`` decide nothing."""
+    row = torch.arange(predictions.shape[1], device=accepted.device)
+    return (not_numbers(logits, predictions) & (row < accepted[:, None])).any(1)
+
+
 def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
     """A table of numbers on the device, int64, in one copy that the host does not wait for."""
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
+
+
+MOST_POSITIONS = 2**24
+"""Of a text, whatever the model."""
+
+_BLOCK = 256  # no published model is trained on longer blocks
 
 
 class Session:
@@ -35,20 +60,36 @@ class Session:
         end_tokens: tuple[int, ...],
         on_tokens: OnTokens | None,
         trace: bool,
+        tails: Sequence[list[int]] | None = None,
     ) -> None:
+        """`tails`: what each text holds after its prompt, masks included, before its `max_new_tokens` new tokens."""
         self.model = model
         self.prompts = prompts
         self.batch = len(prompts)
         self.longest = max(len(prompt) for prompt in prompts)
-        self.max_new_tokens = max_new_tokens
+        self.tails = tails
+        self.limits = [len(tail) + max_new_tokens for tail in tails or [[]] * self.batch]
+        self.max_new_tokens = max(self.limits)
         self.end_tokens = end_tokens
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.accepted: list[list[int]] = [[] for _ in prompts]
         self.trace: list[list[Any]] | None = [[] for _ in prompts] if trace else None
+        self.given = 0  # of `tokens`, how many were in the prompts
         self.forwards = 0
         self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
+
+    def block(self, size: int) -> int:
+        """A block of `size` tokens, but not of many more than anybody asked for."""
+        return min(size, max(self.max_new_tokens, _BLOCK))
+
+    @property
+    def written(self) -> list[list[int]]:
+        """What the caller gets of each sequence: its new tokens, or its whole text where masks inside the prompt were filled."""
+        if self.tails is None:
+            return self.tokens
+        return [prompt + tokens for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
 
     @property
     def listens(self) -> bool:
@@ -86,7 +127,12 @@ class Session:
     def log_step(
         self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
     ) -> None:
-        """One verified draft: ``draft[0]`` is on record since the step before, the rest and the next token are new."""
+        """One verified draft: ``draft[0]`` is on record since the step before, the rest and the next token are new.
+
+        An `accepted` of -1 says that the model's logits were no numbers.
+        """
+        if accepted < 0:
+            self.fail_not_numbers(sequence)
         self.accepted[sequence].append(accepted)
         if self.trace is not None and predictions is not None:
             self.trace[sequence].append(TraceStep(draft, predictions, accepted))
@@ -96,9 +142,17 @@ class Session:
         self.emit(sequence, new, accepted - 1)
 
     def emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
-        """New tokens of a sequence, of which the first `accepted_drafts` were drafted before they were accepted."""
+        """New tokens of a sequence, of which the first `accepted_drafts` were drafted before they were accepted; -1 came from NaN."""
+        if new and min(new) < 0:
+            self.fail_not_numbers(sequence)
         self.tokens[sequence] += new
         if self._on_tokens is not None:
             started = time.perf_counter()
             self._on_tokens(sequence, list(new), accepted_drafts)
             self.callback_seconds += time.perf_counter() - started
+
+    def fail_not_numbers(self, sequence: int) -> NoReturn:
+        """For logits that hold NaN, of which no token can be chosen."""
+        actual = f"NaN in sequence {sequence}, after {len(self.tokens[sequence])} new tokens"
+        remedy = "Look for NaN in its weights, or for overflow in fp16."
+        raise ValueError(message("decoding.generate", "model", "give logits that are numbers", actual, remedy))

@@ -24,7 +24,8 @@ class Steps(ABC):
     """Made for sessions with the sizes of one; `start` takes any that has the same batch and limits and no longer prompts.
 
     `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column holds the tokens of a sequence's
-    next draft, 0 when it is done; the others are the method's own.
+    next draft, 0 when it is done; the second how many of the last one were accepted, -1 if its logits were NaN, which also ends
+    it; the others are the method's own.
     """
 
     entry: torch.Tensor
@@ -53,6 +54,7 @@ class Steps(ABC):
 
     def recorded(self, session: Session, entries: list[Rows]) -> int:
         """Records a whole generation, and returns in how many forwards its sequences took part."""
+        refuse_nan(session, entries)
         self.opened(session, entries[0])
         return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
 
@@ -66,6 +68,14 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
     return update_wrapper(decode, steps, assigned=("__doc__", "__module__"), updated=())
 
 
+def refuse_nan(session: Session, entries: list[Rows]) -> None:
+    """ValueError for an entry that says so."""
+    for rows in entries:
+        for sequence, row in enumerate(rows):
+            if row[1] < 0:
+                session.fail_not_numbers(sequence)
+
+
 def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:
     """A whole generation, with one read of the device per step. Returns in how many forwards its sequences took part.
 
@@ -75,6 +85,7 @@ def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None
         return 0
     steps.start(session)
     rows = steps.entry.tolist()
+    refuse_nan(session, [rows])
     steps.opened(session, rows)
     taken_part = session.batch
     while (width := max(row[0] for row in rows)) > 0:
@@ -83,5 +94,6 @@ def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None
         else:
             replay()
         before, rows = rows, steps.entry.tolist()
+        refuse_nan(session, [rows])
         taken_part += steps.stepped(session, before, rows)
     return taken_part

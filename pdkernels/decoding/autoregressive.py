@@ -4,46 +4,63 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels.decoding._sampling import OWN, check_sampling, draw
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw, latents
+from pdkernels.decoding._session import Session, is_end, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 
 _OP = "decoding.autoregressive"
 
 
 class AutoregressiveSteps(Steps):
-    """An entry: 1 while a sequence goes on, its newest token."""
+    """An entry: 1 while a sequence goes on, 1 for the row it had, its newest token."""
 
     def __init__(
-        self, sizes: Session, *, temperature: float = 0.0, seed: int = 0, page_size: int | None = None
+        self,
+        sizes: Session,
+        *,
+        temperature: float = 0.0,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
+        page_size: int | None = None,
     ) -> None:
-        check_sampling(_OP, temperature, seed)
-        self.model, self.limit, self.temperature, self.seed = sizes.model, sizes.max_new_tokens, temperature, seed
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
+        self.model, self.limit, self.temperature = sizes.model, sizes.max_new_tokens, temperature
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         self.cache = sizes.new_cache(page_size)
+        self.seeds = seeds.to(self.cache.device)
+        self.latents = latents(self.model, self.seeds)
         self.ends = sizes.ends_on(self.cache.device)
-        self.entry = self.cache.lengths.new_zeros(sizes.batch, 2)
-        self.active, self.token = self.entry[:, 0], self.entry[:, 1:]
+        self.entry = self.cache.lengths.new_zeros(sizes.batch, 3)
+        self.active, self.accepted, self.token = self.entry[:, 0], self.entry[:, 1], self.entry[:, 2:]
         self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
-        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seed, OWN)
+        logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last, **self.latents)
+        first = self._draw(logits, prompt_lengths)
         self.cache.commit_(prompt_lengths)
         self.remaining.fill_(self.limit - 1)
-        self._write(first)
+        self.active.fill_(1)
+        self._write(first, logits)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
-        logits = self.model(self.token, cache=self.cache)
-        following = draw(logits, self.cache.lengths[:, None] + 1, self.temperature, self.seed, OWN)
+        logits = self.model(self.token, cache=self.cache, **self.latents)
+        following = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(self.active)
         self.remaining -= self.active
-        self._write(following)
+        self._write(following, logits)
 
-    def _write(self, token: torch.Tensor) -> None:
+    def _draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
+
+    def _write(self, token: torch.Tensor, logits: torch.Tensor) -> None:
+        # A finished sequence has no row that counts, whatever its logits are.
+        broken = not_numbers(logits, token)[:, 0] & (self.active > 0)
+        self.accepted.fill_(1).masked_fill_(broken, -1)
+        self.remaining.masked_fill_(broken, 0)
         self.token.copy_(token)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(token[:, 0], self.ends), 0)
@@ -51,15 +68,15 @@ class AutoregressiveSteps(Steps):
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
-        for sequence, (_, token) in enumerate(rows):
+        for sequence, (_, _, token) in enumerate(rows):
             session.record_first(sequence, token)
 
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
         session.forwards += 1
-        for sequence, ((active, known), (_, token)) in enumerate(zip(before, rows)):
+        for sequence, ((active, _, known), (_, _, token)) in enumerate(zip(before, rows)):
             if active:
                 session.log_step(sequence, [known], [token], accepted=1, next_token=token)
-        return sum(active for active, _ in before)
+        return sum(active for active, *_ in before)
 
 
 decode = decoder(AutoregressiveSteps)

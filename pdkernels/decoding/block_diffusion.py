@@ -18,15 +18,17 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._masked import share
 from pdkernels.decoding._sampling import (
     OWN,
-    check_sampling,
+    Seed,
+    banned_tokens,
     checked_mask_token,
     checked_number,
+    checked_sampling,
     checked_size,
     draw,
     noise,
     statistics,
 )
-from pdkernels.decoding._session import Session, sent
+from pdkernels.decoding._session import Session, marked, sent
 from pdkernels.decoding.result import DenoiseStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_
@@ -45,7 +47,8 @@ def decode(
     refresh: Refresh = "causal",
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    allow_mask_token: bool = False,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` block by block. Not the tokens of autoregressive decoding: what a slot holds is never judged again.
@@ -76,17 +79,20 @@ def decode(
     if steps_per_block is not None:
         checked_size(_OP, "steps_per_block", steps_per_block)
     check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)
+    banned = banned_tokens(_OP, model, allow_mask_token, mask_token)
     limit = session.max_new_tokens
     if limit == 0:
         return 0
+    block_size = session.block(block_size)
     known = 1 if refresh == "causal" else 0  # slots of a new block that are no masks
 
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
+    seeds = seeds.to(device)
     slot = torch.arange(known, block_size, device=device)
     everything = full(block_size).plan(64, 64, device)
     nothing = torch.zeros_like(lengths)  # what a denoising step stores
@@ -108,8 +114,8 @@ def decode(
         wanted = min(block_size, limit - written)
         block = torch.full((session.batch, block_size), mask_token, device=device)
         if known:
-            block[:, :1] = draw(logits, lengths[:, None], temperature, seed, OWN)
-        rows = block.tolist()
+            block[:, :1] = draw(logits, lengths[:, None], temperature, seeds, OWN, banned)
+        rows = (marked(logits, block) if known else block).tolist()
         for sequence, tokens in enumerate(rows):
             if active[sequence]:
                 for token in tokens[:known]:
@@ -129,9 +135,10 @@ def decode(
             table = sent(host, device)
             hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)[:, known:]
             session.forwards += 1
-            draws = noise(temperature, seed, table[:, 2:], lengths[:, None] + slot)
+            draws = noise(temperature, seeds, table[:, 2:], lengths[:, None] + slot)
             # Neither temperature nor noise enters the confidence.
             guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws)
+            broken = (guesses.probs.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
             count = 1 if threshold is not None else _quota(block_size - known, steps_per_block, step)
             unmask_(
                 block[:, known:],
@@ -144,9 +151,13 @@ def decode(
                 backend=backend_of(guesses.probs.dtype),
             )
             step += 1
-            before, rows = rows, block.tolist()  # the one read of the device in a step
+            # The one read of the device in a step.
+            read = torch.cat([block, broken.to(block.dtype)], 1).tolist()
+            before, rows = rows, [line[:-1] for line in read]
             for sequence, on in enumerate(drafting):
                 if on:
+                    if read[sequence][-1]:
+                        session.fail_not_numbers(sequence)
                     _record(session, sequence, before[sequence], rows[sequence], mask_token)
 
         written += wanted

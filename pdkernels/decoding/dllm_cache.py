@@ -11,7 +11,7 @@ from typing import get_args
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import KeptCanvas
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.llada import Remasking, begin, fill
 from pdkernels.models.feature_cache import Baseline
@@ -35,7 +35,7 @@ def decode(
     late_end: bool = False,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.

@@ -11,8 +11,8 @@ from typing import Literal, get_args
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, checked_masked_model
-from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
+from pdkernels.decoding._masked import Canvas, SamplingOptions, Step, WholeCanvas, checked_masked_model
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.ops import TokenStatistics
 
@@ -32,7 +32,7 @@ def decode(
     top_k: int | None = None,
     order_temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
 
@@ -66,29 +66,32 @@ def decode(
         "be 0 with algorithm 'origin'",
         order_temperature,
     )
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     masks = session.max_new_tokens
-    steps = masks if steps is None else steps
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, top_p, top_k, "sampling", seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature, top_p, top_k, "sampling"))
     if masks == 0:
         return canvas.finish()
     forward = WholeCanvas(session, canvas)
+    if canvas.fills_prompts and algorithm != "origin":
+        return _fill_all(canvas, forward, algorithm, order_temperature, steps, eps)
+    if canvas.fills_prompts:
+        known = steps is not None or session.batch == 1
+        check(known, _OP, "steps", "be given with algorithm 'origin' and infill=True for a batch", steps)
+        masks = max(canvas.open_counts())
+    steps = masks if steps is None else steps
+    full = not canvas.fills_prompts and (algorithm != "origin" or session.batch == 1)
     for number in range(steps):
         canvas.begin()
-        step = canvas.open_on_device(0, session.max_new_tokens, masks, full=algorithm != "origin" or session.batch == 1)
+        step = canvas.open_on_device(0, session.max_new_tokens, masks, full)
         guesses = canvas.guess(forward(), step)
-        # The share of the masks that stays; the last forward leaves none.
-        stays = _time(number + 1, steps, eps) / _time(number, steps, eps) if number < steps - 1 else 0.0
+        stays = _stays(number, steps, eps)
         if algorithm == "origin":
             canvas.commit(step, guesses.ids, None, threshold=stays, need=0)
             canvas.poll()
             masks = max(canvas.open_counts())
         else:
             quota = int(masks * (1 - stays))
-            scores = _scores(guesses, algorithm)
-            if order_temperature > 0:
-                scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(step)))).to(scores.dtype)
-            canvas.commit(step, guesses.ids, scores, quota=quota)
+            canvas.commit(step, guesses.ids, _scores(canvas, step, guesses, algorithm, order_temperature), quota=quota)
             masks -= quota
             if canvas.needs_polls:
                 canvas.poll()
@@ -97,12 +100,45 @@ def decode(
     return canvas.finish()
 
 
+def _fill_all(
+    canvas: Canvas, forward: WholeCanvas, algorithm: Algorithm, order_temperature: float, steps: int | None, eps: float
+) -> int:
+    """The loop where prompts have masks too: sequences then have unlike numbers of them, and of steps if these are not given."""
+    masks = canvas.open_counts()
+    runs = [count if steps is None else steps for count in masks]
+    for number in range(max(runs)):
+        canvas.begin([number < most for most in runs])
+        stays = [_stays(number, most, eps) if number < most else 1.0 for most in runs]
+        quotas = [int(count * (1 - share)) for count, share in zip(masks, stays, strict=True)]
+        step = canvas.open([(0, len(answer)) for answer in canvas.answers], [quotas])
+        guesses = canvas.guess(forward(), step)
+        scores = _scores(canvas, step, guesses, algorithm, order_temperature)
+        canvas.commit(step, guesses.ids, scores, quota=step.columns[0])
+        masks = [count - quota for count, quota in zip(masks, quotas, strict=True)]
+        canvas.poll()
+        if not canvas.unfinished:
+            break
+    return canvas.finish()
+
+
+def _stays(number: int, steps: int, eps: float) -> float:
+    """The share of the masks that stays in a step; the last one leaves none."""
+    return _time(number + 1, steps, eps) / _time(number, steps, eps) if number < steps - 1 else 0.0
+
+
 def _time(step: int, steps: int, eps: float) -> float:
     """Falls from 1 to `eps` in equal steps."""
     return 1 + (eps - 1) * step / steps
 
 
-def _scores(guesses: TokenStatistics, algorithm: Algorithm) -> torch.Tensor:
+def _scores(
+    canvas: Canvas, step: Step, guesses: TokenStatistics, algorithm: Algorithm, order_temperature: float
+) -> torch.Tensor:
+    """What positions are ranked by."""
     if algorithm == "maskgit_plus":
-        return guesses.probs
-    return guesses.margin if algorithm == "topk_margin" else -guesses.entropy
+        scores = guesses.probs
+    else:
+        scores = guesses.margin if algorithm == "topk_margin" else -guesses.entropy
+    if order_temperature > 0:
+        scores = (scores / order_temperature - torch.log(-torch.log(canvas.turns(step)))).to(scores.dtype)
+    return scores

@@ -19,7 +19,8 @@ import torch
 
 from pdkernels._validation import check
 from pdkernels.decoding._masked import Canvas, SamplingOptions, WholeCanvas, blocks_of, checked_masked_model, share
-from pdkernels.decoding._sampling import check_sampling, checked_name, checked_number, checked_size
+from pdkernels.decoding._masked_model import check_keeps_rows
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_sampling, checked_size
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.fast_dllm"
@@ -37,7 +38,7 @@ def decode(
     steps: int | None = None,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
@@ -67,7 +68,7 @@ def decode(
         threshold is None or factor is None, _OP, "factor", "be None beside a threshold", factor, "Pass threshold=None."
     )
     check(factor != math.inf, _OP, "factor", "be finite", factor)
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     limit = session.max_new_tokens
     blocks = len(blocks_of(limit, block_size))
     if steps is not None:
@@ -83,7 +84,17 @@ def decode(
         check(
             blocks == 0 or steps % blocks == 0, _OP, "steps", f"be a multiple of the number of blocks ({blocks})", steps
         )
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    if cache != "none":
+        check_keeps_rows(_OP, session, "Pass cache='none', or see docs/own_models.md.")
+    check(
+        session.tails is None or steps is None,
+        _OP,
+        "steps",
+        "be None with infill=True",
+        steps,
+        "Blocks then have unlike numbers of masks.",
+    )
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     if blocks == 0:
         return canvas.finish()
 

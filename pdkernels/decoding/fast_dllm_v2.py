@@ -16,7 +16,15 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, SamplingOptions, Step
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_mask_token, checked_number, checked_size
+from pdkernels.decoding._masked_model import check_keeps_rows
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_mask_token,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
 from pdkernels.decoding._session import Session
 from pdkernels.masks import block_causal
 
@@ -33,7 +41,7 @@ def decode(
     temperature: float = 0.0,
     top_p: float = 1.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` block by block. What a place holds is never judged again.
@@ -54,6 +62,7 @@ def decode(
     kind = getattr(config, "attention", None), getattr(config, "predicts", None)
     actual = type(session.model).__name__ if None in kind else f"attention {kind[0]!r} and predicts {kind[1]!r}"
     check_type(kind == ("causal", "next"), _OP, "model", "be a causal one that predicts the next token", actual)
+    check_keeps_rows(_OP, session, "See docs/own_models.md.")
     mask_token = checked_mask_token(_OP, session.model, mask_token)
     checked_size(_OP, "block_size", block_size)
     checked_size(_OP, "small_block_size", small_block_size)
@@ -67,11 +76,11 @@ def decode(
     checked_number(_OP, "threshold", threshold)
     checked_flag(_OP, "block_cache", block_cache)
     checked_number(_OP, "top_p", top_p, 1.0)
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     canvas = Canvas(
         session,
         mask_token,
-        SamplingOptions(temperature, top_p=top_p if temperature else 1.0, distribution="sampling", seed=seed),
+        SamplingOptions(seeds, temperature, top_p=top_p if temperature else 1.0, distribution="sampling"),
     )
     if not canvas.unfinished:
         return canvas.finish()
@@ -136,7 +145,7 @@ class Blocks:
         self._session, self._canvas = session, canvas
         self._sizes, self._keep = (block_size, small_block_size), keep
         self._cache = session.new_cache(page_size)
-        self._row = torch.arange(block_size, device=canvas.tokens.device)
+        self._row = torch.arange(min(block_size, canvas.tokens.shape[1]), device=canvas.tokens.device)
         self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
 
     def prompts(self) -> bool:

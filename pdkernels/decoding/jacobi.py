@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy, latents
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.ops import verify_draft
 
@@ -25,8 +26,8 @@ class JacobiSteps(Steps):
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
-        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
-            the tokens.
+        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, not the tokens.
+            One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the initial states too.
     """
 
     def __init__(
@@ -35,18 +36,24 @@ class JacobiSteps(Steps):
         *,
         block_size: int | None = None,
         window: int | None = None,
-        seed: int = 0,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         length = _checked_length(block_size, window)
-        check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+        seeds = checked_seeds(_OP, seed, sizes.batch)
         self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
+        words = 100 * sizes.batch * self.limit * self.slots  # bytes, what they are made with included
+        check_memory(_OP, "block_size", length, words, torch.device("cpu"))
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
         self.ends = sizes.ends_on(device)
-        self.words = filler_words(seed, self.limit, self.slots, device)
+        seeds = seeds.to(device)
+        self.latents = latents(self.model, seeds)
+        self.words = filler_words(seeds, self.limit, self.slots)
         self.slot = torch.arange(self.slots, device=device)
         self.history = torch.zeros(
             sizes.batch, sizes.longest + self.limit + self.slots, dtype=torch.int64, device=device
@@ -61,16 +68,19 @@ class JacobiSteps(Steps):
         # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
         packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
         self.history.copy_(packed)
-        first_fillers = self.history.gather(1, self.words[0, : self.slots - 1] % prompt_lengths[:, None])
+        first_fillers = self.history.gather(1, self.words[:, 0, : self.slots - 1] % prompt_lengths[:, None])
         self.history.scatter_(1, prompt_lengths[:, None] + self.slot[:-1], first_fillers)
         self.cache.lengths.zero_()
         width = session.longest + self.slots - 1
         rows = (prompt_lengths - 1)[:, None] + self.slot
         counts = session.ragged(prompt_lengths + (self.slots - 1))
-        self.draft.copy_(self.model(self.history[:, :width], cache=self.cache, counts=counts, rows=rows).argmax(-1))
+        logits, best = self._greedy(self.history[:, :width], counts, rows=rows)
+        self.draft.copy_(best)
         self.cache.commit_(prompt_lengths)
 
-        self.remaining.fill_(self.limit - 1)
+        broken = not_numbers(logits[:, :1], self.draft[:, :1])[:, 0]
+        self.accepted.zero_().masked_fill_(broken, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(self.draft[:, 0], self.ends), 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
@@ -78,10 +88,11 @@ class JacobiSteps(Steps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
-        self.predictions[:, :width] = self.model(self.draft[:, :width], cache=self.cache, counts=counts).argmax(-1)
+        logits, predictions = self._greedy(self.draft[:, :width], counts)
+        self.predictions[:, :width] = predictions
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
-        refill = self.history.gather(1, self.words.index_select(0, self.number) % committed)
+        refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
         self.history.scatter_(1, committed + self.slot, self.draft)
         verdict = verify_draft(
             self.draft, self.predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends, refill=refill
@@ -91,15 +102,22 @@ class JacobiSteps(Steps):
 
         # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        broken = judged_by_nan(logits, predictions, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         if self.windowed:
             next_lengths = self.remaining.clamp(max=self.slots)
         else:
             rest = self.draft_lengths - verdict.accepted
             next_lengths = torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining)
         self.draft_lengths.copy_(next_lengths)
-        self.accepted.copy_(verdict.accepted)
+        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.draft.copy_(verdict.new_draft)
+
+    def _greedy(
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, **rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
+        return logits, greedy(logits, self.banned)
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1

@@ -16,7 +16,8 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._multiblock import Limits, Progress
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy
+from pdkernels.decoding._session import Session, marked, not_numbers
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
 
@@ -34,7 +35,8 @@ def decode(
     spawn_ratio: float = 0.85,
     pool_size: int = 4,
     verification_size: int = 4,
-    seed: int = 0,
+    allow_mask_token: bool = False,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with greedy tokens, several per forward where drafts or candidates are accepted.
@@ -45,22 +47,24 @@ def decode(
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
         pool_size: sequences that are kept to find candidates in, the oldest leaves first; 0 for no candidates.
         verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
-        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never
-            the tokens.
+        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never the tokens.
+            One for all sequences or a list, as elsewhere.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
-    check_type(type(seed) is int, _OP, "seed", "be an int", type(seed).__name__)
+    seeds = checked_seeds(_OP, seed, session.batch)
+    banned = banned_tokens(_OP, session.model, allow_mask_token)
     limit = session.max_new_tokens
     if limit == 0:
         return
+    # Of a longer block or pool nothing would ever be used.
+    block_size, limits = min(block_size, limit), limits._replace(pool_size=min(pool_size, 2 * limit))
     model = session.model
     cache = session.new_cache(page_size, _room(limits, limit))
     device = cache.lengths.device
     ends = session.ends_on(device)
-    # On the host, where drafts are put together. Sequences of a batch share them: each takes the path it takes alone.
-    words = filler_words(seed, limit, block_size, torch.device("cpu"))
+    words = filler_words(seeds, limit, block_size)  # on the host, where drafts are put together
 
-    drafts = _first_drafts(session, cache, words[0], max(1, min(block_size, limit - 1)))
+    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), banned)
     active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
@@ -73,7 +77,8 @@ def decode(
         step = _packed(active, device)
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
-        predictions = logits.argmax(-1).view(session.batch, step.branches, -1)
+        best = greedy(logits, banned)
+        predictions = best.view(session.batch, step.branches, -1)
         session.forwards += 1
 
         drafted = step.tokens.view(session.batch, step.branches, -1)[..., : step.width]
@@ -85,9 +90,12 @@ def decode(
         cache.commit_(verdict.accepted, source)
 
         # The one read of the device in a step.
-        columns = torch.stack([verdict.accepted, verdict.next_token, verdict.row], 1)
+        nan = not_numbers(logits, best).view_as(predictions)[every, verdict.row][:, : step.width]
+        broken = (nan & (slot[: step.width] < verdict.accepted[:, None])).any(1)
+        accepted = verdict.accepted.masked_fill(broken, -1)
+        columns = torch.stack([accepted, verdict.next_token, verdict.row], 1)
         poll = torch.cat([columns, predictions[every, verdict.row]], 1).tolist()
-        fresh = words[session.forwards - 1].tolist()
+        fresh = words[:, session.forwards - 1].tolist()
         for sequence, (progress, line) in enumerate(zip(active, poll)):
             if progress is None:
                 continue
@@ -98,7 +106,7 @@ def decode(
             if next_token in session.end_tokens or accepted == progress.left:
                 active[sequence] = None
             else:
-                progress.advance(draft, accepted, answers, own[step.width :], fresh)
+                progress.advance(draft, accepted, answers, own[step.width :], fresh[sequence])
 
 
 class _Step(NamedTuple):
@@ -160,20 +168,20 @@ def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, t
     return mask.plan(32, 32, device), mask.positions.to(device)
 
 
-def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int) -> list[list[int]]:
+def _first_drafts(
+    session: Session, cache: Any, words: torch.Tensor, slots: int, banned: tuple[int, ...]
+) -> list[list[int]]:
     """Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers."""
     device = cache.lengths.device
     padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
     slot = torch.arange(slots, device=device)
-    fillers = padded.gather(1, words[: slots - 1].to(device) % lengths[:, None])
+    fillers = padded.gather(1, words[:, : slots - 1].to(device) % lengths[:, None])
     padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
     counts = session.ragged(lengths + (slots - 1))
-    drafts: torch.Tensor = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot).argmax(
-        -1
-    )
+    logits = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot)
     session.forwards += 1
     cache.commit_(lengths)
-    rows: list[list[int]] = drafts.tolist()
+    rows: list[list[int]] = marked(logits[:, :1], greedy(logits, banned)).tolist()
     return rows
 
 

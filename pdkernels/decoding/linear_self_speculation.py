@@ -14,10 +14,12 @@ from pdkernels._validation import check
 from pdkernels.backends import backend_of
 from pdkernels.decoding._sampling import (
     OWN,
-    check_sampling,
+    Seed,
+    banned_tokens,
     checked_mask_token,
     checked_name,
     checked_number,
+    checked_sampling,
     checked_size,
     distribution,
     draw,
@@ -26,7 +28,7 @@ from pdkernels.decoding._sampling import (
     uniforms,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.decoding.result import LinearStep
 from pdkernels.masks import full
@@ -61,11 +63,12 @@ class LinearSteps(Steps):
         temperature: float = 0.0,
         verification: Verification = "compare",
         mask_token: int | None = None,
-        seed: int = 0,
+        allow_mask_token: bool = False,
+        seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         checked_size(_OP, "block_size", block_size)
-        check_sampling(_OP, temperature, seed)
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
         checked_number(_OP, "threshold", threshold)
         checked_name(_OP, "verification", verification, get_args(Verification))
         check(
@@ -76,9 +79,11 @@ class LinearSteps(Steps):
             threshold,
             "Slots filled in later passes depend on others; use verification='compare'.",
         )
+        block_size = sizes.block(block_size)
         self.model, self.limit = sizes.model, sizes.max_new_tokens
-        self.block_size, self.threshold, self.temperature, self.seed = block_size, threshold, temperature, seed
+        self.block_size, self.threshold, self.temperature = block_size, threshold, temperature
         self.mask_token = checked_mask_token(_OP, self.model, mask_token)
+        self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
         self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
         self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills a slot at least
@@ -86,6 +91,7 @@ class LinearSteps(Steps):
 
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
+        self.seeds = seeds.to(device)
         self.ends = sizes.ends_on(device)
         self.slot = torch.arange(block_size, device=device)
         self.everything = full(block_size).plan(64, 64, device)
@@ -101,10 +107,12 @@ class LinearSteps(Steps):
         self.cache.lengths.zero_()
         last = (prompt_lengths - 1)[:, None]
         logits = self.model(prompts, cache=self.cache, counts=session.ragged(prompt_lengths), rows=last)
-        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seed, OWN)[:, 0]
+        first = draw(logits, prompt_lengths[:, None], self.temperature, self.seeds, OWN, self.banned)[:, 0]
+        broken = not_numbers(logits, first[:, None])[:, 0]
         self.cache.commit_(prompt_lengths)
         self.known.copy_(first)
-        self.remaining.fill_(self.limit - 1)
+        self.accepted.zero_().masked_fill_(broken, -1)
+        self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(first, self.ends), 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
@@ -119,7 +127,8 @@ class LinearSteps(Steps):
         judged = self.model(draft, cache=self.cache, counts=self.draft_lengths if ragged else None)
         self.forward += 1
         positions = lengths[:, None] + 1 + self.slot[:width]
-        predictions = draw(judged, positions, self.temperature, self.seed, OWN)
+        predictions = draw(judged, positions, self.temperature, self.seeds, OWN, self.banned)
+        own = predictions.clone() if self.rejection else predictions
         if logits is not None and self.rejection:
             tested = min(width, self.block_size - 1)  # the last row of a whole block has no guess to test
             guesses = self.block[:, 1 : tested + 1]
@@ -130,9 +139,10 @@ class LinearSteps(Steps):
         self.cache.commit_(verdict.accepted)
 
         # The verifier's next token is known, hence counted; a finished sequence has nothing remaining.
-        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended, 0)
+        broken = judged_by_nan(judged, own, verdict.accepted)
+        self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
-        self.accepted.copy_(verdict.accepted)
+        self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
         self.known.copy_(verdict.next_token)
         self.forwards.copy_(self.forward - before)
         self.predictions[:, :width] = predictions
@@ -152,10 +162,10 @@ class LinearSteps(Steps):
             positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
             if self.rejection:  # which asks for the probabilities of all tokens
                 logits = without_(self.model.logits(hidden), self.mask_token)
-                masks.copy_(draw(logits, positions, self.temperature, self.seed, numbers))
+                masks.copy_(draw(logits, positions, self.temperature, self.seeds, numbers))
                 return logits
             # Neither temperature nor noise enters the confidence.
-            draws = noise(self.temperature, self.seed, numbers, positions)
+            draws = noise(self.temperature, self.seeds, numbers, positions)
             guesses = statistics(self.model, hidden, suppress=self.mask_token, top_k=1, **draws)
             if self.threshold == 0:
                 masks.copy_(guesses.ids)
@@ -182,12 +192,14 @@ class LinearSteps(Steps):
         All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
         decoding", algorithm 1. It takes the probabilities of all tokens, and their difference, so fp64.
         """
+        if self.banned:
+            judged = without_(judged.clone(), self.mask_token)
         p, q = distribution(judged, self.temperature), distribution(drafted, self.temperature)
-        u = uniforms(self.seed, self.forward[:, None], positions, 1)[..., 0]
+        u = uniforms(self.seeds[:, None], self.forward[:, None], positions, 1)[..., 0]
         at = guesses[..., None]
         # No row where p equals q, but there the guess is right. Logarithms need no more digits than logits have.
         rest = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
-        others = draw(rest, positions, 1.0, self.seed, OWN)
+        others = draw(rest, positions, 1.0, self.seeds, OWN)
         return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
 
     def opened(self, session: Session, rows: Rows) -> None:

@@ -19,7 +19,14 @@ from pdkernels.decoding._masked import (
     checked_masked_model,
     share,
 )
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_name,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
 from pdkernels.decoding._session import Session
 
 _OP = "decoding.llada"
@@ -38,7 +45,7 @@ def decode(
     late_end: bool = False,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
 
@@ -83,7 +90,7 @@ def begin(
     late_end: bool,
     temperature: float,
     mask_token: int | None,
-    seed: int,
+    seed: Seed,
 ) -> tuple[Canvas, list[Window]]:
     """The canvas of `decode`, for this and other decoders `op` with its options, and the blocks of its positions."""
     mask_token = checked_masked_model(op, session, mask_token)
@@ -94,7 +101,7 @@ def begin(
     check(guidance != math.inf, op, "guidance", "be finite", guidance)
     checked_flag(op, "no_end", no_end)
     checked_flag(op, "late_end", late_end)
-    check_sampling(op, temperature, seed)
+    seeds = checked_sampling(op, temperature, seed, session.batch)
     blocks = blocks_of(session.max_new_tokens, block_size)
     if steps is not None:
         checked_size(op, "steps", steps)
@@ -114,13 +121,15 @@ def begin(
     )
     ends = session.end_tokens
     sampling = SamplingOptions(
-        temperature, seed=seed, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
+        seeds, temperature, guidance=guidance, banned=ends if no_end else (), late=ends if late_end else ()
     )
     return Canvas(session, mask_token, sampling), blocks
 
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
     """The loop of the sampler with any forward: block after block, an equal share of its positions in each of its steps."""
+    if canvas.fills_prompts:
+        return fill_all(canvas, forward, blocks, steps, random)
     for first, last in blocks:
         masks = last - first
         runs = masks if steps is None else min(masks, steps // len(blocks))
@@ -134,4 +143,22 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
                 canvas.poll()
             if not canvas.unfinished:
                 return canvas.finish()
+    return canvas.finish()
+
+
+def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
+    """`fill` where prompts have masks too: a block then has an own number of open positions, and of steps, in each sequence."""
+    for first, last in blocks:
+        masks = canvas.open_counts(first, last)
+        runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]
+        for run in range(max(runs)):
+            quotas = [share(count, most, run) if run < most else 0 for count, most in zip(masks, runs, strict=True)]
+            part = [more > 0 for more in quotas]
+            if not any(on and more for on, more in zip(canvas.active, part, strict=True)):
+                continue
+            canvas.begin(part)
+            step = canvas.open([(first, last)] * len(masks), [quotas])
+            guesses = canvas.guess(forward(), step, forward.first_row)
+            canvas.commit(step, guesses.ids, None if random else guesses.probs, quota=step.columns[0])
+            canvas.poll()
     return canvas.finish()

@@ -5,7 +5,7 @@ What follows the line of dashes is for type checkers. `python -m docs.methods` w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, overload
 
 from torch import Tensor
@@ -30,8 +30,16 @@ from pdkernels.decoding import (
     slowfast,
 )
 from pdkernels.decoding._method import Method
-from pdkernels.decoding._request import Batch, Prompt
+from pdkernels.decoding._prompts import Batch, Prompt
 from pdkernels.decoding.result import DecodeResult, OnTokens
+from pdkernels.models.protocols import (
+    BlockCausalModel,
+    BlockModel,
+    BranchingModel,
+    RecurrentPartsModel,
+    RecurrentWaveModel,
+    SelfSpeculativeModel,
+)
 
 _TRIMODE = ("tiny-trimode",)
 
@@ -57,6 +65,7 @@ _ALL = (
     Method(
         "jacobi_multiblock",
         jacobi_multiblock.decode,
+        protocol=BranchingModel,
         lossless=True,
         judges=True,
         models=("tiny-jacobi",),
@@ -65,6 +74,7 @@ _ALL = (
     Method(
         "linear_self_speculation",
         linear_self_speculation.decode,
+        protocol=SelfSpeculativeModel,
         lossless=True,
         steps=linear_self_speculation.LinearSteps,
         judges=True,
@@ -74,22 +84,23 @@ _ALL = (
     Method(
         "quadratic_self_speculation",
         quadratic_self_speculation.decode,
+        protocol=SelfSpeculativeModel,
         lossless=True,
         judges=True,
         models=_TRIMODE,
         widths=(4, 8, 16),
     ),
-    Method("block_diffusion", block_diffusion.decode, models=_TRIMODE, widths=(16,)),
+    Method("block_diffusion", block_diffusion.decode, protocol=BlockModel, models=_TRIMODE, widths=(16,)),
     Method("recurrent_static", recurrent_static.decode, "recurrent", lossless=True),
-    Method("recurrent_adaptive", recurrent_adaptive.decode, "recurrent"),
+    Method("recurrent_adaptive", recurrent_adaptive.decode, "recurrent", protocol=RecurrentPartsModel),
     Method("recurrent_self_speculation", recurrent_self_speculation.decode, "recurrent", judges=True),
-    Method("recurrent_diffusion", recurrent_diffusion.decode, "recurrent"),
+    Method("recurrent_diffusion", recurrent_diffusion.decode, "recurrent", protocol=RecurrentWaveModel),
     Method("llada", llada.decode, "masked"),
     Method("dream", dream.decode, "masked"),
     Method("slowfast", slowfast.decode, "masked"),
     Method("dllm_cache", dllm_cache.decode, "masked"),
     Method("fast_dllm", fast_dllm.decode, "masked"),
-    Method("fast_dllm_v2", fast_dllm_v2.decode, models=_TRIMODE, shown=False),
+    Method("fast_dllm_v2", fast_dllm_v2.decode, protocol=BlockCausalModel, models=_TRIMODE, shown=False),
 )
 METHODS = {method.name: method for method in _ALL}
 
@@ -107,18 +118,22 @@ class Request(TypedDict, total=False):
     end_tokens: Sequence[int] | None
     on_tokens: OnTokens | None
     trace: bool
+    overflow: Literal["error", "warn"]
+    infill: bool
 
 
 class Autoregressive(Request, total=False):
     temperature: float
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
 class Jacobi(Request, total=False):
     block_size: int | None
     window: int | None
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
@@ -128,7 +143,8 @@ class JacobiMultiblock(Request, total=False):
     spawn_ratio: float
     pool_size: int
     verification_size: int
-    seed: int
+    allow_mask_token: bool
+    seed: int | Sequence[int]
     page_size: int | None
 
 
@@ -157,11 +173,14 @@ class BlockDiffusion(Autoregressive, total=False):
     mask_token: int | None
 
 
-class RecurrentStatic(Autoregressive, total=False):
+class RecurrentStatic(Request, total=False):
     recurrences: int | None
+    temperature: float
     top_p: float | None
     min_p: float | None
     top_k: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
 class RecurrentAdaptive(RecurrentStatic, total=False):
@@ -170,6 +189,7 @@ class RecurrentAdaptive(RecurrentStatic, total=False):
     max_recurrences: int | None
     min_recurrences: int
     check_every: int
+    first_check: int | None
 
 
 class RecurrentSelfSpeculation(RecurrentStatic, total=False):
@@ -203,7 +223,7 @@ class Llada(Request, total=False):
     late_end: bool
     temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class Dream(Request, total=False):
@@ -215,7 +235,7 @@ class Dream(Request, total=False):
     top_k: int | None
     order_temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class Slowfast(Request, total=False):
@@ -234,7 +254,7 @@ class Slowfast(Request, total=False):
     transfer_ratio: float
     temperature: float
     mask_token: int | None
-    seed: int
+    seed: int | Sequence[int]
 
 
 class DllmCache(Llada, total=False):
@@ -246,22 +266,28 @@ class DllmCache(Llada, total=False):
     page_size: int | None
 
 
-class FastDllm(Autoregressive, total=False):
+class FastDllm(Request, total=False):
     block_size: int
     cache: Literal["none", "prefix", "dual"]
     threshold: float | None
     factor: float | None
     steps: int | None
+    temperature: float
     mask_token: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
-class FastDllmV2(Autoregressive, total=False):
+class FastDllmV2(Request, total=False):
     block_size: int
     small_block_size: int
     threshold: float
     block_cache: bool
+    temperature: float
     top_p: float
     mask_token: int | None
+    seed: int | Sequence[int]
+    page_size: int | None
 
 
 class Generate(Protocol):
@@ -415,3 +441,7 @@ class Generate(Protocol):
     def __call__(self, model: Any, prompt: Prompt, method: Method, **options: Any) -> One: ...
     @overload
     def __call__(self, model: Any, prompt: Batch, method: Method, **options: Any) -> Many: ...
+    @overload
+    def __call__(
+        self, model: Any, prompt: Mapping[str, Any], method: str | Method = ..., **options: Any
+    ) -> DecodeResult[Any, Any]: ...

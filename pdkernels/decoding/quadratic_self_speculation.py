@@ -18,8 +18,10 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._sampling import (
     OWN,
-    check_sampling,
+    Seed,
+    banned_tokens,
     checked_mask_token,
+    checked_sampling,
     checked_size,
     distribution,
     draw,
@@ -27,12 +29,14 @@ from pdkernels.decoding._sampling import (
     statistics,
     without_,
 )
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._session import Session, is_end, judged_by_nan, marked
 from pdkernels.masks import TilePlan, block_causal, causal, pack, quadratic
 from pdkernels.masks.speculation import InGroup
 from pdkernels.ops import verify_draft
 
 _OP = "decoding.quadratic_self_speculation"
+
+_MOST_ROWS = 2**20
 
 Ensemble = Literal["probability", "logit"]
 
@@ -48,7 +52,8 @@ def decode(
     ensemble: Ensemble = "probability",
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    allow_mask_token: bool = False,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
@@ -62,6 +67,7 @@ def decode(
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
     """
+    block_size = session.block(checked_size(_OP, "block_size", block_size))
     masks = _checked_masks(block_size, masks_per_group, label_shift, in_group)
     check_type(
         type(ensemble_weight) in (int, float), _OP, "ensemble_weight", "be a number", type(ensemble_weight).__name__
@@ -76,18 +82,22 @@ def decode(
         "No mask is about the verifier's position.",
     )
     check(ensemble in get_args(Ensemble), _OP, "ensemble", "be 'probability' or 'logit'", repr(ensemble))
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     model = session.model
     mask_token = checked_mask_token(_OP, model, mask_token)
+    banned = banned_tokens(_OP, model, allow_mask_token, mask_token)
     limit = session.max_new_tokens
     if limit == 0:
         return
     # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
     slots = max(1, min(block_size, limit - 1))
+    rows_per_step = max(session.longest + masks, slots * (1 + masks))
+    check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
 
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
+    seeds = seeds.to(device)
     ends = session.ends_on(device)
     slot = torch.arange(slots, device=device)
     guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
@@ -102,9 +112,9 @@ def decode(
     plan = _prompt_plan([len(prompt) for prompt in session.prompts], masks, in_group, device)
     logits = model(tokens, cache=cache, counts=prompt_lengths, mask=plan, rows=rows, adapted=adapted)
     session.forwards += 1
-    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seed, OWN)
+    first = draw(logits[:, :1], prompt_lengths[:, None], temperature, seeds, OWN, banned)
     positions = prompt_lengths[:, None] + 1 + slot[:-1]
-    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seed, 1, suppress=(mask_token,))], 1)
+    draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seeds, 1, suppress=(mask_token,))], 1)
     cache.commit_(prompt_lengths)
 
     remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
@@ -112,7 +122,7 @@ def decode(
         remaining.masked_fill_(is_end(first[:, 0], ends), 0)
     draft_lengths = remaining.clamp(max=slots)
 
-    host_draft = draft.tolist()
+    host_draft = marked(logits[:, :1], draft).tolist()
     host_lengths = [0 if row[0] in session.end_tokens else min(slots, limit - 1) for row in host_draft]
     for sequence, row in enumerate(host_draft):
         session.record_first(sequence, row[0])
@@ -131,18 +141,21 @@ def decode(
             adapted=torch.arange(len(offsets), device=device) >= width if model.has_adapter else False,
         )
         session.forwards += 1
-        judge = model.logits(hidden[:, :width])
+        judge, unmixed = model.logits(hidden[:, :width]), banned
         if ensemble_weight < 1:
             diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
+            for token in banned:
+                without_(judge, token)
+            unmixed = ()  # a mixture has no such tokens either
             judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
-        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seed, OWN)
+        predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, unmixed)
         verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
 
         group = (verdict.accepted - 1).clamp_(min=0)
         rows = width + group[:, None] * masks + guessing
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
-        draws = noise(temperature, seed, session.forwards, lengths[:, None] + 1 + slot[:-1])
+        draws = noise(temperature, seeds, session.forwards, lengths[:, None] + 1 + slot[:-1])
         guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws).ids
         # -1 in a finished sequence is no id.
         draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)
@@ -150,7 +163,8 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a step.
-        columns = [verdict.accepted[:, None], draft_lengths[:, None], draft]
+        accepted = verdict.accepted.masked_fill(judged_by_nan(judge, predictions, verdict.accepted), -1)
+        columns = [accepted[:, None], draft_lengths[:, None], draft]
         if session.trace is not None:
             columns.append(predictions)
         poll = torch.cat(columns, 1).tolist()

@@ -16,8 +16,8 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._sampling import checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.result import AdaptiveStep
 from pdkernels.ops import logit_divergence
 
@@ -43,12 +43,13 @@ def decode(
     max_recurrences: int | None = None,
     min_recurrences: int = 1,
     check_every: int = 1,
+    first_check: int | None = None,
     recurrences: int | None = None,
     temperature: float = 0.0,
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with one token per forward, each of as many recurrences as it needs.
@@ -60,28 +61,31 @@ def decode(
     Args:
         criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
             cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of distributions without
-            unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that have not
-            changed the likeliest token; done at the threshold.
+            unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that
+            count and have not changed the likeliest token; done at the threshold.
         threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order.
-        max_recurrences: of a token; None: `recurrences`. Where `check_every` does not divide it the rest runs without a check.
+        max_recurrences: of a token; None: `recurrences`. What is left after the last check runs without one.
         min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first one counts too, and is
             compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
+        first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` is
+            the phase of the released code with ``min_steps=n``: its first check comes after one more recurrence, and counts.
         recurrences: of the prompt, which is never adaptive; None: those the model was trained for.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
     checked_name(_OP, "criterion", criterion, get_args(Criterion))
     limit = THRESHOLDS[criterion] if threshold is None else checked_number(_OP, "threshold", threshold)
     most = recurrences if max_recurrences is None else checked_size(_OP, "max_recurrences", max_recurrences)
     check_type(type(min_recurrences) is int, _OP, "min_recurrences", "be an int", type(min_recurrences).__name__)
     check(min_recurrences >= 0, _OP, "min_recurrences", "be at least 0", min_recurrences)
     checked_size(_OP, "check_every", check_every)
+    first_check = check_every if first_check is None else checked_size(_OP, "first_check", first_check)
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
-    active_rows = ~ended
+    active_rows, written = ~ended, token[:, 0]  # what the host reads of the token
     unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
@@ -89,14 +93,15 @@ def decode(
             break
         counts = None if all(active) else active_rows.to(cache.lengths.dtype)
         context = model.context(1, cache, counts)
-        state, term = model.begin(model.prelude(token, context), context, seed)
+        state, term = model.begin(model.prelude(token, context), context, sampling.seeds)
         divergence = Divergence(criterion, state)
         open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
         needed = [0] * session.batch
         values: list[list[float]] = [[] for _ in active]
-        count, logits, polled = 0, None, False
+        count, last, logits, polled = 0, 0, None, False  # `last`: recurrences at the last check
         while count < most and any(still_open):
-            run = min(check_every, most - count)
+            wanted = check_every if last else first_check
+            run = min(wanted, most - count)
             # A settled row runs too, but nothing of it is stored.
             current_context = (
                 context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
@@ -105,12 +110,13 @@ def decode(
             for _ in range(run):
                 refined = model.core(refined, term, current_context)
             state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
-            counted = count >= min_recurrences  # what this check is compared with has had so many
+            counted = last >= min_recurrences  # what this check is compared with has had so many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
-            if run < check_every:
+            if run < wanted:
                 logits = None
                 break
+            last = count
             if criterion not in _LATENT:
                 seen = model.coda(state, current_context)
                 # A settled row is padding of this forward: its logits are those of the check that settled it.
@@ -119,13 +125,13 @@ def decode(
                     if logits is None or still_open == active
                     else torch.where(open_rows[:, None, None], seen, logits)
                 )
-            value = divergence.measure(state, logits)
+            value = divergence.measure(state, logits, counted)
             done = value >= limit if criterion == "argmax-stability" else value < limit
             if counted:
                 open_rows = open_rows & ~done
             if counted or session.trace is not None:
                 # The one read of the device in a check; the first of a token brings the token before it.
-                poll = torch.stack([token[:, 0].double(), open_rows.double(), value.double()], 1).tolist()
+                poll = torch.stack([written.double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
                     _record(session, active, [int(row[0]) for row in poll], *unread)
@@ -141,13 +147,14 @@ def decode(
             logits = model.coda(state, context)
         cache.commit_(active_rows.to(cache.lengths.dtype))
         token = sampling.draw(logits, cache.lengths[:, None])
+        written = marked(logits, token)[:, 0]
         if ends is not None:
             active_rows = active_rows & ~is_end(token[:, 0], ends)
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
         if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
-            _record(session, active, token[:, 0].tolist(), *unread)
+            _record(session, active, written.tolist(), *unread)
             unread = None
 
 
@@ -176,9 +183,9 @@ class Divergence:
         self.before = torch.full((len(state),), 100.0 if criterion == "entropy-diff" else -1.0, device=state.device)
         self.stable = torch.zeros(len(state), dtype=torch.int64, device=state.device)
 
-    def measure(self, state: torch.Tensor, logits: torch.Tensor | None) -> torch.Tensor:
+    def measure(self, state: torch.Tensor, logits: torch.Tensor | None, counted: bool) -> torch.Tensor:
         """``(batch,)``: how far `state` ``(batch, 1, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
-        without a new argmax.
+        without a new argmax, of those that are `counted`.
         """
         if logits is None:
             now, then = _wide(state[:, 0]), _wide(self.state[:, 0])
@@ -198,7 +205,7 @@ class Divergence:
             before, self.before = self.before, divergence.entropy
             return (divergence.entropy - before).abs()
         before, self.before = self.before, divergence.argmax
-        self.stable = torch.where(divergence.argmax == before, self.stable + 1, 0)
+        self.stable = torch.where(divergence.argmax == before, self.stable + int(counted), 0)
         return self.stable
 
 

@@ -15,7 +15,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._recurrent_wave import Mixer, NewState, Rule, Schedule, Wave, WaveOptions
-from pdkernels.decoding._sampling import checked_flag, checked_name, checked_number, checked_size
+from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.result import RecurrentStep
 
@@ -47,7 +47,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` from a wave of positions: a step refines all of them, freezes those in front that are ready, appends new ones.
@@ -77,10 +77,11 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
     checked_name(_OP, "exit", exit, get_args(Exit))
+    headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more has no room in the wave
     if max_recurrences is not None:
         check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
         check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
@@ -136,6 +137,8 @@ def run(session: Session, wave: Wave, widths: list[int]) -> int:
             frozen, widths[sequence] = int(row[0]), int(row[1])
             predicted, drafts, moved = (row[2 + part * rows :][:width] for part in range(3))
             predicted = [int(token) for token in predicted]
+            if predicted[0] < 0:  # it would never settle
+                session.fail_not_numbers(sequence)
             if session.trace is not None:
                 drafts = [int(token) for token in drafts]
                 session.trace[sequence].append(RecurrentStep(cursors[sequence], drafts, predicted, moved, frozen))

@@ -10,8 +10,8 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._sampling import checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._sampling import Seed, checked_size
+from pdkernels.decoding._session import Session, judged_by_nan
 from pdkernels.ops import kv_trim_, verify_draft
 
 _OP = "decoding.recurrent_self_speculation"
@@ -27,7 +27,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
     """Fill `session` with the tokens of forwards over whole drafts; a draft needs no model and no cache of its own.
@@ -47,7 +47,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
     check_type(type(block_size) is int, _OP, "block_size", "be an int", type(block_size).__name__)
     check(block_size >= 0, _OP, "block_size", "be at least 0", block_size)
     checked_size(_OP, "draft_recurrences", draft_recurrences)
@@ -71,7 +71,7 @@ def decode(
     while (width := max(host_lengths)) > 0:
         cursor = lengths.clone()
         for row in range(width - 1):
-            logits = model(block[:, row : row + 1], cache=cache, recurrences=draft_recurrences, seed=seed)
+            logits = model(block[:, row : row + 1], cache=cache, recurrences=draft_recurrences, seed=sampling.seeds)
             # For a while the draft counts as text. A sequence whose draft is complete goes through the model too.
             cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
             block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None])
@@ -79,7 +79,7 @@ def decode(
 
         draft = block[:, :width]
         counts = None if min(host_lengths) == width else draft_lengths
-        logits = model(draft, cache=cache, counts=counts, recurrences=recurrences, seed=seed)
+        logits = model(draft, cache=cache, counts=counts, recurrences=recurrences, seed=sampling.seeds)
         predictions = sampling.draw(logits, cursor[:, None] + 1 + slot[:width])
         verdict = verify_draft(draft, predictions, draft_lengths=draft_lengths, end_tokens=ends)
         cache.commit_(verdict.accepted)
@@ -91,7 +91,8 @@ def decode(
         draft_lengths = remaining.clamp(max=slots)
 
         # The one read of the device in a cycle.
-        columns = [torch.stack([verdict.accepted, draft_lengths, verdict.next_token], 1), draft]
+        accepted = verdict.accepted.masked_fill(judged_by_nan(logits, predictions, verdict.accepted), -1)
+        columns = [torch.stack([accepted, draft_lengths, verdict.next_token], 1), draft]
         if session.trace is not None:
             columns.append(predictions)
         poll = torch.cat(columns, 1).tolist()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
-from pdkernels.decoding._session import Session, is_end
+from pdkernels.decoding._sampling import Seed
+from pdkernels.decoding._session import Session, is_end, marked
 from pdkernels.decoding.result import RecurrentStep
 
 _OP = "decoding.recurrent_static"
@@ -23,7 +24,7 @@ def decode(
     top_p: float | None = None,
     min_p: float | None = None,
     top_k: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
     """Fill `session` with one token per forward.
@@ -32,7 +33,7 @@ def decode(
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
-    sampling = checked_sampling(_OP, temperature, top_p, min_p, top_k, seed)
+    sampling = checked_sampling(_OP, session, temperature, top_p, min_p, top_k, seed)
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, current, active = prefill(session, recurrences, sampling, page_size)
@@ -42,14 +43,14 @@ def decode(
         if not any(active):
             break
         # A finished sequence goes through the model too, but its row is never committed.
-        logits = model(token, cache=cache, recurrences=recurrences, seed=seed)
+        logits = model(token, cache=cache, recurrences=recurrences, seed=sampling.seeds)
         cache.commit_(active_rows)
         token = sampling.draw(logits, cache.lengths[:, None])
         if ends is not None:
             active_rows = active_rows.masked_fill(is_end(token[:, 0], ends), 0)
         session.forwards += 1
         session.recurrences += recurrences
-        following = token[:, 0].tolist()  # the one read of the device in a step
+        following = marked(logits, token)[:, 0].tolist()  # the one read of the device in a step
         for sequence in range(session.batch):
             if active[sequence]:
                 if session.trace is not None:

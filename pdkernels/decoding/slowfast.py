@@ -19,8 +19,15 @@ import torch
 
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._masked import Canvas, KeptCanvas, SamplingOptions, WholeCanvas, Window, checked_masked_model
-from pdkernels.decoding._sampling import check_sampling, checked_flag, checked_name, checked_number, checked_size
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._sampling import (
+    Seed,
+    checked_flag,
+    checked_name,
+    checked_number,
+    checked_sampling,
+    checked_size,
+)
+from pdkernels.decoding._session import MOST_POSITIONS, Session
 
 _OP = "decoding.slowfast"
 
@@ -60,7 +67,7 @@ def decode(
     transfer_ratio: float = 0.0,
     temperature: float = 0.0,
     mask_token: int | None = None,
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> int:
     """Fill `session` span by span, each explored slowly and filled fast. What a place holds is never judged again.
 
@@ -96,6 +103,7 @@ def decode(
     for name, (size, least) in sizes.items():
         check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
         check(size >= least, _OP, name, f"be at least {least}", size)
+        check(size <= MOST_POSITIONS, _OP, name, f"be at most {MOST_POSITIONS}", size)
     checked_number(_OP, "variance", variance)
     checked_number(_OP, "tau_min", tau_min)
     checked_number(_OP, "tau_high", tau_high)
@@ -114,9 +122,9 @@ def decode(
             given,
             "Pass a prompt_interval.",
         )
-    check_sampling(_OP, temperature, seed)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     limit = session.max_new_tokens
-    canvas = Canvas(session, mask_token, SamplingOptions(temperature, seed=seed))
+    canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
     if limit == 0:
         return canvas.finish()
     if prompt_interval is None:
@@ -127,14 +135,12 @@ def decode(
         )
     size = limit if block_size is None else block_size
     options = Options(size, max_exploration, window, variance, tau_min, tau_high, k_slow, k_fast, cycle, drop_suffix)
-    spans = [Span(limit, options) for _ in canvas.starts]
+    spans = [Span(own, options) for own in session.limits]
     published = cycle == "published"
     while canvas.unfinished:
         canvas.begin()
         # A canvas that is done costs little.
-        ends = [
-            start + on * span.shown(limit) for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)
-        ]
+        ends = [start + on * span.shown() for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
         # No number of sure positions lets a slow step of the paper fill more than its few.
         need = [1 if published or span.fast else limit + 1 for span in spans]
         quota = [k_fast if span.fast else k_slow for span in spans]
@@ -180,9 +186,9 @@ class Span:
         """Where the next step fills positions."""
         return self.start, self.end if self.fast else self.last
 
-    def shown(self, limit: int) -> int:
+    def shown(self) -> int:
         """Where the canvas of the next step ends."""
-        return self.end if self._options.drop_suffix and self.fast and self.taken > 0 else limit
+        return self.end if self._options.drop_suffix and self.fast and self.taken > 0 else self._limit
 
     def step(self, furthest: int, is_open: Callable[[int, int], bool]) -> None:
         """Moves on after a step. `furthest` is the last position with an opinion, if there is one."""

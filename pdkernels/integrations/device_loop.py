@@ -12,8 +12,9 @@ import torch
 
 from pdkernels._validation import check, check_type, message
 from pdkernels.decoding import DecodeResult, OnTokens, check_options
-from pdkernels.decoding._request import Prompts, finished, open_session
-from pdkernels.decoding._session import Session
+from pdkernels.decoding._prompts import Prompts
+from pdkernels.decoding._request import finished, open_session
+from pdkernels.decoding._session import MOST_POSITIONS, Session
 from pdkernels.decoding._steps import run
 from pdkernels.decoding.methods import METHODS
 from pdkernels.integrations.while_graph import WhileGraph, capture, require
@@ -95,6 +96,7 @@ class DeviceLoop:
         for name, (size, least) in sizes.items():
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
             check(size >= least, _OP, name, f"be at least {least}", size)
+            check(size <= MOST_POSITIONS, _OP, name, f"be at most {MOST_POSITIONS}", size)
         require(_OP, model.device)
         check(
             not DEBUG_CHECKS, _OP, "PDKERNELS_DEBUG_CHECKS", "be unset", 1, "Its checks read the device in every step."

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from pdkernels._validation import check, check_type
-from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, integer
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, blocks, check_tokens, integer
 
 
 def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
@@ -85,6 +85,7 @@ def block_causal(length: int, block_size: int, prefix_len: int = 0) -> SegmentMa
     block_size = integer(op, "block_size", block_size, 1)
     prefix_len = integer(op, "prefix_len", prefix_len, 0)
     check(prefix_len <= length, f"masks.{op}", "prefix_len", f"be at most length ({length})", prefix_len)
+    check_tokens(op, "length", length, (length - prefix_len) // block_size)
     segments = [Segment(prefix_len, "causal", (), "prompt")]
     for number, size in enumerate(blocks(length - prefix_len, block_size), start=1):
         segments.append(Segment(size, "full", (range(number),), "block"))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import INDEX_DTYPES, check, check_type
-from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, blocks, choice, integer
+from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, blocks, check_tokens, choice, integer
 
 
 def dual_stream(
@@ -73,6 +73,7 @@ def dual_stream(
     choice(op, "clean", clean, ("causal", "block"))
     choice(op, "order", order, ("noisy_first", "clean_first"))
     check(prefix_len <= length, f"masks.{op}", "prefix_len", f"be at most length ({length})", prefix_len)
+    check_tokens(op, "length", 2 * length, 2 * ((length - prefix_len) // block_size))
     sizes = blocks(length - prefix_len, block_size)
     if noisy_positions is None:
         kept, noisy_sizes = arange(prefix_len, length), sizes

@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import check
-from pdkernels.masks.segment_mask import Repeated, Run, Sees, SegmentMask, arange, choice, integer, inverse
+from pdkernels.masks.segment_mask import (
+    Repeated,
+    Run,
+    Sees,
+    SegmentMask,
+    arange,
+    check_tokens,
+    choice,
+    integer,
+    inverse,
+)
 
 Conditioning = Literal["noisy", "clean", "window"]
 Layout = Literal["streams", "interleaved"]
@@ -145,6 +155,7 @@ def noise_aware_causal(
     prompt_len = integer(op, "prompt_len", prompt_len, 0)
     block_size = integer(op, "block_size", block_size, 1)
     num_blocks = integer(op, "num_blocks", num_blocks, 0)
+    check_tokens(op, "num_blocks", prompt_len + 2 * num_blocks * block_size, 2 * num_blocks)
     choice(op, "conditioning", conditioning, ("noisy", "clean", "window"))
     choice(op, "layout", layout, ("streams", "interleaved"))
     if conditioning == "window":
@@ -217,4 +228,5 @@ def candidates(count: int, length: int) -> SegmentMask:
         [0, 1, 2, 0, 1, 2]
     """
     count, length = integer("candidates", "count", count, 0), integer("candidates", "length", length, 0)
+    check_tokens("candidates", "count", count * length, count)
     return SegmentMask._repeat([(count, (Repeated(length, "causal", (), "candidate"),))], arange(length).repeat(count))

@@ -21,6 +21,7 @@ arange = partial(torch.arange, device="cpu")
 
 # Longer masks do not fit the 32-bit numbers of a plan.
 MOST_TOKENS = 2**31 - 1
+MOST_SEGMENTS = 2**22  # each is a Python object
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -356,6 +357,14 @@ def integer(builder: str, argument: str, value: object, least: int) -> int:
     if number > MOST_TOKENS:
         fail(f"masks.{builder}", argument, "be less than 2**31", number)
     return number
+
+
+def check_tokens(builder: str, argument: str, tokens: int, segments: int) -> None:
+    """What an argument asks for is a mask that fits a plan, of segments that fit in memory as a list."""
+    if tokens > MOST_TOKENS:
+        fail(f"masks.{builder}", argument, "make a mask of less than 2**31 tokens", tokens)
+    if segments > MOST_SEGMENTS:
+        fail(f"masks.{builder}", argument, f"make at most {MOST_SEGMENTS} segments", segments)
 
 
 def flag(builder: str, argument: str, value: object) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import fail
-from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, choice, flag, integer, inverse
+from pdkernels._validation import check_type, fail
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, check_tokens, choice, flag, integer, inverse
 
 InGroup = Literal["bidirectional", "causal"]
 
@@ -115,6 +115,8 @@ def quadratic(
     choice(op, "in_group", in_group, ("bidirectional", "causal"))
     choice(op, "layout", layout, ("spec_first", "interleaved"))
     anchor_group = flag(op, "anchor_group", anchor_group)
+    tokens = block_size + (block_size if anchor_group else block_size - 1) * masks_per_group
+    check_tokens(op, "block_size", tokens, 2 * block_size)
     inside: Literal["causal", "full"] = "causal" if in_group == "causal" else "full"
     first = 0 if anchor_group else 1
     # Segment numbers of draft tokens: 0 .. first - 1, then first, first + step, ..
@@ -170,6 +172,8 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
         ([0, 1, 2, 1], [1, 2, 1])
     """
     given = parents.tolist() if isinstance(parents, Tensor) else parents
+    wanted = "be a sequence of integers"
+    check_type(isinstance(given, Iterable), "masks.tree", "parents", wanted, type(parents).__name__)
     parents = [integer("tree", "parents", parent, -1) for parent in given]
     children = [0] * len(parents)
     depth: list[int] = []

@@ -3,29 +3,57 @@
 from typing import TYPE_CHECKING
 
 from pdkernels._renamed import renamed
+from pdkernels.models.callable_model import CallableModel, from_callable
+from pdkernels.models.chat import ChatTemplate
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
+from pdkernels.models.protocols import (
+    BidirectionalModel,
+    BlockCausalModel,
+    BlockModel,
+    BranchingModel,
+    CausalModel,
+    LanguageModel,
+    RecurrentModel,
+    RecurrentPartsModel,
+    RecurrentWaveModel,
+    SelfSpeculativeModel,
+)
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer
 from pdkernels.models.zoo import available, load
 
 __all__ = [
+    "BidirectionalModel",
+    "BlockCausalModel",
+    "BlockModel",
+    "BranchingModel",
     "ByteTokenizer",
+    "CallableModel",
+    "CausalModel",
+    "ChatTemplate",
+    "FactorScaling",
     "JsonTokenizer",
+    "LanguageModel",
     "LinearScaling",
     "Llama3Scaling",
     "RecurrentDepth",
     "RecurrentDepthConfig",
+    "RecurrentModel",
+    "RecurrentPartsModel",
+    "RecurrentWaveModel",
     "RopeScaling",
+    "SelfSpeculativeModel",
     "Tokenizer",
     "Transformer",
     "TransformerConfig",
     "YarnScaling",
     "available",
+    "from_callable",
     "from_hf_config",
     "from_hf_state_dict",
     "from_huginn_config",

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from pdkernels._validation import check, check_type
-from pdkernels.models.rope import RopeScaling, RopeStyle
+from pdkernels._validation import FINITE, check, check_flag, check_int, check_number, check_type
+from pdkernels.models.rope import FactorScaling, RopeScaling, RopeStyle, YarnScaling
+
+
+def _check_sizes(op: str, config: TransformerConfig | RecurrentDepthConfig, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(config, name)
+        check_type(type(value) is int, op, name, "be an int", type(value).__name__)
+        check_int(op, name, value, 1)
+
+
+def _check_numbers(op: str, config: TransformerConfig | RecurrentDepthConfig) -> None:
+    check_number(op, "rope_theta", config.rope_theta, 0, FINITE, "be positive")
+    check(config.rope_theta > 0, op, "rope_theta", "be positive", config.rope_theta)
+    check_number(op, "norm_eps", config.norm_eps, 0, FINITE, "not be negative")
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,10 @@ class TransformerConfig:
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-6
     qkv_bias: bool = False
+    output_bias: bool = False
+    """Of attention's output projection."""
+    mlp_bias: bool = False
+    """Of the MLP's three matrices."""
     qk_norm: bool = False
     """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
     tied_head: bool = True
@@ -39,23 +57,12 @@ class TransformerConfig:
     predicts: Literal["next", "own"] = "next"
     """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
     max_positions: int = 2048
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
     def __post_init__(self) -> None:
         op = "TransformerConfig"
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "layers",
-            "heads",
-            "kv_heads",
-            "head_dim",
-            "intermediate_size",
-            "max_positions",
-        ):
-            value = getattr(self, name)
-            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
-            check(value >= 1, op, name, "be at least 1", value)
+        sizes = "vocab_size hidden_size layers heads kv_heads head_dim intermediate_size max_positions"
+        _check_sizes(op, self, sizes.split())
         check(self.heads % self.kv_heads == 0, op, "kv_heads", f"divide heads ({self.heads})", self.kv_heads)
         check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
         check(
@@ -81,9 +88,14 @@ class TransformerConfig:
             "be a RopeScaling or None",
             type(scaling).__name__,
         )
-        check_type(type(self.qk_norm) is bool, op, "qk_norm", "be a bool", type(self.qk_norm).__name__)
-        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
-        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
+        for name in ("qkv_bias", "output_bias", "mlp_bias", "qk_norm", "tied_head"):
+            check_flag(op, name, getattr(self, name))
+        _check_numbers(op, self)
+        if isinstance(scaling, FactorScaling):
+            pairs = len(scaling.factors)
+            check(pairs == self.head_dim // 2, op, "rope_scaling", f"have {self.head_dim // 2} factors", pairs)
+        turns = not isinstance(scaling, YarnScaling) or self.rope_theta > 1
+        check(turns, op, "rope_theta", "be more than 1 with a YarnScaling", self.rope_theta)
 
     @property
     def group_size(self) -> int:
@@ -113,28 +125,14 @@ class RecurrentDepthConfig:
     rope_theta: float = 50000.0
     norm_eps: float = 1e-6
     max_positions: int = 4096
-    """Positions the model was trained for: a figure for users, not a limit that is enforced."""
+    """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
     def __post_init__(self) -> None:
         op = "RecurrentDepthConfig"
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "heads",
-            "head_dim",
-            "intermediate_size",
-            "prelude_layers",
-            "core_layers",
-            "coda_layers",
-            "mean_recurrence",
-            "max_positions",
-        ):
-            value = getattr(self, name)
-            check_type(type(value) is int, op, name, "be an int", type(value).__name__)
-            check(value >= 1, op, name, "be at least 1", value)
+        sizes = "vocab_size hidden_size heads head_dim intermediate_size prelude_layers core_layers coda_layers"
+        _check_sizes(op, self, [*sizes.split(), "mean_recurrence", "max_positions"])
         check(self.head_dim % 2 == 0, op, "head_dim", "be even (RoPE rotates pairs)", self.head_dim)
-        check(self.rope_theta > 0, op, "rope_theta", "be positive", self.rope_theta)
-        check(self.norm_eps >= 0, op, "norm_eps", "not be negative", self.norm_eps)
+        _check_numbers(op, self)
 
     @property
     def layers(self) -> int:

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from pdkernels._validation import check
-from pdkernels.models.hf import demand, gather, require
-from pdkernels.models.recurrent_depth import RecurrentDepthConfig
+from pdkernels.models.config import RecurrentDepthConfig
+from pdkernels.models.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.layout import Layout, Parts
 
 MODEL_TYPE, ARCHITECTURE = "huginn_raven", "RavenForCausalLM"
 
-_OP = "models.load"
 _REQUIRED = (
     "vocab_size",
     "n_embd",
@@ -45,13 +46,14 @@ _COMPUTED = {
 
 def is_huginn(config: Mapping[str, Any]) -> bool:
     """Whether a parsed `config.json` is of this kind."""
-    return config.get("model_type") == MODEL_TYPE or ARCHITECTURE in (config.get("architectures") or ())
+    architectures = config.get("architectures")
+    return config.get("model_type") == MODEL_TYPE or (isinstance(architectures, list) and ARCHITECTURE in architectures)
 
 
 def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     """The `RecurrentDepthConfig` of a parsed `config.json`.
 
-    Raises ValueError for sizes that are missing or contradict each other, NotImplementedError for what the model does not
+    Raises ValueError for fields that are missing, of the wrong kind or contradict each other, NotImplementedError for what the model does not
     compute (another block, norm or injection, biases, an untied head, noise in the core), so that no checkpoint is run wrongly.
 
     >>> from_huginn_config({"model_type": "huginn_raven", "vocab_size": 65536, "n_embd": 5280, "n_heads": 55,
@@ -59,36 +61,35 @@ def from_huginn_config(config: Mapping[str, Any]) -> RecurrentDepthConfig:
     ...                     "n_layers_in_coda": 2}).head_dim
     96
     """
-    config = {_OTHER_NAMES.get(name, name): value for name, value in config.items()}
-    require(config, _REQUIRED)
+    fields = Fields({_OTHER_NAMES.get(name, name): value for name, value in Fields(config).values.items()})
+    fields.require(_REQUIRED)
     for field, computed in _COMPUTED.items():
-        actual = config.get(field, computed)
-        demand(actual == computed, field, f"be {computed!r}", repr(actual))
-    hidden, heads = config["n_embd"], config["n_heads"]
-    check(hidden % heads == 0, _OP, "config.json: n_heads", f"divide n_embd ({hidden})", heads)
+        actual = fields.get(field, computed)
+        demand(actual == computed, field, f"be {computed!r}", shown(actual))
+    hidden, heads = fields.integer("n_embd"), fields.integer("n_heads")
+    check(hidden % heads == 0, OP, "config.json: n_heads", f"divide n_embd ({hidden})", heads)
     for field, implied in (("num_key_value_heads", heads), ("head_dim", hidden // heads)):
-        actual = config.get(field, implied)
-        demand(actual == implied, field, f"be {implied}", actual)
-    scale = config.get("init_values", {}).get("embed_scale", math.sqrt(hidden))
-    demand(
-        math.isclose(scale, math.sqrt(hidden), rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale
-    )
-    ours = RecurrentDepthConfig(
-        vocab_size=config.get("padded_vocab_size") or config["vocab_size"],
-        hidden_size=hidden,
-        heads=heads,
-        head_dim=hidden // heads,
-        intermediate_size=config["intermediate_size"],
-        prelude_layers=config["n_layers_in_prelude"],
-        core_layers=config["n_layers_in_recurrent_block"],
-        coda_layers=config["n_layers_in_coda"],
-        mean_recurrence=config.get("mean_recurrence", 32),
-        rope_theta=float(config.get("rope_base", 50000)),
-        norm_eps=config.get("norm_eps", 1e-6),
-        max_positions=config.get("block_size", 4096),
-    )
-    layers = config.get("n_layers", ours.layers)
-    check(layers == ours.layers, _OP, "config.json: n_layers", f"be the sum of its three parts ({ours.layers})", layers)
+        actual = fields.get(field, implied)
+        demand(actual == implied, field, f"be {implied}", shown(actual))
+    scale, root = fields.part("init_values").number("embed_scale", math.sqrt(hidden)), math.sqrt(hidden)
+    demand(math.isclose(scale, root, rel_tol=1e-5), "init_values: embed_scale", "be the root of n_embd", scale)
+    with read_from("config.json"):
+        ours = RecurrentDepthConfig(
+            vocab_size=fields.integer("padded_vocab_size", fields.integer("vocab_size")),
+            hidden_size=hidden,
+            heads=heads,
+            head_dim=hidden // heads,
+            intermediate_size=fields.integer("intermediate_size"),
+            prelude_layers=fields.integer("n_layers_in_prelude"),
+            core_layers=fields.integer("n_layers_in_recurrent_block"),
+            coda_layers=fields.integer("n_layers_in_coda"),
+            mean_recurrence=fields.integer("mean_recurrence", 32),
+            rope_theta=fields.number("rope_base", 50000.0, above=0),
+            norm_eps=fields.number("norm_eps", 1e-6, least=0),
+            max_positions=fields.integer("block_size", 4096),
+        )
+    layers, parts = fields.get("n_layers", ours.layers), f"be the sum of its three parts ({ours.layers})"
+    check(layers == ours.layers, OP, "config.json: n_layers", parts, shown(layers))
     return ours
 
 
@@ -126,11 +127,16 @@ def to_huginn_config(config: RecurrentDepthConfig) -> dict[str, Any]:
     }
 
 
-def _names(config: RecurrentDepthConfig) -> Iterator[tuple[str, str]]:
-    """Each of our parameters and its published name."""
-    yield "embedding", "transformer.wte.weight"
-    yield "adapter", "transformer.adapter.weight"
-    yield "norm", "transformer.ln_f.weight"
+def layout(config: RecurrentDepthConfig) -> Layout:
+    """The tensors of a checkpoint with this configuration."""
+    return Layout(partial(_parts, config), config.layers, "transformer.wte.weight", "lm_head.weight", True)
+
+
+def _parts(config: RecurrentDepthConfig) -> Iterator[tuple[str, Parts]]:
+    hidden, inner, width = config.hidden_size, config.intermediate_size, config.heads * config.head_dim
+    yield "embedding", {"transformer.wte.weight": (config.vocab_size, hidden)}
+    yield "adapter", {"transformer.adapter.weight": (hidden, 2 * hidden)}
+    yield "norm", {"transformer.ln_f.weight": (hidden,)}
     parts = (
         ("prelude_layers", "prelude", config.prelude_layers),
         ("core_layers", "core_block", config.core_layers),
@@ -139,35 +145,24 @@ def _names(config: RecurrentDepthConfig) -> Iterator[tuple[str, str]]:
     for our_part, their_part, layers in parts:
         for index in range(layers):
             ours, theirs = f"{our_part}.{index}.", f"transformer.{their_part}.{index}."
-            yield f"{ours}qkv", f"{theirs}attn.Wqkv.weight"
-            yield f"{ours}qk_bias", f"{theirs}attn.qk_bias"
-            yield f"{ours}output", f"{theirs}attn.proj.weight"
-            yield f"{ours}gate_up", f"{theirs}mlp.fc.weight"
-            yield f"{ours}down", f"{theirs}mlp.proj.weight"
+            yield f"{ours}qkv", {f"{theirs}attn.Wqkv.weight": (3 * width, hidden)}
+            yield f"{ours}qk_bias", {f"{theirs}attn.qk_bias": (2, 1, config.heads, config.head_dim)}
+            yield f"{ours}output", {f"{theirs}attn.proj.weight": (hidden, width)}
+            yield f"{ours}gate_up", {f"{theirs}mlp.fc.weight": (2 * inner, hidden)}
+            yield f"{ours}down", {f"{theirs}mlp.proj.weight": (hidden, inner)}
             for norm in range(1, 5):
-                yield f"{ours}norm_{norm}", f"{theirs}norm_{norm}.weight"
+                yield f"{ours}norm_{norm}", {f"{theirs}norm_{norm}.weight": (hidden,)}
 
 
 def from_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentDepthConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with published names.
 
-    Raises ValueError if tensors are missing or left over. The head is tied: it may stand beside the embedding or in its place.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are no
+    floating-point ones. The head is tied: it may be stored beside the embedding or instead of it.
     """
-    embedding, head = "transformer.wte.weight", "lm_head.weight"
-    if embedding not in state and head in state:
-        state = {**state, embedding: state[head]}
-    ours = gather(state, ((name, [theirs]) for name, theirs in _names(config)), tied=True)
-    shape = (2, 1, config.heads, config.head_dim)
-    for name, theirs in _names(config):
-        if name.endswith("qk_bias"):
-            check(ours[name].shape == shape, _OP, theirs, f"have shape {shape}", tuple(ours[name].shape))
-            ours[name] = ours[name].reshape(2 * config.heads, config.head_dim)
-    return ours
+    return layout(config).gather(state)
 
 
 def to_huginn_state_dict(state: Mapping[str, torch.Tensor], config: RecurrentDepthConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_huginn_state_dict`, without the tied head; the tensors are views of ours."""
-    shape = (2, 1, config.heads, config.head_dim)
-    return {
-        theirs: state[name].view(shape) if name.endswith("qk_bias") else state[name] for name, theirs in _names(config)
-    }
+    return layout(config).scatter(state)

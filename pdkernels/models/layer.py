@@ -24,6 +24,9 @@ class Layer(nn.Module):
     """
 
     qkv_bias: nn.Parameter | None
+    output_bias: nn.Parameter | None
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
     q_norm: nn.Parameter | None
     k_norm: nn.Parameter | None
     adapter_in: nn.Parameter | None
@@ -43,6 +46,13 @@ class Layer(nn.Module):
         self.mlp_norm = nn.Parameter(torch.empty(hidden))
         self.gate_up = nn.Parameter(torch.empty(2 * config.intermediate_size, hidden))
         self.down = nn.Parameter(torch.empty(hidden, config.intermediate_size))
+        biases = {"output_bias": hidden * config.output_bias}
+        biases |= {
+            "gate_up_bias": 2 * config.intermediate_size * config.mlp_bias,
+            "down_bias": hidden * config.mlp_bias,
+        }
+        for name, size in biases.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(size)) if size else None)
         self.register_parameter("adapter_in", None)
         self.register_parameter("adapter_out", None)
 
@@ -85,7 +95,7 @@ class Layer(nn.Module):
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
         """What attention adds to the residual, of `mixed` `(batch, rows, heads, head_dim)`."""
         mixed = mixed.flatten(-2)
-        out = linear(mixed, self.output)
+        out = linear(mixed, self.output, self.output_bias)
         if adapted is None:
             return out
         assert self.adapter_in is not None and self.adapter_out is not None
@@ -96,7 +106,7 @@ class Layer(nn.Module):
         return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return linear(gated(linear(normed, self.gate_up)), self.down)
+        return linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -6,17 +6,18 @@ Source: the configuration and modelling files of huggingface.co/GSAI-ML/LLaDA-8B
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from pdkernels._validation import check
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.hf import demand, gather, require, scatter
+from pdkernels.models.fields import OP, Fields, demand, read_from, shown
+from pdkernels.models.layout import Layout, Parts
 
 MODEL_TYPE = "llada"
 
-_OP = "models.load"
 _REQUIRED = ("vocab_size", "d_model", "n_layers", "n_heads")
 _HEAD = "model.transformer.ff_out.weight"
 # Where a config.json leaves these out, LLaDA's class would take something else.
@@ -39,7 +40,7 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     The vocabulary has as many ids as the embedding has rows (`embedding_size`): those behind the tokenizer's last id take
     part in every softmax, as in the published samplers.
 
-    Raises ValueError for sizes that are missing or do not fit, NotImplementedError for what the transformer does not compute
+    Raises ValueError for fields that are missing, of the wrong kind or do not fit, NotImplementedError for what the transformer does not compute
     (other blocks, norms or activations, biases outside q, k and v, scaled logits), so that no checkpoint is run wrongly.
 
     >>> config = from_llada_config({"model_type": "llada", "vocab_size": 100, "embedding_size": 128, "d_model": 64,
@@ -48,66 +49,73 @@ def from_llada_config(config: Mapping[str, Any]) -> TransformerConfig:
     >>> config.vocab_size, config.kv_heads, config.attention, config.predicts
     (128, 4, 'bidirectional', 'own')
     """
-    require(config, _REQUIRED)
+    fields = Fields(config)
+    fields.require(_REQUIRED)
     for field, computed in _NAMED.items():
-        demand(config.get(field) == computed, field, f"be {computed!r}", repr(config.get(field)))
+        actual = fields.get(field)
+        demand(actual == computed, field, f"be {computed!r}", shown(actual))
     for field, computed in _COMPUTED.items():
-        actual = config.get(field, computed)
-        demand(actual == computed, field, f"be {computed!r}", repr(actual))
-    hidden, heads = config["d_model"], config["n_heads"]
-    check(hidden % heads == 0, _OP, "config.json: n_heads", f"divide d_model ({hidden})", heads)
-    one_for_all = config.get("multi_query_attention")
-    return TransformerConfig(
-        vocab_size=config.get("embedding_size") or config["vocab_size"],
-        hidden_size=hidden,
-        layers=config["n_layers"],
-        heads=heads,
-        kv_heads=config.get("n_kv_heads") or (1 if one_for_all else heads),
-        head_dim=hidden // heads,
-        intermediate_size=config.get("mlp_hidden_size") or config.get("mlp_ratio", 4) * hidden,
-        rope_theta=float(config.get("rope_theta", 10000.0)),
-        norm_eps=config.get("rms_norm_eps", 1e-5),
-        qkv_bias=bool(config.get("include_qkv_bias", False)),
-        tied_head=config.get("weight_tying", True),
-        attention="bidirectional",
-        predicts="own",
-        max_positions=config.get("max_sequence_length", 1024),
-    )
+        actual = fields.get(field, computed)
+        demand(actual == computed, field, f"be {computed!r}", shown(actual))
+    hidden, heads = fields.integer("d_model"), fields.integer("n_heads")
+    check(hidden % heads == 0, OP, "config.json: n_heads", f"divide d_model ({hidden})", heads)
+    one_for_all = fields.flag("multi_query_attention", False)
+    with read_from("config.json"):
+        return TransformerConfig(
+            vocab_size=fields.integer("embedding_size", fields.integer("vocab_size")),
+            hidden_size=hidden,
+            layers=fields.integer("n_layers"),
+            heads=heads,
+            kv_heads=fields.integer("n_kv_heads", 1 if one_for_all else heads),
+            head_dim=hidden // heads,
+            intermediate_size=fields.integer("mlp_hidden_size", fields.integer("mlp_ratio", 4) * hidden),
+            rope_theta=fields.number("rope_theta", 10000.0, above=0),
+            norm_eps=fields.number("rms_norm_eps", 1e-5, least=0),
+            qkv_bias=fields.flag("include_qkv_bias", False),
+            tied_head=fields.flag("weight_tying", True),
+            attention="bidirectional",
+            predicts="own",
+            max_positions=fields.integer("max_sequence_length", 1024),
+        )
 
 
-def _names(config: TransformerConfig) -> Iterator[tuple[str, list[str]]]:
-    """Each of our parameters, and the tensors that stand one after the other in it."""
-    yield "embedding", ["model.transformer.wte.weight"]
+def layout(config: TransformerConfig) -> Layout:
+    """The tensors of a checkpoint with this configuration."""
+    return Layout(partial(_parts, config), config.layers, "model.transformer.wte.weight", _HEAD, config.tied_head)
+
+
+def _parts(config: TransformerConfig) -> Iterator[tuple[str, Parts]]:
+    hidden, inner, matrix = config.hidden_size, config.intermediate_size, (config.vocab_size, config.hidden_size)
+    query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    yield "embedding", {"model.transformer.wte.weight": matrix}
     for index in range(config.layers):
         ours, theirs = f"layers.{index}.", f"model.transformer.blocks.{index}."
-        yield f"{ours}qkv", [f"{theirs}{name}_proj.weight" for name in "qkv"]
+        widths = {"q": query, "k": key_value, "v": key_value}
+        yield f"{ours}qkv", {f"{theirs}{name}_proj.weight": (width, hidden) for name, width in widths.items()}
         if config.qkv_bias:
-            yield f"{ours}qkv_bias", [f"{theirs}{name}_proj.bias" for name in "qkv"]
-        yield f"{ours}output", [f"{theirs}attn_out.weight"]
-        yield f"{ours}gate_up", [f"{theirs}{name}_proj.weight" for name in ("ff", "up")]
-        yield f"{ours}down", [f"{theirs}ff_out.weight"]
-        yield f"{ours}attention_norm", [f"{theirs}attn_norm.weight"]
-        yield f"{ours}mlp_norm", [f"{theirs}ff_norm.weight"]
-    yield "norm", ["model.transformer.ln_f.weight"]
+            yield f"{ours}qkv_bias", {f"{theirs}{name}_proj.bias": (width,) for name, width in widths.items()}
+        yield f"{ours}output", {f"{theirs}attn_out.weight": (hidden, query)}
+        yield f"{ours}gate_up", {f"{theirs}{name}_proj.weight": (inner, hidden) for name in ("ff", "up")}
+        yield f"{ours}down", {f"{theirs}ff_out.weight": (hidden, inner)}
+        yield f"{ours}attention_norm", {f"{theirs}attn_norm.weight": (hidden,)}
+        yield f"{ours}mlp_norm", {f"{theirs}ff_norm.weight": (hidden,)}
+    yield "norm", {"model.transformer.ln_f.weight": (hidden,)}
     if not config.tied_head:
-        yield "head", [_HEAD]
+        yield "head", {_HEAD: matrix}
 
 
 def from_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with LLaDA's names: q, k, v and gate, up become one matrix each.
 
-    Raises ValueError if tensors are missing or left over. A stored head of a tied model must equal the embedding.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are no
+    floating-point ones. A stored head of a tied model must equal the embedding.
     """
-    return gather(state, _names(config), tied=config.tied_head, head=_HEAD)
+    return layout(config).gather(state)
 
 
 def to_llada_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """The inverse of `from_llada_state_dict`; the tensors are views of ours."""
-    check(
-        not config.qk_norm,
-        "models.to_llada_state_dict",
-        "config",
-        "have no qk_norm (LLaDA has no such tensors)",
-        "qk_norm=True",
-    )
-    return scatter(state, _names(config), config)
+    for name in ("qk_norm", "output_bias", "mlp_bias"):
+        words = f"have no {name} (LLaDA has no such tensors)"
+        check(not getattr(config, name), "models.to_llada_state_dict", "config", words, f"{name}=True")
+    return layout(config).scatter(state)

@@ -93,7 +93,8 @@ class RecurrentDepth(nn.Module):
         self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
-        self.initialize_()
+        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+            self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:
@@ -140,7 +141,7 @@ class RecurrentDepth(nn.Module):
         counts: torch.Tensor | None = None,
         rows: torch.Tensor | Sequence[int] | slice | None = None,
         recurrences: int | None = None,
-        seed: int = 0,
+        seed: int | torch.Tensor = 0,
         init_scale: float = 1.0,
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64, after `recurrences` of the core.
@@ -154,7 +155,8 @@ class RecurrentDepth(nn.Module):
             rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all sequences
                 (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
             recurrences: None: `config.mean_recurrence`.
-            seed: of the initial states, which belong to positions: the same whatever else the forward holds.
+            seed: of the initial states, which belong to positions: the same whatever else the forward holds; a `(batch,)` tensor
+                has one for each sequence.
             init_scale: factor of the initial states; 0 starts from zeros.
 
         Raises:
@@ -185,7 +187,7 @@ class RecurrentDepth(nn.Module):
     # ---- the parts
 
     def begin(
-        self, embedding: torch.Tensor, context: ForwardContext, seed: int = 0, init_scale: float = 1.0
+        self, embedding: torch.Tensor, context: ForwardContext, seed: int | torch.Tensor = 0, init_scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Initial states of all rows, which belong to their positions, and the embedding's term: what recurrences start from.
 

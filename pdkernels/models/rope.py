@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from pdkernels._validation import check
+from pdkernels._validation import FINITE, check, check_int, check_number
 
 RopeStyle = Literal["half", "interleaved"]
 
@@ -37,6 +37,10 @@ class RopeScaling(ABC):
         return None
 
 
+def _check_factor(op: str, factor: float) -> None:
+    check_number(op, "factor", factor, 1, FINITE, "be at least 1")
+
+
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
     """All frequencies are divided by `factor`, as if positions lay that much closer together."""
@@ -44,10 +48,25 @@ class LinearScaling(RopeScaling):
     factor: float
 
     def __post_init__(self) -> None:
-        check(self.factor >= 1, "LinearScaling", "factor", "be at least 1", self.factor)
+        _check_factor("LinearScaling", self.factor)
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         return frequencies / self.factor
+
+
+@dataclass(frozen=True)
+class FactorScaling(RopeScaling):
+    """The frequency of each pair is divided by a factor of its own, as GGUF files store Llama 3.1's rule."""
+
+    factors: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "factors", tuple(self.factors))
+        for factor in self.factors:
+            check_number("FactorScaling", "factors", factor, 2.0**-100, FINITE, "be positive numbers")
+
+    def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
+        return frequencies / torch.tensor(self.factors, dtype=frequencies.dtype, device=frequencies.device)
 
 
 @dataclass(frozen=True)
@@ -65,8 +84,10 @@ class Llama3Scaling(RopeScaling):
 
     def __post_init__(self) -> None:
         op = "Llama3Scaling"
-        check(self.factor >= 1, op, "factor", "be at least 1", self.factor)
-        check(self.original_positions >= 1, op, "original_positions", "be at least 1", self.original_positions)
+        _check_factor(op, self.factor)
+        check_int(op, "original_positions", self.original_positions, 1)
+        for name in ("low_freq_factor", "high_freq_factor"):
+            check_number(op, name, getattr(self, name), 0, FINITE, "be a finite number above 0")
         check(
             self.high_freq_factor > self.low_freq_factor > 0,
             op,
@@ -83,7 +104,7 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Frequencies for a context `factor` times longer than the `original_positions` of the first training.
+    """Frequencies for a context `factor` times as long as the `original_positions` of the first training.
 
     Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
     than `beta_slow` times are slowed down by `factor`, the others lie between. `attention_factor` multiplies rotated q
@@ -99,8 +120,11 @@ class YarnScaling(RopeScaling):
 
     def __post_init__(self) -> None:
         op = "YarnScaling"
-        check(self.factor >= 1, op, "factor", "be at least 1", self.factor)
-        check(self.original_positions >= 1, op, "original_positions", "be at least 1", self.original_positions)
+        check_number(op, "factor", self.factor, 0, FINITE, "be positive")
+        check(self.factor > 0, op, "factor", "be positive", self.factor)
+        check_int(op, "original_positions", self.original_positions, 1)
+        for name in ("beta_fast", "beta_slow", "attention_factor", "query_beta"):
+            check_number(op, name, getattr(self, name), 0, FINITE, "be a finite number and not negative")
         check(
             self.beta_fast >= self.beta_slow > 0,
             op,
@@ -109,7 +133,6 @@ class YarnScaling(RopeScaling):
             self.beta_fast,
         )
         check(self.attention_factor > 0, op, "attention_factor", "be positive", self.attention_factor)
-        check(self.query_beta >= 0, op, "query_beta", "not be negative", self.query_beta)
 
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
         head_dim = 2 * len(frequencies)
@@ -211,9 +234,9 @@ class RopeTables:
         self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        self._outgrown: list[
-            Rotation
-        ] = []  # graphs may have captured them; together they are smaller than their successor
+        # All tables ever made: graphs may have captured them, and a thread may replace the one that another still reads. Together
+        # they are smaller than the successor of the largest.
+        self._made: list[Rotation] = []
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
         """A table of at least `limit` positions, in fp64 for fp64 and in fp32 for all other dtypes."""
@@ -224,7 +247,7 @@ class RopeTables:
             # Not an inference tensor, even if made during inference: training may use it later.
             with torch.inference_mode(False), torch.no_grad():
                 table = self._build(size, dtype=key[1], device=device)
-            self._outgrown += filter(None, [self._tables.get(key)])
+            self._made.append(table)
             self._tables[key] = table
         return table
 

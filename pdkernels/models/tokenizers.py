@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-from pdkernels._validation import check, check_type
+from pdkernels._validation import check, check_type, fail
+from pdkernels.models.chat import ChatTemplate, Messages
 
 
 class IncrementalDecoder(Protocol):
@@ -93,18 +95,36 @@ class _ByteStream:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of a checkpoint, through the optional `tokenizers` library. Special tokens are not decoded."""
+    """A `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
-    def __init__(self, path: Path | str, *, end_tokens: tuple[int, ...] = ()) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise ImportError(
-                f"pdkernels.models.load: {path} needs the optional library `tokenizers`. "
-                "Install it with `pip install 'pdkernels[text]'`, or move the file away to work with token ids."
-            ) from error
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    `chat_template` (or None) turns a list of messages into text.
+    """
+
+    def __init__(
+        self, path: Path | str, *, end_tokens: tuple[int, ...] = (), chat_template: ChatTemplate | None = None
+    ) -> None:
+        tokenizers = library(path, ", or move the file away to work with token ids")
+        with naming(Path(path).name, "be what the library `tokenizers` reads"):
+            read = tokenizers.Tokenizer.from_file(str(path))
+        self._keep(read, Path(path).name, end_tokens, chat_template)
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, name: str, *, end_tokens: tuple[int, ...] = (), chat_template: ChatTemplate | None = None
+    ) -> JsonTokenizer:
+        """One that the library has made already; `name` is told in errors."""
+        made = cls.__new__(cls)
+        made._keep(tokenizer, name, end_tokens, chat_template)
+        return made
+
+    def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        # Some files hold what cut or filled up their training samples; a prompt stays as it is.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._name = name
         self.end_tokens = end_tokens
+        self.chat_template = chat_template
 
     @property
     def vocab_size(self) -> int:
@@ -112,13 +132,60 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         _check_text("JsonTokenizer.encode", text)
-        return list(self._tokenizer.encode(text).ids)
+        with naming(self._name, "encode the text"):
+            return list(self._tokenizer.encode(text).ids)
+
+    def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
+        """The ids of a chat up to the beginning of the model's answer. `variables` are the template's own.
+
+        The template writes the special tokens itself: none is put before or after its text.
+        """
+        op = "JsonTokenizer.encode_chat"
+        remedy = "Write the prompt as text."
+        if self.chat_template is None:
+            fail(
+                op,
+                "messages",
+                "be for a checkpoint with a chat template",
+                f"one for {self._name}, which has none",
+                remedy,
+            )
+        text = self.chat_template.render(messages, **variables)
+        _check_text(op, text)
+        with naming(self._name, "encode the text"):
+            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return str(self._tokenizer.decode([int(i) for i in ids]))
+        with naming(self._name, "decode the ids"):
+            return str(self._tokenizer.decode([int(i) for i in ids]))
 
     def incremental(self) -> IncrementalDecoder:
         return _JsonStream(self)
+
+
+def library(path: Path | str, or_else: str = "") -> Any:
+    """The library `tokenizers`, which `path` needs."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            f"pdkernels.models.load: {path} needs the optional library `tokenizers`. "
+            f"Install it with `pip install 'pdkernels[text]'`{or_else}."
+        ) from error
+    return tokenizers
+
+
+@contextmanager
+def naming(name: str, expectation: str) -> Iterator[None]:
+    """What the library raises, mostly a bare Exception, names the file. A panic inside of it is not even an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreign or str(error).startswith("pdkernels."):
+            raise
+        words = " ".join(str(error).split()).rstrip(".")
+        fail("models.load", name, expectation, words[:200] or type(error).__name__)
 
 
 class _JsonStream:

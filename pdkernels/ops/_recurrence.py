@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import (
-    FINITE,
     check_choice,
+    check_cuda_batch,
     check_device,
     check_flag,
     check_floats,
@@ -18,7 +18,6 @@ from pdkernels._validation import (
     check_int,
     check_last_contiguous,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -50,6 +49,7 @@ def fake_inject(
     advance: Tensor,
     steps: Tensor,
     seed: int,
+    seeds: Tensor | None,
     noise: float,
     schedule: str,
     horizon: int,
@@ -60,6 +60,7 @@ def fake_inject(
     damp_new: bool,
 ) -> Tensor:
     _rows(INJECT, "embedding", embedding, None, (None, None, None))
+    check_cuda_batch(INJECT, "embedding", embedding)
     batch, rows, size = embedding.shape
     if state is not None:
         _rows(INJECT, "state", state, embedding, (batch, None, size))
@@ -69,12 +70,13 @@ def fake_inject(
     _counts(INJECT, recurrences, rows, batch, embedding.device)
     for name, vector in (("cursor", cursor), ("width", width), ("advance", advance), ("steps", steps)):
         check_index(INJECT, name, vector, (batch,), embedding.device)
+    check_indices(INJECT, (batch,), embedding.device, seed=seeds)
     check_choice(INJECT, "schedule", schedule, reference.SCHEDULES)
     check_choice(INJECT, "mixer", mixer, reference.MIXERS)
     check_choice(INJECT, "new_state", new_state, reference.NEW_STATES)
-    check_number(INJECT, "noise", noise, 0, FINITE, "be finite and not negative")
+    check_number(INJECT, "noise", noise, 0, 3.4e38, "be finite and not negative")
     check_number(INJECT, "momentum", momentum, 0, 1, "be in [0, 1]")
-    check_number(INJECT, "init_std", init_std, 0, FINITE, "be finite and not negative")
+    check_number(INJECT, "init_std", init_std, 0, 3.4e38, "be finite and not negative")
     check_int(INJECT, "horizon", horizon, 1)
     check_flag(INJECT, "damp_new", damp_new)
     return embedding.new_empty((batch, rows, 2 * size))
@@ -95,6 +97,7 @@ def fake_exit(
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _rows(EXIT, "x", x, None, (None, None, None))
+    check_cuda_batch(EXIT, "x", x)
     batch, rows, size = x.shape
     _rows(EXIT, "residual", residual, x, (batch, rows, size))
     _rows(EXIT, "weight", weight, x, (size,))
@@ -148,13 +151,14 @@ def fake_advance(
     vectors = (("width", width), ("cursor", cursor), ("advance", advance), ("steps", steps), ("remaining", remaining))
     for name, vector in vectors:
         check_index(ADVANCE, name, vector, (batch,), device)
-    check_own_places(ADVANCE, tokens=tokens, recurrences=recurrences, stable=stable, **dict(vectors))
     if settled is not None:
         check_type(isinstance(settled, Tensor), ADVANCE, "settled", "be a tensor", type(settled).__name__)
         check_type(settled.dtype == torch.bool, ADVANCE, "settled", "be a bool tensor", settled.dtype)
         check_shape(ADVANCE, "settled", settled, predictions.shape, " like predictions")
         check_device(ADVANCE, "settled", settled, device)
     check_int(ADVANCE, "inner_recurrence", inner_recurrence, 1)
+    if inner_recurrence > 2**31 - 1:
+        fail(ADVANCE, "inner_recurrence", "be at most 2**31 - 1", inner_recurrence)
     check_int(ADVANCE, "headway", headway, 1)
     check_int(ADVANCE, "max_recurrences", max_recurrences, 0)
     check_int(ADVANCE, "stability", stability, 0)

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from pdkernels._validation import (
     check_choice,
+    check_cuda_batch,
     check_floats,
     check_index,
     check_indices,
     check_int,
     check_last_contiguous,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -29,6 +29,7 @@ from pdkernels.reference import feature_cache as reference
 __all__ = ["add_cached_rows_", "gather_rows", "select_stale_rows_"]
 
 SELECT, GATHER, ADD = "select_stale_rows_", "gather_rows", "add_cached_rows_"
+MOST_CHOSEN = 2**20
 
 
 def select_stale_rows_(
@@ -48,14 +49,15 @@ def select_stale_rows_(
     Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
     ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. Chosen are the rows of lowest similarity, of equal ones
     the lower number. A similarity that is no number counts as lowest: NaN or infinity among the values, or squares whose sum
-    is more than float32 can hold.
+    is more than float32 can hold. Rows equal to the cached ones have a cosine of 1, whatever rounding makes of it: any row that
+    moved is chosen before them. All CPU levels and the reference add up in one order, so they choose the same rows.
 
     Args:
         v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
-            of `v`. Not the memory of `v`.
+            of `v`. Written, so no memory in common with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        count: how many rows are chosen at most, 0 or more: the width of the result.
+        count: how many rows are chosen at most, 0 or more: the width of the result. At most 2**20, or G where that is more.
         wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Above `count` it counts as `count`.
         counts: ``(B,)`` int32 or int64, rows that count; None: all of them. Others are neither chosen nor stored.
         update: which cached values are replaced by those of `v`: ``"all"`` of the rows that count, the ``"selected"`` ones, or
@@ -171,13 +173,16 @@ def _fake_select(
     if v_cache.dim() != 4 or v_cache.shape[2:] != v.shape[2:]:
         fail(SELECT, "v_cache", f"have shape (B or pages, slots, {v.shape[2]}, {v.shape[3]})", tuple(v_cache.shape))
     check_last_contiguous(SELECT, v=v, v_cache=v_cache)
-    check_own_places(SELECT, v_cache=v_cache)
     batch = v.shape[0]
     if block_table is None and v_cache.shape[0] != batch:
         fail(SELECT, "v_cache", f"have a batch of {batch} like v", v_cache.shape[0])
     if block_table is not None and v_cache.shape[1] < 1:
         fail(SELECT, "v_cache", "have a page size of at least 1", 0)
     check_int(SELECT, "count", count, 0)
+    if count > MOST_CHOSEN and count > v.shape[1]:
+        remedy = "Rows of the result past those of v are -1."
+        fail(SELECT, "count", f"be at most the {v.shape[1]} rows of v, or {MOST_CHOSEN}", count, remedy)
+    check_cuda_batch(SELECT, "v", v)
     check_choice(SELECT, "update", update, reference.UPDATES)
     check_index(SELECT, "starts", starts, (batch,), v.device)
     check_indices(SELECT, (batch,), v.device, wanted=wanted, counts=counts)
@@ -189,6 +194,7 @@ def _fake_gather(x: Tensor, index: Tensor) -> Tensor:
     check_type(isinstance(x, Tensor), GATHER, "x", "be a tensor", type(x).__name__)
     if x.dim() < 2:
         fail(GATHER, "x", "have shape (B, G, ...)", tuple(x.shape))
+    check_cuda_batch(GATHER, "x", x)
     check_index(GATHER, "index", index, (x.shape[0], None), x.device)
     return x.new_empty((x.shape[0], index.shape[1], *x.shape[2:]))
 
@@ -197,9 +203,9 @@ def _fake_add(x: Tensor, cached: Tensor, rows: Tensor | None = None, index: Tens
     check_floats(ADD, "x", x)
     if x.dim() != 3:
         fail(ADD, "x", "have shape (B, G, E)", tuple(x.shape))
+    check_cuda_batch(ADD, "x", x)
     check_floats(ADD, "cached", cached, x.shape, like=x, whose=" like x")
     check_last_contiguous(ADD, cached=cached)
-    check_own_places(ADD, cached=cached)
     if (rows is None) != (index is None):
         fail(ADD, "rows and index", "be given together", "only " + ("index" if rows is None else "rows"))
     if rows is not None and index is not None:

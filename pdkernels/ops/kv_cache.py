@@ -17,10 +17,10 @@ from typing import Any
 from torch import Tensor
 
 from pdkernels._validation import (
+    check_cuda_batch,
     check_index,
     check_indices,
     check_last_contiguous,
-    check_own_places,
     check_type,
     fail,
     message,
@@ -55,7 +55,7 @@ def kv_append_(
     Args:
         k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
             list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
-            K and V may differ in heads and head_dim. Written, so not expanded.
+            K and V may differ in heads and head_dim. Written: not expanded, and no memory in common with any other argument.
         k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
         lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
         counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Rows behind are not read.
@@ -63,7 +63,7 @@ def kv_append_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts or pages out of range (nothing is written then).
+        ValueError: shapes that do not fit; memory that overlaps; lengths, counts or pages out of range (nothing is written then).
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -92,7 +92,8 @@ def kv_commit_(
     """Keeps the accepted rows of a draft: moves them to their place, in place, and lengthens the sequences.
 
     The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows were read
-    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats). Then
+    before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats), though rows
+    move inside the memory that is written; K, V, layers and lengths may still not overlap each other. Then
     ``lengths[b] += counts[b]``. Nothing else is touched; rows already in place cost nothing.
 
     Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
@@ -185,7 +186,6 @@ def _fake_commit(
 ) -> None:
     op = "kv_commit_"
     _check_caches(op, k_cache, v_cache, lengths, block_table)
-    check_own_places(op, lengths=lengths)
     check_index(op, "counts", counts, (lengths.shape[0],), lengths.device)
     if source_index is not None:
         check_index(op, "source_index", source_index, (lengths.shape[0], None), lengths.device)
@@ -199,14 +199,13 @@ def _fake_commit(
 def _fake_trim(lengths: Tensor, new_lengths: Tensor) -> None:
     op = "kv_trim_"
     check_index(op, "lengths", lengths, (None,), None)
-    check_own_places(op, lengths=lengths)
     check_index(op, "new_lengths", new_lengths, (lengths.shape[0],), lengths.device)
 
 
 def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
     if not tensors:
         fail(op, argument, "hold at least one layer", "an empty list")
-    first = tensors[0]
+    first, layers = tensors[0], 0
     for i, t in enumerate(tensors):
         name = argument if len(tensors) == 1 else f"{argument}[{i}]"
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
@@ -218,6 +217,9 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:
             actual = f"{tuple(t.shape)} with strides {t.stride()} and {t.dtype}"
             fail(op, name, "have the shape, strides and dtype of the first layer", actual)
+        layers += t.shape[0] if t.dim() == 5 else 1
+    if layers == 0:
+        fail(op, argument, "hold at least one layer", tuple(first.shape))
 
 
 def _num_layers(tensors: list[Tensor]) -> int:
@@ -231,15 +233,13 @@ def _check_caches(op: str, k: list[Tensor], v: list[Tensor], lengths: Tensor, bl
     for t in k + v:
         if t.device != device:
             fail(op, "v_cache", f"be on {device} like k_cache", t.device)
-    for name, tensors in (("k_cache", k), ("v_cache", v)):
-        for t in tensors:
-            check_own_places(op, **{name: t})
     if _num_layers(k) != _num_layers(v) or k[0].shape[-4:-2] != v[0].shape[-4:-2]:
         actual = f"{_num_layers(v)} layers of {tuple(v[0].shape[-4:])}"
         wanted = f"match k_cache, {_num_layers(k)} layers of {tuple(k[0].shape[-4:])}, up to the heads"
         fail(op, "v_cache", wanted, actual)
     pages = k[0].shape[-4]
     check_index(op, "lengths", lengths, (pages if block_table is None else None,), device)
+    check_cuda_batch(op, "lengths", lengths)
     if block_table is not None:
         check_index(op, "block_table", block_table, (lengths.shape[0], None), device)
         if k[0].shape[-3] == 0:

@@ -42,7 +42,7 @@ def linear_token_statistics(
     weight: Tensor,
     *,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     step: int | Tensor = 0,
     positions: Tensor | None = None,
     row_index: Tensor | None = None,
@@ -150,7 +150,9 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
     rows = len(hidden)
     number = None if options.row_index is None else options.row_index.reshape(-1).long()
     slots = rows if number is None else len(number)
-    positions, steps = (None if x is None else x.reshape(-1) for x in (options.positions, options.steps))
+    positions, steps, seeds = (
+        None if x is None else x.reshape(-1) for x in (options.positions, options.steps, options.seeds)
+    )
     if positions is None:
         positions = torch.arange(rows, device=hidden.device) if number is None else number
     size = max(1, BLOCK_LOGITS // weight.shape[0])
@@ -167,7 +169,10 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
             block = hidden.index_select(0, chosen) if rows else hidden.new_zeros(len(taken), hidden.shape[1])
             index = torch.where(there, torch.arange(len(taken), device=hidden.device), -1)
         placed = options._replace(
-            row_index=index, positions=positions[piece], steps=None if steps is None else steps[piece]
+            row_index=index,
+            positions=positions[piece],
+            steps=None if steps is None else steps[piece],
+            seeds=None if seeds is None else seeds[piece],
         )
         blocks.append(token_statistics_op(product(block, weight), *placed))
     results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
@@ -183,12 +188,14 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
     from pdkernels.triton.linear_token_statistics import forward
 
     shape = rows_shape(hidden, given.row_index)
-    steps, positions, row_index = (None if x is None else x.reshape(-1) for x in given[3:6])
+    tensors = given.seeds, given.steps, given.positions, given.row_index
+    seeds, steps, positions, row_index = (None if x is None else x.reshape(-1) for x in tensors)
     results = forward(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         given.temperature,
         given.seed,
+        seeds,
         given.step,
         steps,
         positions,

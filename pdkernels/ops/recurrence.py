@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_int
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, key
+from pdkernels.ops._library import Draw, call, define, keys
 from pdkernels.ops._recurrence import ADVANCE, INJECT, fake_advance, fake_exit, fake_inject
 from pdkernels.reference import recurrence as reference
 
@@ -48,7 +48,7 @@ def recurrence_inject(
     advance: Tensor,
     steps: Tensor,
     *,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     noise: float = 0.0,
     schedule: Literal["constant", "linear", "harmonic", "root"] = "linear",
     horizon: int = 32,
@@ -74,7 +74,8 @@ def recurrence_inject(
 
     ``init`` is the normal distribution with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
     component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same ones alone
-    and in a batch, and on every device.
+    and in a batch, and on every device. The upper 24 of a word's 32 bits count: numbers are those of 2**24 equal shares of the
+    distribution.
 
     Args:
         state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the step before; None: all rows are new.
@@ -84,7 +85,7 @@ def recurrence_inject(
             nothing is blended, and old rows keep their embedding as new ones do.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences that ran at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
-        seed: 64-bit integer.
+        seed: of all drawn numbers, an int or a ``(batch,)`` int32 or int64 tensor.
         noise: beta of the first step, 0 or above; 0 leaves states exactly as they are and draws nothing for old rows. So does a
             row whose own beta is 0.
         schedule, horizon: how beta falls. The paper has "linear", the published code "harmonic".
@@ -92,7 +93,8 @@ def recurrence_inject(
         momentum: in ``[0, 1]``; 0 leaves embeddings exactly as they are.
         init_std: deviation of the normal distribution before the cut.
         new_state: "copied" starts new rows from the sequence's last old one, where there is one.
-        damp_new: new rows get ``(1 - momentum) embedding``, as in the published code.
+        damp_new: rows without a previous embedding get ``(1 - momentum) embedding``, as in the published code: new rows, and
+            all rows where `previous_embedding` is None.
         backend: see `pdkernels.show_config`.
 
     Returns:
@@ -121,7 +123,7 @@ def recurrence_inject(
                 [1., 1.]]))
     """
     tensors = (state, embedding, previous_embedding, recurrences, cursor, width, advance, steps)
-    options = (key(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
+    options = (*keys(INJECT, seed), noise, schedule, horizon, mixer, momentum, init_std, new_state, damp_new)
     out: Tensor = call(inject_op, (*tensors, *options), embedding, backend)
     return out
 
@@ -261,8 +263,8 @@ def recurrence_advance_(
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, min(rows, max_wavefront)]`` or
-            a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
+        ValueError: shapes that do not fit, written tensors that overlap, options out of range; on the CPU a width outside
+            ``[0, min(rows, max_wavefront)]`` or a negative cursor or remaining (nothing is written then). On CUDA such a sequence is left exactly as it was, unless
             ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
@@ -319,7 +321,7 @@ def _example_advance(draw: Draw) -> dict[str, Any]:
 
 inject_op = define(
     "recurrence_inject(Tensor? state, Tensor embedding, Tensor? previous_embedding, Tensor recurrences, Tensor cursor, Tensor width, "
-    "Tensor advance, Tensor steps, int seed, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
+    "Tensor advance, Tensor steps, int seed, Tensor? seeds, float noise, str schedule, int horizon, str mixer, float momentum, float init_std, "
     "str new_state, bool damp_new) -> Tensor",
     fake=fake_inject,
     reference=reference.recurrence_inject,

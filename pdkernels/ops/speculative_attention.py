@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from pdkernels import masks
-from pdkernels._validation import (
-    KERNEL_DTYPES,
-    check_index,
-    check_own_places,
-    check_type,
-    fail,
-    message,
-    refuse_tangents,
-)
+from pdkernels._validation import KERNEL_DTYPES, check_index, check_type, fail, message, refuse_tangents
 from pdkernels.backends import Backend
 from pdkernels.masks import TilePlan
 from pdkernels.masks.tile_plan import PlanArguments
@@ -289,8 +281,6 @@ def _check(
         fail(op, "k_cache", f"have {k_new.shape[2]} heads of {k_new.shape[3]} like k_new", tuple(k_cache.shape))
     if v_cache.shape != k_cache.shape:
         fail(op, "v_cache", f"have shape {tuple(k_cache.shape)} like k_cache", tuple(v_cache.shape))
-    if op == APPEND:
-        check_own_places(op, k_cache=k_cache, v_cache=v_cache)
     check_index(op, "lengths", lengths, (q.shape[0],), q.device)
     if block_table is not None:
         check_index(op, "block_table", block_table, (q.shape[0], None), q.device)

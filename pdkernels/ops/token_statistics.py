@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, key
+from pdkernels.ops._library import Draw, call, define, keys
 from pdkernels.reference import token_statistics as reference
 
 __all__ = ["TokenStatistics", "token_statistics"]
@@ -46,6 +46,7 @@ class Options(NamedTuple):
 
     temperature: float = 0.0
     seed: int = 0
+    seeds: Tensor | None = None
     step: int = 0
     steps: Tensor | None = None
     positions: Tensor | None = None
@@ -59,8 +60,8 @@ class Options(NamedTuple):
 
 # SymInt: what changes from step to step would else pin a compiled graph to one step.
 OPTIONS = (
-    "float temperature=0.0, int seed=0, SymInt step=0, Tensor? steps=None, Tensor? positions=None, Tensor? row_index=None, "
-    "int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
+    "float temperature=0.0, int seed=0, Tensor? seeds=None, SymInt step=0, Tensor? steps=None, Tensor? positions=None, "
+    "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
 )
 """The same in a schema."""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
@@ -70,7 +71,7 @@ def token_statistics(
     logits: Tensor,
     *,
     temperature: float = 0.0,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     step: int | Tensor = 0,
     positions: Tensor | None = None,
     row_index: Tensor | None = None,
@@ -100,8 +101,9 @@ def token_statistics(
 
     Args:
         logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
-        temperature: T, in [0, 1e30].
-        seed: key of the random numbers.
+        temperature: T, 0 or in [1e-30, 1e30].
+        seed: key of the random numbers, in [-2**63, 2**64); for sequences with numbers of their own, an int tensor that
+            broadcasts to the shape of the rows.
         step: what they are drawn for, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that broadcasts
             to the shape of the rows.
         positions: int tensor of the shape of the rows, place in the text of each; 0 .. 2**32 - 1; None: the row's number.
@@ -154,35 +156,42 @@ def raw_options(
     name: str,
     x: Tensor,
     temperature: float,
-    seed: int,
+    seed: int | Tensor,
     step: int | Tensor,
     positions: Tensor | None,
     row_index: Tensor | None,
     suppress: int | Sequence[int],
     *rest: Any,
 ) -> tuple[Any, ...]:
-    """What the public functions take, as the ops take it: a tensor of steps has one for each row of `x`, `suppress` is a list."""
-    steps = None
-    if isinstance(step, Tensor):
+    """What the public functions take, as the ops take it: a tensor of seeds or steps has one for each row of `x`, `suppress` is a
+    list."""
+
+    def for_rows(argument: str, given: Tensor) -> Tensor:
         check_floats(op, name, x)
         if row_index is not None:
             check_type(isinstance(row_index, Tensor), op, "row_index", "be a tensor", type(row_index).__name__)
         shape = rows_shape(x, row_index)
-        if step.dim() > len(shape) or any(
-            size not in (1, wanted) for size, wanted in zip(reversed(step.shape), reversed(shape))
+        if given.dim() > len(shape) or any(
+            size not in (1, wanted) for size, wanted in zip(reversed(given.shape), reversed(shape))
         ):
-            fail(op, "step", f"broadcast to the shape {tuple(shape)} of the rows", tuple(step.shape))
-        steps = step.expand(shape)
-        step = 0
+            fail(op, argument, f"broadcast to the shape {tuple(shape)} of the rows", tuple(given.shape))
+        return given.expand(shape)
+
+    number, seeds = keys(op, seed)
+    if seeds is not None:
+        seeds = for_rows("seed", seeds)
+    step, steps = (0, for_rows("step", step)) if isinstance(step, Tensor) else (step, None)
     several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
     banned = [suppress] if isinstance(suppress, int) else list(suppress) if several else suppress
-    return (temperature, key(op, seed), step, steps, positions, row_index, banned, *rest)
+    return (temperature, number, seeds, step, steps, positions, row_index, banned, *rest)
 
 
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     """All but the logits, of which there are `width` for each row of `x`."""
-    temperature, seed, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
+    temperature, seed, seeds, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
     check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
+    if 0 < temperature < 1e-30:
+        fail(op, "temperature", "be 0 or at least 1e-30", temperature, "At 0 the most probable token is taken.")
     check_number(op, "top_p", top_p, 0, 1, "be in [0, 1]")
     check_number(op, "min_p", min_p, 0, 1, "be in [0, 1]")
     for name, number in (("seed", seed), ("step", step), ("top_k", top_k)):
@@ -196,7 +205,7 @@ def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
     _check_suppress(op, suppress, width)
     if row_index is not None:
         check_index(op, "row_index", row_index, tuple(getattr(row_index, "shape", ())), x.device)
-    check_indices(op, rows_shape(x, row_index), x.device, step=steps, positions=positions)
+    check_indices(op, rows_shape(x, row_index), x.device, seed=seeds, step=steps, positions=positions)
 
 
 def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
@@ -232,9 +241,9 @@ def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 
 def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
-    """As the references take them: a step, or one for each row."""
-    temperature, seed, step, steps, *rest = Options(*options)
-    return (temperature, seed, step if steps is None else steps, *rest)
+    """As the references take them: a seed and a step, or one for each row."""
+    temperature, seed, seeds, step, steps, *rest = Options(*options)
+    return (temperature, seed if seeds is None else seeds, step if steps is None else steps, *rest)
 
 
 def _example(draw: Draw) -> dict[str, Any]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from pdkernels._validation import (
+    check_cuda_batch,
     check_device,
     check_floats,
     check_index,
     check_indices,
     check_last_contiguous,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
@@ -281,7 +281,6 @@ def _fake_apply_rope_append(
             fail(op, name, f"have shape (B or pages, slots, kv_heads, {head_dim})", tuple(tensor.shape))
         check_shape(op, name, tensor, k_cache.shape, " like k_cache")
     check_last_contiguous(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
-    check_own_places(op, qkv=qkv, k_cache=k_cache, v_cache=v_cache)
     kv_heads = k_cache.shape[2]
     heads = all_heads - 2 * kv_heads
     if kv_heads < 1 or heads < kv_heads or heads % kv_heads != 0:
@@ -295,6 +294,7 @@ def _fake_apply_rope_append(
         fail(op, "k_cache", f"have a batch of {batch} like qkv", k_cache.shape[0])
     if block_table is not None and k_cache.shape[1] < 1:
         fail(op, "k_cache", "have a page size of at least 1", 0)
+    check_cuda_batch(op, "qkv", qkv)
     check_index(op, "lengths", lengths, (batch,), qkv.device)
     check_indices(op, (batch,), qkv.device, counts=counts)
     check_indices(op, (batch, None), qkv.device, block_table=block_table)
@@ -317,7 +317,6 @@ def _fake_apply_rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, int
     if head_dim < 2 or head_dim % 2 != 0:
         fail(op, "x", "have an even head_dim of at least 2", head_dim)
     check_last_contiguous(op, x=x)
-    check_own_places(op, x=x)
     _check_tables(op, cos, sin, head_dim, x.device)
     shared = isinstance(positions, Tensor) and positions.dim() == 1
     check_index(op, "positions", positions, (rows,) if shared else (batch, rows), x.device)

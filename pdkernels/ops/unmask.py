@@ -11,15 +11,15 @@ from pdkernels._validation import (
     FINITE,
     check_device,
     check_index,
+    check_indices,
     check_int,
     check_number,
-    check_own_places,
     check_shape,
     check_type,
     fail,
 )
 from pdkernels.backends import Backend
-from pdkernels.ops._library import Draw, call, define, key
+from pdkernels.ops._library import Draw, call, define, keys
 from pdkernels.reference import unmask as reference
 
 __all__ = ["Unmasked", "unmask_"]
@@ -51,7 +51,7 @@ def unmask_(
     need: int | Tensor = 1,
     factor: float | None = None,
     strict: bool = False,
-    seed: int = 0,
+    seed: int | Tensor = 0,
     step: int | Tensor = 0,
     backend: Backend = "auto",
 ) -> Unmasked:
@@ -72,7 +72,7 @@ def unmask_(
     nothing                 ``min(quota, m)``
     `threshold`             ``c``, how many have ``confidence >= threshold`` (`strict`: ``>``), if ``c >= need``; else ``min(quota, m)``
     `factor`                ``k - 1`` for the first rank ``k >= 2`` with ``confidence < 1 - factor / (k + 1)``; ``m`` if there is none,
-                            or if it is the last rank (as released)
+                            or if it is the last rank (as released); NaN is below any such number
     ======================  ==========================================================================================
 
     Args:
@@ -88,7 +88,7 @@ def unmask_(
         quota, need: int, or int32 or int64 tensor of the shape of the results; not negative.
         threshold, factor: at most one of them; a factor is finite and not negative.
         strict: see `threshold`.
-        seed, step: of the random order; `step` an int or a ``(batch,)`` int32 or int64 tensor.
+        seed, step: of the random order; each an int or a ``(batch,)`` int32 or int64 tensor.
         backend: see `pdkernels.show_config`.
 
     Returns:
@@ -124,7 +124,7 @@ def unmask_(
     need, needs = _number(need)
     step, steps = _number(step)
     rule = (quota, quotas, threshold, need, needs, factor, strict)
-    arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, key(OP, seed), step, steps)
+    arguments = (tokens, ids, confidence, mask_token, positions, windows, *rule, *keys(OP, seed), step, steps)
     return Unmasked(*call(unmask_op, arguments, tokens, backend))
 
 
@@ -147,11 +147,11 @@ def _check(
     factor: float | None,
     strict: bool,
     seed: int,
+    seeds: Tensor | None,
     step: int,
     steps: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_index(OP, "tokens", tokens, (None, None), None)
-    check_own_places(OP, tokens=tokens)
     device, (batch, length) = tokens.device, tokens.shape
     check_index(OP, "ids", ids, (batch, None), device)
     check_type(ids.dtype == tokens.dtype, OP, "ids", f"be {tokens.dtype} like tokens", ids.dtype)
@@ -192,9 +192,8 @@ def _check(
         fail(OP, "strict", "come with a threshold", True)
     if mask_token < 0:
         fail(OP, "mask_token", "not be negative", mask_token, "Negative ids mark candidates without a guess.")
-    if steps is not None:
-        check_index(OP, "step", steps, (batch,), device)
-    elif not 0 <= step < 2**32:
+    check_indices(OP, (batch,), device, seed=seeds, step=steps)
+    if steps is None and not 0 <= step < 2**32:
         fail(OP, "step", "be in [0, 2**32)", step)
     numbers = tokens.new_empty(shape, dtype=torch.int64)
     return numbers, torch.empty_like(numbers), torch.empty_like(numbers, dtype=torch.bool)
@@ -217,7 +216,7 @@ def _example(draw: Draw) -> dict[str, Any]:
 # SymInt: what changes from step to step would else pin a compiled graph to one step.
 unmask_op = define(
     "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
-    "Tensor? quotas, float? threshold, SymInt need, Tensor? needs, float? factor, bool strict, int seed, SymInt step, Tensor? steps) "
+    "Tensor? quotas, float? threshold, SymInt need, Tensor? needs, float? factor, bool strict, int seed, Tensor? seeds, SymInt step, Tensor? steps) "
     "-> (Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=reference.unmask_,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sysconfig
 import zlib
@@ -88,19 +89,21 @@ def standard_library() -> tuple[list[bytes], list[bytes]]:
         ValueError: the interpreter ships no source files.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(
-        (
-            path
-            for path in root.rglob("*.py")
-            if not any(part in _SKIPPED or part.startswith("config-") for part in path.relative_to(root).parts)
-        ),
-        key=lambda path: path.relative_to(root).as_posix(),
-    )
+    files = []
+    for folder, folders, names in os.walk(root):
+        # Pruned here: one of those left out holds all installed packages.
+        folders[:] = [name for name in folders if not _skipped(name)]
+        files += [Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name)]
+    files.sort(key=lambda path: path.relative_to(root).as_posix())
     check(bool(files), "training.standard_library", "the interpreter", f"have source files in {root}", "none")
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     for index, path in enumerate(files):
         parts[index % HELD_OUT_EVERY == HELD_OUT_EVERY // 2].append(path.read_bytes())
     return parts
+
+
+def _skipped(name: str) -> bool:
+    return name in _SKIPPED or name.startswith("config-")
 
 
 def as_ids(texts: list[bytes]) -> Tensor:

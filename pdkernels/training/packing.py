@@ -7,14 +7,16 @@ the packed sequence, and those that a loss does not read are not listed, so a lo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from pdkernels._validation import check, check_index, check_type, integer
+from pdkernels._validation import check, check_choice, check_index, check_type, integer
 from pdkernels.masks import SegmentMask, dual_stream, noise_aware_causal, pack
 from pdkernels.masks.jacobi import Conditioning, Layout
+
+AfterEnd = Literal["drop", "keep"]
 
 
 class NoiseAwareSample(NamedTuple):
@@ -85,6 +87,7 @@ def pack_noise_aware(
     *,
     pad_token: int = 0,
     end_token: int | None = None,
+    after_end: AfterEnd = "drop",
     conditioning: Conditioning = "noisy",
     window: int | None = None,
     layout: Layout = "streams",
@@ -95,8 +98,10 @@ def pack_noise_aware(
         samples: all blocks of a sample have one size; samples may differ in it.
         length: total tokens, padded with `pad_token`; None: as many as the samples have.
         pad_token: the id of the padding, which attends to nothing and which no row attends to.
-        end_token: tokens after the first of them in an answer are neither targets nor students, and neither is its own
-            noisy row, which would learn what follows; None: all rows count.
+        end_token: what ends an answer; None: all rows count.
+        after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students, and neither is its own
+            noisy row, which would learn what follows. "keep", as in the released trainers: only targets in its own block are
+            dropped; targets and noisy tokens that are `pad_token` are dropped everywhere; all other rows count.
         conditioning, window, layout: as in `pdkernels.masks.noise_aware_causal`.
 
     Returns:
@@ -104,7 +109,7 @@ def pack_noise_aware(
         to the end of the block; blocks that have converged have none, and serve as context only.
 
     Raises:
-        ValueError: shapes that do not match, more tokens than `length`.
+        ValueError: shapes that do not match, more tokens than `length`, an unknown name, "keep" without an end token.
         TypeError: other samples, ids that are not int32 or int64.
 
     Source: Jacobi Forcing, section 3 and its released multi-block trainer.
@@ -123,6 +128,8 @@ def pack_noise_aware(
     """
     op = "training.pack_noise_aware"
     integer(op, "pad_token", pad_token, 0)
+    check_choice(op, "after_end", after_end, get_args(AfterEnd))
+    check(after_end == "drop" or end_token is not None, op, "end_token", "be given with after_end='keep'", None)
     masks, tokens, rows = [], [], []
     for sample in samples:
         check_type(isinstance(sample, NoiseAwareSample), op, "samples", "hold NoiseAwareSamples", type(sample).__name__)
@@ -135,11 +142,18 @@ def pack_noise_aware(
         part = torch.empty(mask.q_len, dtype=torch.int64, device="cpu")
         for targets, values in zip((mask.prompt_rows, mask.clean_rows, mask.noisy_rows), sample, strict=True):
             part[targets] = values
-        answer = sample.clean.flatten()
-        # From the first end token on: these rows would predict tokens after it.
-        over = (answer == (-1 if end_token is None else end_token)).cumsum(0) > 0
-        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over])[:-1]
-        students = ((sample.noisy != sample.clean).cumsum(1) > 0) & ~over.view(num_blocks, block_size)
+        answer, students = sample.clean.flatten(), (sample.noisy != sample.clean).cumsum(1) > 0
+        ends = sample.clean == (-1 if end_token is None else end_token)
+        if after_end == "drop":  # from the first end token on: these rows would predict tokens after it
+            over = (ends.flatten().cumsum(0) > 0).view(num_blocks, block_size)
+            students &= ~over
+        else:
+            over = ends.cumsum(1) > 0
+            over[:, -1:] = False  # that row predicts the next block's first token
+            students &= sample.noisy != pad_token
+        kept = torch.cat([torch.ones(len(sample.prompt), dtype=torch.bool, device="cpu"), ~over.flatten()])[:-1]
+        if after_end == "keep":
+            kept &= torch.cat([sample.prompt, answer])[1:] != pad_token
         students = students[:, : mask.student_rows.shape[1]]
         masks.append(mask)
         tokens.append(part)

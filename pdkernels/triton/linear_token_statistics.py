@@ -76,7 +76,7 @@ def _first(order, ids, axis: tl.constexpr):
 
 @triton.jit
 def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
-    """``ln(-ln u)`` for the columns from `start`, a multiple of 4, on; u = (word + 0.5) / 2**32, accurate at both of its ends."""
+    """``ln(-ln u)``, with one seed or one a row, for the columns from `start`, a multiple of 4, on; u = (word + 0.5) / 2**32, accurate at both of its ends."""
     quad = start // 4 + tl.arange(0, COLUMNS // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad[None, :], position[:, None], step[:, None], tl.zeros_like(quad)[None, :])
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(
@@ -160,7 +160,7 @@ def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step,
 
 @triton.jit(do_not_specialize=["slots", "rows", "row_tiles", "parts", "tiles", "step"])
 def _parts_kernel(
-    hidden, weight, row_index, positions, steps, step, sums, drawn, orders, ids,
+    hidden, weight, row_index, positions, seeds, steps, step, sums, drawn, orders, ids,
     hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
     scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
@@ -180,6 +180,9 @@ def _parts_kernel(
         position = tl.load(positions + slot, mask=there, other=0).to(tl.int32)
     if SAMPLED and steps is not None:
         number = tl.load(steps + slot, mask=there, other=0).to(tl.int32)
+    key = seed
+    if SAMPLED and seeds is not None:
+        key = tl.load(seeds + slot, mask=there, other=0).to(tl.int64)[:, None]
 
     statistics = _nothing(ROWS, TOP, TOP_WIDTH)
     for tile in range(part * tiles, tl.minimum((part + 1) * tiles, tl.cdiv(vocabulary, COLUMNS))):
@@ -198,7 +201,7 @@ def _parts_kernel(
             h = tl.load(hidden_rows + ((k + along) * hidden_step)[None, :], mask=wanted, other=0.0)
             logits = tl.dot(h, tl.trans(w), logits, input_precision="ieee")
         statistics = _join(
-            statistics, logits, tile * COLUMNS, vocabulary, scale, temperature, seed, number, position, suppressed,
+            statistics, logits, tile * COLUMNS, vocabulary, scale, temperature, key, number, position, suppressed,
             TOP, SAMPLED, SUPPRESSED,
         )  # fmt: skip
 
@@ -279,6 +282,7 @@ def forward(
     weight: Tensor,
     temperature: float,
     seed: int,
+    seeds: Tensor | None,
     step: int,
     steps: Tensor | None,
     positions: Tensor | None,
@@ -289,7 +293,7 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of rows of ``hidden @ weight^T``, without filters.
 
-    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `steps`, `positions` and `row_index` are contiguous and of one size, which is
+    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `seeds`, `steps`, `positions` and `row_index` are contiguous and of one size, which is
     that of the results.
     """
     rows, depth = hidden.shape
@@ -314,7 +318,7 @@ def forward(
     row_tiles = triton.cdiv(slots, tiling.rows)
     width = triton.next_power_of_2(top)
     _parts_kernel[(row_tiles * parts,)](
-        hidden, weight, row_index, positions, steps, _low_word(step), sums, drawn, part_orders, part_ids,
+        hidden, weight, row_index, positions, seeds, steps, _low_word(step), sums, drawn, part_orders, part_ids,
         *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, parts, tiles,
         # A number that is 1 or a multiple of 16 would be compiled into a kernel of its own; these are never.
         scale, temperature, seed, tuple(2 * token + 3 for token in suppress),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.support.base import Plain
+from tests.support.base import Plain, streams
 from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
 from tests.support.tri_mode import small_transformer
 
@@ -64,8 +64,8 @@ def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: floa
     options = {"max_new_tokens": 9, "temperature": temperature, "seed": seed, "end_tokens": (5,)}
     tokens = [sequence.tolist() for sequence in generate(model, batch, **options).tokens]
     expected = [
-        sampled_autoregressive(Plain(model), prompt, 9, temperature=temperature, seed=seed, end_tokens=(5,))
-        for prompt in batch
+        sampled_autoregressive(Plain(model), prompt, 9, temperature=temperature, end_tokens=(5,), **own)
+        for prompt, own in streams(batch, {"seed": seed})
     ]
     assert tokens == [one.tokens for one in expected]
     for method in ("linear_self_speculation", "quadratic_self_speculation"):

@@ -13,8 +13,8 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.block_diffusion import BlockDiffusionResult, block_diffusion
 from tests.support import tri_mode
-from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
-from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -82,7 +82,10 @@ def test_equals_the_reference_on_scripts(
         page_size=page_size,
         **options,
     )
-    expected = [block_diffusion(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    expected = [
+        block_diffusion(fake, p, limit, mask_token=MASK, end_tokens=ends, **options)
+        for p, options in streams(batch, options)
+    ]
     assert_same(result, expected)
 
 
@@ -115,7 +118,10 @@ def test_a_random_transformer(
     result = generate(
         keeper, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
-    expected = [block_diffusion(Plain(model), p, limit, mask_token=12, end_tokens=ends, **options) for p in batch]
+    expected = [
+        block_diffusion(Plain(model), p, limit, mask_token=12, end_tokens=ends, **options)
+        for p, options in streams(batch, options)
+    ]
     assert_same(result, expected)
     if refresh == "causal":
         sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
@@ -144,7 +150,10 @@ def test_a_random_table(seed, batch, limit, block_size, kind, refresh, temperatu
         "seed": seed,
     }
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
-    expected = [block_diffusion(fake, prompt, limit, mask_token=4, end_tokens=ends, **options) for prompt in batch]
+    expected = [
+        block_diffusion(fake, prompt, limit, mask_token=4, end_tokens=ends, **options)
+        for prompt, options in streams(batch, options)
+    ]
     assert_same(result, expected)
 
 
@@ -240,7 +249,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"steps_per_block": 0, "threshold": None}, "steps_per_block must be at least 1, got 0."),
     ({"refresh": "never"}, "refresh must be 'causal' or 'bidirectional', got 'never'."),
     ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-    ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+    ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
     ({"mask_token": 24}, "mask_token must be an id in 0 .. 23, got 24."),
 ]
 
@@ -256,5 +265,7 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_a_model_without_a_mask_token() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
-        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+        generate(model, [1], METHOD, max_new_tokens=4)

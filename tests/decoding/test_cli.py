@@ -19,6 +19,7 @@ from pdkernels.decoding import Method
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.methods import METHODS
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+from pdkernels.models.zoo import WEIGHTS
 
 GENERATE = ["generate", "--prompt", "def f(", "--max-new-tokens", "24"]
 
@@ -214,8 +215,10 @@ def test_eval_skips_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -
     result = run("eval", "--task", "source", "--problems", "1", "--method", "linear_self_speculation")
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[:3] == [
-        "skipped tiny-jacobi: it is not in this package; python examples/train_tiny_jacobi.py makes it",
-        "skipped tiny-trimode: it is not in this package; python examples/train_tiny_trimode.py makes it",
+        "skipped tiny-jacobi: it is not in this package; python examples/train_tiny_jacobi.py --output "
+        f"{WEIGHTS / 'tiny-jacobi'}.safetensors makes it",
+        "skipped tiny-trimode: it is not in this package; python examples/train_tiny_trimode.py --output "
+        f"{WEIGHTS / 'tiny-trimode'}.safetensors makes it",
         "skipped tiny-code with linear_self_speculation: the model has no mask token; a tri-mode model such as tiny-trimode "
         "has one",
     ]

@@ -18,7 +18,7 @@ from pdkernels.reference.dllm_cache import dllm_cache
 from pdkernels.reference.llada import unmask_by_quota
 from pdkernels.reference.masked_sampling import Canvas
 from tests.support import masked_promises as shared
-from tests.support.base import page_sizes, reads_of_the_device, seeds
+from tests.support.base import page_sizes, reads_of_the_device, seeds, streams
 from tests.support.masked import MASK, deep_masked, small_masked, with_parts
 from tests.support.masked_promises import assert_same
 from tests.support.tri_mode import prompts
@@ -28,7 +28,10 @@ EXACT: dict[str, Any] = {"prompt_interval": 1, "gen_interval": 1}
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        dllm_cache(with_parts(model), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=100)
@@ -108,14 +111,15 @@ def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict
 def test_an_interval_saves_forwards_of_the_text_without_the_prompt(
     monkeypatch: pytest.MonkeyPatch, interval: int, free: int
 ) -> None:
-    """The first five forwards have one each; of one sequence at interval 1 both texts are rows of one forward."""
+    """The first five forwards have one each, which counts; at interval 1 both texts are rows of one forward."""
     rows: list[int] = []
     forward = FeatureCache.forward
     monkeypatch.setattr(
         FeatureCache, "forward", lambda self, tokens, *rest: rows.append(len(tokens)) or forward(self, tokens, *rest)
     )
     result = generate(deep_masked(0), [[3, 1, 4]], METHOD, max_new_tokens=14, guidance=2.5, guidance_interval=interval)
-    assert result.stats.forwards == 14 and sum(rows) == 14 + free
+    assert result.stats.forwards == len(rows) == 14 + (interval > 1) * free and sum(rows) == 14 + free
+    assert result.stats.tokens_per_forward == 14 / len(rows)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.dream import dream
 from tests.support import masked_promises as shared
-from tests.support.base import Plain, seeds
+from tests.support.base import Plain, seeds, streams
 from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
 from tests.support.masked_promises import assert_same
 
@@ -21,7 +21,9 @@ ALGORITHMS = ["origin", "maskgit_plus", "topk_margin", "entropy"]
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [dream(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        dream(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=50, deadline=None)
@@ -160,7 +162,7 @@ def test_errors() -> None:
                 "order_temperature must be 0 with algorithm 'origin', got 0.5.",
             ),
             ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
             ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import generate
 from pdkernels.reference.fast_dllm import fast_dllm
 from tests.support import masked_promises as shared
-from tests.support.base import Plain, page_sizes, reads_of_the_device, seeds
+from tests.support.base import Plain, page_sizes, reads_of_the_device, seeds, streams
 from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
 from tests.support.masked_promises import assert_same_or_waiting
 from tests.support.tri_mode import prompts
@@ -32,7 +32,7 @@ RULES: list[dict[str, Any]] = [
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [fast_dllm(model, prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [fast_dllm(model, prompt, limit, mask_token=MASK, **options) for prompt, options in streams(batch, options)]
 
 
 @settings(max_examples=100)
@@ -215,7 +215,7 @@ def test_errors() -> None:
                 "steps must be a multiple of the number of blocks (2), got 3.",
             ),
             ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
             ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

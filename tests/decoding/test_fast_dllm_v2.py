@@ -15,7 +15,7 @@ from pdkernels.decoding import generate
 from pdkernels.masks import block_causal
 from pdkernels.models import Transformer, load
 from pdkernels.reference.fast_dllm_v2 import fast_dllm_v2
-from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds
+from tests.support.base import KeepsCache, page_sizes, reads_of_the_device, seeds, streams
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
 from tests.support.masked import MASK, Remembering, deep_masked, hashed, with_parts
@@ -30,7 +30,10 @@ def model_of(seed: int, head_dim: int = 8) -> Transformer:
 
 
 def reference(model: Transformer, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        fast_dllm_v2(with_parts(model), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=100)
@@ -80,8 +83,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
         "trace": True,
     }
     together = generate(model_of(0), batch, METHOD, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model_of(0), prompt, METHOD, **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model_of(0), prompt, METHOD, **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.accepted[0] == together.stats.accepted[index]
 
@@ -108,6 +111,12 @@ class Blockwise(Remembering):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, predicts="next", **options)
         self.config.attention = "causal"
+
+    def rows(self, text: list[int]) -> Tensor:
+        """The last one is about the place after the text."""
+        out = super().rows(text)
+        out[-1] = super().rows([*text, MASK])[-2]
+        return out
 
     def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor, mask: Any) -> Tensor:
         out = torch.full((*tokens.shape, MASK + 1), torch.nan, dtype=self.dtype)
@@ -208,7 +217,7 @@ def test_no_tokens_need_no_forward() -> None:
         ({"block_cache": 1}, "TypeError: block_cache must be a bool, got int."),
         ({"top_p": 1.5}, "top_p must be in 0 .. 1, got 1.5."),
         ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-        ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+        ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
         ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
     ],
 )
@@ -223,7 +232,11 @@ def test_errors_of_the_model() -> None:
     wanted = "model must be a causal one that predicts the next token"
     with pytest.raises(TypeError, match="method must be for models that see both sides, got 'fast_dllm_v2'"):
         generate(deep_masked(0), [1], METHOD)
-    with pytest.raises(TypeError, match=f"{wanted}, got FakeModel"):
+    model = Blockwise(hashed(0))
+    model.config.predicts = "own"
+    with pytest.raises(TypeError, match=f"{wanted}, got attention 'causal' and predicts 'own'"):
+        generate(model, [1], METHOD)
+    with pytest.raises(TypeError, match=r"model must have the member `config.attention` .*, got FakeModel without it"):
         generate(FakeModel(SCRIPTS["position"]), [1], METHOD)
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
         model = Blockwise(hashed(0))

@@ -113,13 +113,17 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": [1, VOCABULARY]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got 1 .. 23."),
     ({"prompt": [-1, 4]}, ValueError, GENERATE + "prompt must hold ids in 0 .. 22, got -1 .. 4."),
     ({"prompt": "text"}, ValueError, GENERATE + "prompt must be token ids (the model has no tokenizer), got a str."),
-    ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids or a list of either, got int."),
-    ({"prompt": [[1, 2.5]]}, TypeError, GENERATE + "prompt must be text, a 1-D tensor or a list of ints, got list."),
+    ({"prompt": 5}, TypeError, GENERATE + "prompt must be text, token ids, messages or a list of these, got int."),
+    (
+        {"prompt": [[1, 2.5]]},
+        TypeError,
+        GENERATE + "prompt must be text, a 1-D tensor, a list of ints or messages, got list.",
+    ),
     ({"prompt": torch.zeros(3)}, TypeError, GENERATE + "prompt must be an integer tensor, got torch.float32."),
     (
-        {"prompt": torch.zeros(1, 3, dtype=torch.int64)},
+        {"prompt": torch.zeros(2, 3, dtype=torch.int64)},
         ValueError,
-        GENERATE + "prompt must be a 1-D tensor, got shape (1, 3). Give a batch as a list of 1-D tensors.",
+        GENERATE + "prompt must be a 1-D tensor, got shape (2, 3). Give a batch as a list of 1-D tensors.",
     ),
     ({"max_new_tokens": -1}, ValueError, GENERATE + "max_new_tokens must be at least 0, got -1."),
     ({"max_new_tokens": 1.0}, TypeError, GENERATE + "max_new_tokens must be an int, got float."),
@@ -142,20 +146,21 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"method": "autoregressive", "block_size": 4},
         TypeError,
         GENERATE
-        + "options must be those of method 'autoregressive', got 'block_size'. It accepts: temperature, seed, page_size.",
+        + "options must be those of method 'autoregressive', got 'block_size'. It accepts: temperature, allow_mask_token, "
+        "seed, page_size.",
     ),
     (
         {"blocksize": 4},
         TypeError,
         GENERATE + "options must be those of method 'jacobi', got 'blocksize'. "
-        "It accepts: block_size, window, seed, page_size.",
+        "It accepts: block_size, window, allow_mask_token, seed, page_size.",
     ),
     ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
     ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),
     ({"block_size": 0}, ValueError, JACOBI + "block_size must be at least 1, got 0."),
     ({"window": 0}, ValueError, JACOBI + "window must be at least 1, got 0."),
     ({"window": 2.0}, TypeError, JACOBI + "window must be an int, got float."),
-    ({"seed": "x"}, TypeError, JACOBI + "seed must be an int, got str."),
+    ({"seed": "x"}, TypeError, JACOBI + "seed must be an int or a list of ints, got str."),
     (
         {"window": 4, "block_size": 4},
         ValueError,
@@ -199,8 +204,8 @@ def test_lossless_methods() -> None:
 
 
 def test_method_options() -> None:
-    assert method_options("autoregressive") == ("temperature", "seed", "page_size")
-    assert method_options("jacobi") == ("block_size", "window", "seed", "page_size")
+    assert method_options("autoregressive") == ("temperature", "allow_mask_token", "seed", "page_size")
+    assert method_options("jacobi") == ("block_size", "window", "allow_mask_token", "seed", "page_size")
 
 
 def test_autocast_around_the_call_changes_nothing() -> None:

@@ -12,6 +12,7 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.jacobi import JacobiResult, jacobi, jacobi_window
+from tests.support.base import streams
 from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, from_list
 
 token = st.integers(0, VOCABULARY - 1)
@@ -59,7 +60,8 @@ def test_equals_greedy_and_the_reference(script, ties, batch, limit, draft, ends
     result = generate(model, batch, "jacobi", max_new_tokens=limit, end_tokens=ends, trace=True, **options)
     for tokens, prompt in zip(result.tokens, batch, strict=True):
         assert tokens.tolist() == autoregressive(model.plain, prompt, limit, end_tokens=ends).tokens
-    expected = [reference(model, prompt, limit, kind, length, end_tokens=ends, seed=seed) for prompt in batch]
+    alone = streams(batch, {"seed": seed})
+    expected = [reference(model, prompt, limit, kind, length, end_tokens=ends, **own) for prompt, own in alone]
     assert_same(result, expected, limit)
     if limit:  # a finished sequence stands still
         committed = [sum(step.accepted for step in one.trace) for one in expected]
@@ -83,8 +85,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     model = FakeModel(SCRIPTS[script])
     options = {"max_new_tokens": limit, "end_tokens": ends, "seed": seed, draft[0]: draft[1]}
     together = generate(model, batch, "jacobi", **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, "jacobi", **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model, prompt, "jacobi", **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.accepted[0] == together.stats.accepted[index]
 
@@ -191,7 +193,8 @@ def test_a_random_transformer(weights, batch, limit, draft, ends, seed, page_siz
     options = {kind: length, "seed": seed, "page_size": page_size}
     result = generate(model, batch, "jacobi", max_new_tokens=limit, end_tokens=ends, trace=True, **options)
     decode = jacobi if kind == "block_size" else jacobi_window
-    expected = [decode(plain, prompt, limit, end_tokens=ends, seed=seed, **{kind: length}) for prompt in batch]
+    alone = streams(batch, {"seed": seed, kind: length})
+    expected = [decode(plain, prompt, limit, end_tokens=ends, **own) for prompt, own in alone]
     for one, prompt in zip(expected, batch, strict=True):
         assert one.tokens == autoregressive(plain, prompt, limit, end_tokens=ends).tokens
     assert_same(result, expected, limit)

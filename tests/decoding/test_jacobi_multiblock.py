@@ -19,6 +19,7 @@ from pdkernels.reference import jacobi_multiblock as reference
 from pdkernels.reference.autoregressive import Model, autoregressive
 from tests.decoding.test_jacobi import small_transformer
 from tests.reference.test_reference_jacobi_multiblock import ALL_SCRIPTS
+from tests.support.base import streams
 from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel, Script, from_list
 from tests.support.errors import kind_of
 
@@ -56,7 +57,10 @@ def scripted(script: Script) -> Model:
 def expected_of(
     model: Model, batch: list[list[int]], limit: int, ends: list[int], chosen: dict[str, Any]
 ) -> list[reference.JacobiMultiblockResult]:
-    return [reference.jacobi_multiblock(model, prompt, limit, end_tokens=ends, **chosen) for prompt in batch]
+    return [
+        reference.jacobi_multiblock(model, prompt, limit, end_tokens=ends, **chosen)
+        for prompt, chosen in streams(batch, chosen)
+    ]
 
 
 def assert_same(result: DecodeResult, expected: list[reference.JacobiMultiblockResult], limit: int) -> None:
@@ -125,8 +129,8 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
     model = FakeModel(ALL_SCRIPTS[script])
     arguments = {"max_new_tokens": limit, "end_tokens": ends, "trace": True, **chosen}
     together = generate(model, batch, METHOD, **arguments)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, METHOD, **arguments)
+    for index, (prompt, own) in enumerate(streams(batch, arguments)):
+        alone = generate(model, prompt, METHOD, **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.trace[0] == together.stats.trace[index]
 
@@ -350,7 +354,7 @@ def test_tiny_code_takes_the_steps_of_the_reference() -> None:
         ({"blocks": 2.0}, "TypeError: blocks must be an int, got float."),
         ({"spawn_ratio": 1.5}, "spawn_ratio must be in [0, 1], got 1.5."),
         ({"spawn_ratio": "half"}, "TypeError: spawn_ratio must be a number, got str."),
-        ({"seed": None}, "TypeError: seed must be an int, got NoneType."),
+        ({"seed": None}, "TypeError: seed must be an int or a list of ints, got NoneType."),
     ],
 )
 def test_errors(chosen: dict[str, Any], text: str) -> None:
@@ -368,6 +372,7 @@ def test_options() -> None:
         "spawn_ratio",
         "pool_size",
         "verification_size",
+        "allow_mask_token",
         "seed",
         "page_size",
     )

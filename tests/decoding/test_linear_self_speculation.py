@@ -17,8 +17,8 @@ from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.philox import random_words as plain_words
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
-from tests.support.causal import SCRIPTS, VOCABULARY, FakeModel
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.causal import SCRIPTS, VOCABULARY
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -67,7 +67,10 @@ def test_equals_the_reference_on_scripts(
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
-    expected = [linear_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    expected = [
+        linear_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options)
+        for p, options in streams(batch, options)
+    ]
     assert_same(result, expected, kind[1] == 0)
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
@@ -105,15 +108,15 @@ def test_a_random_transformer(
         linear_self_speculation(
             Plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
         )
-        for p in batch
+        for p, options in streams(batch, options)
     ]
     assert_same(result, expected, kind[1] == 0)
     sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
     assert_cache_is_causal(model, keeper.cache, sequences)
     if kind[0] == "compare":
-        for prompt, tokens in zip(batch, result.tokens, strict=True):
+        for (prompt, own), tokens in zip(streams(batch, {"seed": seed}), result.tokens, strict=True):
             sampled = sampled_autoregressive(
-                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, **own
             )
             assert tokens.tolist() == sampled.tokens
 
@@ -141,7 +144,10 @@ def test_a_random_table(
         block_size=block_size, verification=kind[0], threshold=kind[1] / 2, temperature=0.8, seed=seed
     )
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
-    expected = [linear_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch]
+    expected = [
+        linear_self_speculation(fake, prompt, limit, mask_token=4, **options)
+        for prompt, options in streams(batch, options)
+    ]
     assert_same(result, expected, kind[1] == 0)
 
 
@@ -265,9 +271,9 @@ def test_draws_are_those_of_the_reference(temperature: float) -> None:
     logits[0, 0, 4] = logits[0, 0, 9] = 6.0
     positions = torch.tensor([[4, 5, 6], [9, 0, 1]])
     steps = torch.tensor([[3], [8]])
-    actual = draw(logits, positions, temperature, 11, steps)
+    actual = draw(logits, positions, temperature, torch.tensor([11, -4]), steps)
     for row in range(2):
-        expected = sampling.draw(logits[row], positions[row].tolist(), temperature, 11, int(steps[row]))
+        expected = sampling.draw(logits[row], positions[row].tolist(), temperature, (11, -4)[row], int(steps[row]))
         assert actual[row].tolist() == expected
 
 
@@ -279,7 +285,7 @@ ERRORS: dict[str, Any] = {
     "TypeError: block_size must be an int, got float.": {"block_size": 2.0},
     "temperature must be finite and at least 0, got -1.0.": {"temperature": -1.0},
     "TypeError: temperature must be a number, got str.": {"temperature": "hot"},
-    "TypeError: seed must be an int, got float.": {"seed": 1.5},
+    "TypeError: seed must be an int or a list of ints, got float.": {"seed": 1.5},
     "threshold must be at least 0, got -0.5.": {"threshold": -0.5},
     "TypeError: threshold must be a number, got NoneType.": {"threshold": None},
     "verification must be one of 'compare', 'rejection', got 'trust'.": {"verification": "trust"},
@@ -303,12 +309,12 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_a_model_without_a_mask_token() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
     with pytest.raises(ValueError) as raised:
-        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+        generate(model, [1], METHOD, max_new_tokens=4)
     assert str(raised.value) == OP + (
         "mask_token must be given for a model that has none of its own, got None. "
         "Pass the id that the model was trained to fill in."
     )
-    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
-    model.mask_token = None
     assert len(generate(model, [1], METHOD, max_new_tokens=4, mask_token=VOCABULARY).tokens) == 4

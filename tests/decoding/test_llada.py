@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdkernels.decoding import available, generate, supports
 from pdkernels.reference.llada import llada
 from tests.support import masked_promises as shared
-from tests.support.base import Plain, seeds
+from tests.support.base import Plain, seeds, streams
 from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked
 from tests.support.masked_promises import assert_same
 
@@ -20,7 +20,9 @@ METHOD = "llada"
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [llada(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        llada(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=50, deadline=None)
@@ -175,7 +177,7 @@ def test_errors() -> None:
                 "late_end must be False with remasking='random', which asks no confidence, got True.",
             ),
             ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
             ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

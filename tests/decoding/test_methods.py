@@ -122,7 +122,9 @@ def test_former_options_tell_the_present_ones() -> None:
     model = pd.models.load("tiny-code")
     with pytest.raises(TypeError, match=r"'jacobi', got 'draft_len'. It is block_size now\."):
         pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), draft_len=4)
-    with pytest.raises(TypeError, match=r"got 'draft_len'. It accepts: temperature, seed, page_size\."):
+    with pytest.raises(
+        TypeError, match=r"got 'draft_len'. It accepts: temperature, allow_mask_token, seed, page_size\."
+    ):
         pd.decoding.generate(model, [1], pd.decoding.find("autoregressive"), draft_len=4)
     with pytest.raises(TypeError, match=r"got 'published'. The steps of the released code are pdkernels\.reference\."):
         pd.decoding.generate(

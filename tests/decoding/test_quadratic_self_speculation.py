@@ -15,8 +15,8 @@ from pdkernels.decoding.quadratic_self_speculation import _mixed
 from pdkernels.reference.autoregressive import autoregressive
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation, verifier
 from pdkernels.reference.sampling import sampled_autoregressive
-from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds
-from tests.support.causal import SCRIPTS, FakeModel
+from tests.support.base import KeepsCache, Plain, page_sizes, reads_of_the_device, seeds, streams
+from tests.support.causal import SCRIPTS
 from tests.support.errors import kind_of
 from tests.support.tri_mode import (
     MASK,
@@ -76,7 +76,10 @@ def test_equals_the_reference_on_scripts(
     result = generate(
         model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, page_size=page_size, **options
     )
-    expected = [quadratic_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options) for p in batch]
+    expected = [
+        quadratic_self_speculation(fake, p, limit, mask_token=MASK, end_tokens=ends, **options)
+        for p, options in streams(batch, options)
+    ]
     assert_same(result, expected, lockstep=True)
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
@@ -110,15 +113,15 @@ def test_a_random_transformer(weights, adapter, batch, limit, shape, temperature
         quadratic_self_speculation(
             Plain(model), p, limit, mask_token=12, end_tokens=ends, draft_model=drafter(model), **options
         )
-        for p in batch
+        for p, options in streams(batch, options)
     ]
     assert_same(result, expected, lockstep=True)
     sequences = [prompt + tokens.tolist() for prompt, tokens in zip(batch, result.tokens, strict=True)]
     assert_cache_is_causal(model, keeper.cache, sequences)
     if shape["ensemble_weight"] == 1:
-        for prompt, tokens in zip(batch, result.tokens, strict=True):
+        for (prompt, own), tokens in zip(streams(batch, {"seed": seed}), result.tokens, strict=True):
             sampled = sampled_autoregressive(
-                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, seed=seed
+                Plain(model), prompt, limit, temperature=temperature, end_tokens=ends, **own
             )
             assert tokens.tolist() == sampled.tokens
 
@@ -131,7 +134,10 @@ def test_a_random_table(
     fake = Table(5, seed=seed % 97)
     options = {**shape, "temperature": temperature, "seed": seed}
     result = generate(Cached(fake, 5), batch, METHOD, max_new_tokens=limit, trace=True, **options)
-    expected = [quadratic_self_speculation(fake, prompt, limit, mask_token=4, **options) for prompt in batch]
+    expected = [
+        quadratic_self_speculation(fake, prompt, limit, mask_token=4, **options)
+        for prompt, options in streams(batch, options)
+    ]
     assert_same(result, expected, lockstep=True)
 
 
@@ -256,7 +262,7 @@ ERRORS: dict[str, Any] = {
     },
     "ensemble must be 'probability' or 'logit', got 'mean'.": {"ensemble": "mean"},
     "temperature must be finite and at least 0, got -1.0.": {"temperature": -1.0},
-    "TypeError: seed must be an int, got float.": {"seed": 1.5},
+    "TypeError: seed must be an int or a list of ints, got float.": {"seed": 1.5},
     "mask_token must be an id in 0 .. 23, got -1.": {"mask_token": -1},
 }
 
@@ -272,8 +278,10 @@ def test_errors(options: dict[str, Any], text: str, limit: int) -> None:
 
 
 def test_a_model_without_a_mask_token() -> None:
+    model = Cached(ScriptedTriMode(SCRIPTS["position"]), MASK + 1)
+    model.mask_token = None
     with pytest.raises(ValueError, match="mask_token must be given for a model that has none of its own, got None"):
-        generate(FakeModel(SCRIPTS["position"]), [1], METHOD, max_new_tokens=4)
+        generate(model, [1], METHOD, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("form", ["probability", "logit"])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_adaptive import THRESHOLDS, recurrent_adaptive
+from tests.support.base import streams
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_adaptive"
@@ -28,6 +29,7 @@ BATCH = [[3, 1, 4], [1], [5, 9]]
             "max_recurrences": st.integers(1, 9),
             "min_recurrences": st.integers(0, 4),
             "check_every": st.integers(1, 4),
+            "first_check": st.integers(1, 5),
             "recurrences": st.integers(1, 8),
         },
     ),
@@ -42,7 +44,10 @@ def test_equals_the_reference(weights, batch, limit, criterion, options, ends, d
     common |= {"end_tokens": ends, "seed": seed, "criterion": criterion}
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
-    expected = [recurrent_adaptive(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch]
+    expected = [
+        recurrent_adaptive(plain, prompt, limit, init=init_of(own["seed"]), **own, **numbers)
+        for prompt, own in streams(batch, common)
+    ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert result.stats.forwards == max(one.forwards for one in expected)
     for steps, one in zip(result.stats.trace, expected, strict=True):

@@ -15,6 +15,7 @@ from pdkernels.decoding._recurrent_wave import Wave
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_diffusion import recurrent_diffusion as plain_diffusion
 from pdkernels.reference.recurrent_sampling import RecurrentResult
+from tests.support.base import streams
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_diffusion"
@@ -128,7 +129,8 @@ def test_equals_the_reference(weights, batch, limit, ends, draw, seed, options, 
         page_size=page_size,
         **options,
     )
-    expected = [reference(weights, prompt, limit, ends, draw, seed, options) for prompt in batch]
+    alone = [(prompt, own["seed"]) for prompt, own in streams(batch, {"seed": seed})]
+    expected = [reference(weights, prompt, limit, ends, draw, own, options) for prompt, own in alone]
     assert_same(result, expected, limit, options.get("inner_recurrence", 4), options.get("recurrences", RECURRENCES))
     # The cursor is the first position under way, and no step runs more rows than the widest wave has.
     for number, (rows, cursors, widths) in enumerate(seen):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from pdkernels.decoding import generate
 from pdkernels.reference.recurrent_self_speculation import recurrent_self_speculation
+from tests.support.base import streams
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
 
 METHOD = "recurrent_self_speculation"
@@ -37,7 +38,8 @@ def test_equals_the_reference(weights, batch, limit, options, ends, draw, seed, 
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **common, **options)
     numbers = {"recurrences": RECURRENCES, **options}
     expected = [
-        recurrent_self_speculation(plain, prompt, limit, init=init_of(seed), **common, **numbers) for prompt in batch
+        recurrent_self_speculation(plain, prompt, limit, init=init_of(own["seed"]), **own, **numbers)
+        for prompt, own in streams(batch, common)
     ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert [[tuple(step) for step in steps] for steps in result.stats.trace] == [

@@ -15,7 +15,7 @@ from pdkernels.decoding.methods import METHODS
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.recurrent_sampling import filtered as plain_filtered
 from pdkernels.reference.recurrent_static import recurrent_static
-from tests.support.base import HostReads
+from tests.support.base import HostReads, streams
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.errors import kind_of
 from tests.support.recurrent import RECURRENCES, draws, init_of, models, page_sizes, prompts, seeds, token
@@ -45,7 +45,8 @@ def test_equals_the_reference(weights, batch, limit, recurrences, ends, draw, se
     )
     depth = recurrences or RECURRENCES
     expected = [
-        recurrent_static(plain, prompt, limit, init=init_of(seed), recurrences=depth, **options) for prompt in batch
+        recurrent_static(plain, prompt, limit, init=init_of(own["seed"]), recurrences=depth, **own)
+        for prompt, own in streams(batch, options)
     ]
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     assert result.stats.forwards == max(one.forwards for one in expected)
@@ -65,8 +66,8 @@ def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
     static = generate(model, batch, METHOD, max_new_tokens=12).tokens
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(static, greedy, strict=True))
     assert len({token for tokens in static for token in tokens.tolist()}) > 4
-    for prompt, tokens in zip(batch, static, strict=True):
-        assert torch.equal(generate(model, prompt, METHOD, max_new_tokens=12).tokens, tokens)
+    for (prompt, own), tokens in zip(streams(batch, {"max_new_tokens": 12}), static, strict=True):
+        assert torch.equal(generate(model, prompt, METHOD, **own).tokens, tokens)
 
 
 @settings(max_examples=40, deadline=None)
@@ -108,8 +109,8 @@ def test_what_all_of_them_promise(method: str) -> None:
         for tokens, whole in zip(result.tokens, written, strict=True):
             assert tokens.tolist() == (whole[: whole.index(end) + 1] if end in whole else whole)
         assert heard == [tokens.tolist() for tokens in result.tokens]
-    for prompt, whole in zip(batch, written, strict=True):
-        assert generate(model, prompt, method, max_new_tokens=9).tokens.tolist() == whole
+    for (prompt, own), whole in zip(streams(batch, {"max_new_tokens": 9}), written, strict=True):
+        assert generate(model, prompt, method, **own).tokens.tolist() == whole
 
 
 @pytest.mark.parametrize("trace", [False, True])
@@ -159,11 +160,12 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     (METHOD, {"top_p": 1.5}, STATIC + "top_p must be in 0 .. 1, got 1.5."),
     (METHOD, {"top_k": 0}, STATIC + "top_k must be at least 1, got 0."),
     (METHOD, {"min_p": "x"}, "TypeError: " + STATIC + "min_p must be a number, got str."),
-    (METHOD, {"seed": None}, "TypeError: " + STATIC + "seed must be an int, got NoneType."),
+    (METHOD, {"seed": None}, "TypeError: " + STATIC + "seed must be an int or a list of ints, got NoneType."),
     ("recurrent_adaptive", {"criterion": "luck"}, ADAPTIVE + "criterion must be one of 'latent-diff', 'cosine', "),
     ("recurrent_adaptive", {"threshold": -0.1}, ADAPTIVE + "threshold must be at least 0, got -0.1."),
     ("recurrent_adaptive", {"max_recurrences": 0}, ADAPTIVE + "max_recurrences must be at least 1, got 0."),
     ("recurrent_adaptive", {"min_recurrences": -1}, ADAPTIVE + "min_recurrences must be at least 0, got -1."),
+    ("recurrent_adaptive", {"first_check": 0}, ADAPTIVE + "first_check must be at least 1, got 0."),
     ("recurrent_adaptive", {"check_every": 0}, ADAPTIVE + "check_every must be at least 1, got 0."),
     ("recurrent_self_speculation", {"block_size": -1}, SPECULATION + "block_size must be at least 0, got -1."),
     ("recurrent_self_speculation", {"draft_recurrences": 0}, SPECULATION + "draft_recurrences must be at least 1"),
@@ -226,6 +228,6 @@ def test_kernels_and_the_plain_forms_give_the_same_tokens(method: str, page_size
     model.load_state_dict(exact.state_dict())
     batch, options = [[1, 2, 3, 4, 5, 6, 7], [5], [9, 9]], {"max_new_tokens": 12, "page_size": page_size}
     together = generate(model, batch, method, **options).tokens
-    for prompt, tokens in zip(batch, together, strict=True):
-        assert torch.equal(tokens, generate(exact, prompt, method, **options).tokens)
-        assert torch.equal(tokens, generate(model, prompt, method, **options).tokens)
+    for (prompt, own), tokens in zip(streams(batch, options), together, strict=True):
+        assert torch.equal(tokens, generate(exact, prompt, method, **own).tokens)
+        assert torch.equal(tokens, generate(model, prompt, method, **own).tokens)

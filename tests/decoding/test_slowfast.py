@@ -14,7 +14,7 @@ from pdkernels.decoding import generate
 from pdkernels.reference.dllm_cache import FeatureCache
 from pdkernels.reference.slowfast import slowfast
 from tests.support import masked_promises as shared
-from tests.support.base import Plain, seeds
+from tests.support.base import Plain, seeds, streams
 from tests.support.masked import MASK, Scripted, hashed, prompts, small_masked, with_parts
 from tests.support.masked_promises import assert_same
 
@@ -39,7 +39,9 @@ ends_ = st.lists(st.integers(0, MASK - 1), max_size=2)
 
 
 def reference(model: Any, batch: list[list[int]], limit: int, **options: Any) -> list[Any]:
-    return [slowfast(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt in batch]
+    return [
+        slowfast(Plain(model), prompt, limit, mask_token=MASK, **options) for prompt, options in streams(batch, options)
+    ]
 
 
 @settings(max_examples=60, deadline=None)
@@ -99,7 +101,8 @@ def test_on_a_feature_cache_equals_the_reference(
     transformer = small_masked(*model)
     result = generate(transformer, batch, METHOD, max_new_tokens=limit, trace=True, **options, **cache)
     expected = [
-        slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options) for prompt in batch
+        slowfast(Kept(transformer, prompt, cache), prompt, limit, mask_token=MASK, **options)
+        for prompt, options in streams(batch, options)
     ]
     assert_same(result, expected)
 
@@ -288,7 +291,7 @@ def test_errors() -> None:
             ({"transfer_ratio": 0.5}, "transfer_ratio must be 0 without a cache, got 0.5. Pass a prompt_interval."),
             ({"drop_suffix": 1}, "TypeError: drop_suffix must be a bool, got int."),
             ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),
-            ({"seed": 1.5}, "TypeError: seed must be an int, got float."),
+            ({"seed": 1.5}, "TypeError: seed must be an int or a list of ints, got float."),
             ({"mask_token": 13}, "mask_token must be an id in 0 .. 12, got 13."),
         ],
     )

@@ -52,7 +52,11 @@ def block_causal(draw: st.DrawFn) -> Call:
 @st.composite
 def planned(draw: st.DrawFn) -> Call:
     stage = st.tuples(sizes(4), st.lists(sizes(4), max_size=3).map(tuple), st.booleans())
-    return "planned", {"stages": draw(st.lists(stage, max_size=4)), "sparse": draw(st.booleans())}
+    return "planned", {
+        "stages": draw(st.lists(stage, max_size=4)),
+        "sparse": draw(st.booleans()),
+        "open_chunks": draw(st.sampled_from(["hidden", "visible"])),
+    }
 
 
 @st.composite

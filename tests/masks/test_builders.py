@@ -216,4 +216,8 @@ def test_planned_rounds() -> None:
     end = 9  # an end token that no sync came before: it sees no open chunk
     assert dense[end, :7].all() and not dense[end, 7:9].any() and dense[end, 9]
     sparse = masks.planned(stages, sparse=True).dense()
+    # Nor do later chunks see open ones, as in training.
+    unsynced = [masks.Stage(2, (2,), False), masks.Stage(1, (4,), False)]
+    assert masks.planned(unsynced).dense()[5].tolist() == [True, True, False, False, True, True, True, True, True]
+    assert masks.planned(unsynced, open_chunks="visible").dense()[5].all()
     assert not sparse[first, second].any() and not sparse[second, first].any() and sparse[sync, :6].all()

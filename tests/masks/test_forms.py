@@ -199,6 +199,7 @@ Segment = masks.Segment
         r"chunks must be 0 or more, got -4\.": lambda: masks.planned([(3, (-4,))]),
         r"TypeError: sync must be a bool, got str\.": lambda: masks.planned([(3, (4,), "no")]),
         r"TypeError: sparse must be a bool, got int\.": lambda: masks.planned([(3, (4,))], sparse=2),
+        r"open_chunks must be one of 'hidden', 'visible', got 'seen'\.": lambda: masks.planned([], open_chunks="seen"),
         r"TypeError: anchor_group must be a bool, got str\.": lambda: masks.quadratic(2, anchor_group="no"),
         r"block_size must be 1 or more, got 0\.": lambda: masks.quadratic(0),
         r"come before their child, so be in \[-1, 0\] for token 1, got 1\.": lambda: masks.tree([-1, 1]),

@@ -153,7 +153,7 @@ def test_fast_dllm_v2_is_qwen2_with_a_mask_token(tmp_path: Path) -> None:
         == 9
     )
     write(tmp_path, {name: value for name, value in fields.items() if name != "mask_token_id"}, state)
-    with pytest.raises(ValueError, match="mask_token must be an id below vocab_size .16., got 151665."):
+    with pytest.raises(ValueError, match="config.json: mask_token_id must be an id below vocab_size .16., got 151665."):
         models.load(tmp_path)
 
 
@@ -213,7 +213,8 @@ def test_a_mask_token_beside_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, {**LLADA, "mask_token_id": 16}, weights("llada"))
     with pytest.raises(ValueError) as caught:
         models.load(tmp_path)
-    assert str(caught.value) == "pdkernels.Transformer: mask_token must be an id below vocab_size (16), got 16."
+    sentence = "config.json: mask_token_id must be an id below vocab_size (16), got 16."
+    assert str(caught.value) == f"pdkernels.models.load: {sentence}"
 
 
 @pytest.mark.parametrize(

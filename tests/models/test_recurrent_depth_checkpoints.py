@@ -152,7 +152,9 @@ def test_dtype_and_end_tokens_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 8]}))
     assert models.load(tmp_path).end_tokens == (5, 8)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 99}))
-    with pytest.raises(ValueError, match=r"RecurrentDepth: end_tokens must be ids below vocab_size \(32\), got 99\."):
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: eos_token_id must be ids below vocab_size \(32\), got 99\."
+    ):
         models.load(tmp_path)
 
 
@@ -285,7 +287,9 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     ):
         from_huginn_state_dict({**state, name: state[name][:, 0]}, config)
     write(tmp_path, SMALL, {**state, "transformer.ln_f.weight": torch.ones(289)})
-    with pytest.raises(ValueError, match=r"norm must have shape \(288,\), got \(289,\)\."):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors: transformer\.ln_f\.weight must have shape \(288,\), got \(289,\)\."
+    ):
         models.load(tmp_path)
 
 

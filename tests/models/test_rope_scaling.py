@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pdkernels.models import LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+    YarnScaling,
+    zoo,
+)
 from pdkernels.models.rope import rope_tables
 from tests.support.checkpoints import LINEAR, LLAMA31, MINISTRAL3, frequency
 
@@ -56,6 +66,19 @@ def test_llama3_keeps_fast_pairs_and_slows_slow_ones() -> None:
     assert ((between > 1 / 8) & (between < 1) & (between.diff(prepend=torch.ones(1, dtype=torch.float64)) < 0)).all()
 
 
+def test_a_factor_for_each_pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = FactorScaling([1.0, 2.0, 8.0, 4.0])  # type: ignore[arg-type]
+    plain = 100.0 ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+    assert rule.scaled(plain, 100.0).tolist() == [plain[0], plain[1] / 2, plain[2] / 8, plain[3] / 4]
+    sizes = dict(vocab_size=257, hidden_size=16, layers=1, heads=2, kv_heads=1, intermediate_size=8)
+    config = TransformerConfig(**sizes, head_dim=8, rope_scaling=rule)
+    zoo.save_tiny(Transformer(config), tmp_path / "tiny-test.safetensors")
+    monkeypatch.setattr(zoo, "WEIGHTS", tmp_path)
+    assert zoo.load("tiny-test").config == config and hash(config)
+    with pytest.raises(ValueError, match=r"TransformerConfig: rope_scaling must have 8 factors, got 4\."):
+        TransformerConfig(**sizes, head_dim=16, rope_scaling=rule)
+
+
 @pytest.mark.parametrize("scaling", [LinearScaling(1.0), Llama3Scaling(1.0, 32), YarnScaling(1.0, 32)])
 def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
     plain, scaled = (rope_tables(40, 16, theta=100.0, style="interleaved", scaling=s) for s in (None, scaling))
@@ -67,6 +90,7 @@ def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: FactorScaling((1.0, 0.0)), "FactorScaling: factors must be positive numbers, got 0.0."),
         (lambda: LinearScaling(0.5), "LinearScaling: factor must be at least 1, got 0.5."),
         (lambda: Llama3Scaling(0.5, 8), "Llama3Scaling: factor must be at least 1, got 0.5."),
         (lambda: Llama3Scaling(2.0, 0), "Llama3Scaling: original_positions must be at least 1, got 0."),
@@ -78,7 +102,7 @@ def test_a_factor_of_one_changes_nothing(scaling: RopeScaling) -> None:
             lambda: Llama3Scaling(2.0, 8, 0.0, 4.0),
             "Llama3Scaling: high_freq_factor must be more than low_freq_factor (0.0) > 0, got 4.0.",
         ),
-        (lambda: YarnScaling(0.5, 8), "YarnScaling: factor must be at least 1, got 0.5."),
+        (lambda: YarnScaling(0.0, 8), "YarnScaling: factor must be positive, got 0.0."),
         (
             lambda: YarnScaling(2.0, 8, 1.0, 2.0),
             "YarnScaling: beta_fast must be at least beta_slow (2.0) > 0, got 1.0.",

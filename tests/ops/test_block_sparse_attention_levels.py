@@ -51,6 +51,31 @@ def test_what_is_not_a_number_stays_where_it_is_seen(level_ops: object) -> None:
         assert results.lse[:, 1, 20].isnan().all() and results.lse.isnan().sum() == 2
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_hidden_reaches_nothing(level_ops: object, dtype: torch.dtype) -> None:
+    """A hidden pair has a weight of 0, and 0 times infinity is NaN: forward and backward, whatever is not finite."""
+    mask = masks.pack([masks.causal(45), masks.dual_stream(20, 8)], length=100)
+    seen, plan = mask.dense(), mask.plan(32, 48)
+    names = ("q", "k", "v", "grad_out")
+    for name, value in ((name, value) for name in names for value in (torch.nan, torch.inf)):
+        inputs = make_inputs(*mask.shape, heads=2, kv_heads=2, dtype=dtype)
+        clean = run(level_ops, inputs, plan)
+        getattr(inputs, name)[0, 20, 1, 3] = value
+        results = run(level_ops, inputs, plan)
+        rows = seen[:, 20] if name in ("k", "v") else torch.arange(len(seen)) == 20  # that may show it
+        columns = seen[rows].any(0)  # that these rows see
+        for field, touched in (("out", rows), ("dq", rows), ("dk", columns), ("dv", columns)):
+            found, wanted = getattr(results, field), getattr(clean, field)
+            apart = ~torch.zeros(found.shape[:3], dtype=torch.bool)
+            apart[0, touched, 1] = False
+            assert found[apart].isfinite().all(), (name, field)
+            close = (found[apart].float() - wanted[apart].float()).abs() <= 0.02 * (1 + wanted[apart].float().abs())
+            assert close.all(), (name, field)
+        assert not (results.dk.isfinite().all() and results.dv.isfinite().all())
+        if name == "v":
+            assert (~results.out[0, rows, 1, 3].isfinite()).all()
+
+
 def test_rows_that_see_nothing_are_zero_whatever_the_values(level_ops: object) -> None:
     """Weights of 0 times infinity would be no number."""
     mask = masks.pack([masks.pack([masks.causal(9)], length=20), masks.dual_stream(30, 8)], length=160)

@@ -198,6 +198,46 @@ def test_every_vector_unit(level_ops: object, dtype: torch.dtype, pad: int) -> N
     assert all(torch.equal(a, b) for a, b in zip(total.bytes(), expected.bytes()))
 
 
+def drifted(dtype: torch.dtype, rows: int, seed: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Values and cached values; and the rows that moved by one unit in the last place of one component."""
+    generator = torch.Generator().manual_seed(seed)
+    v = torch.randn(1, rows, 2, 34, generator=generator).to(dtype)
+    moved = torch.randperm(rows, generator=generator)[:3].sort().values.tolist()
+    cached = v.clone()
+    for i in moved:
+        cached[0, i, 1, 7] *= 1 + torch.finfo(dtype).eps
+    assert all((cached[0, i] != v[0, i]).sum() == 1 for i in moved)
+    return v, cached, moved
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_moved_at_all_come_before_rows_that_did_not(impl, dtype: torch.dtype) -> None:
+    for seed in range(5):
+        v, cached, moved = drifted(dtype, 20, seed)
+        for count in (2, 3, 5):
+            still = [i for i in range(20) if i not in moved]
+            found = impl.select_stale_rows_(
+                v.to(impl.device), cached.to(impl.device), torch.tensor([0]).to(impl.device), count=count, update="none"
+            ).tolist()[0]
+            assert set(found) <= set(moved) if count < 3 else found == sorted(moved + still[: count - 3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_vector_unit_chooses_as_the_reference(level_ops: object, dtype: torch.dtype) -> None:
+    """Cosines that agree but for the last bits: only with one order of sums are the choices the same."""
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        v = torch.randn(1, 24, 3, 34, generator=generator).to(dtype)
+        cached = (v.float() * 3 + 1e-3 * torch.randn(v.shape, generator=generator)).to(dtype)
+        if seed % 2:  # heads apart
+            v, cached = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (v, cached))
+        starts, expected = (
+            torch.tensor([0]),
+            reference.select_stale_rows_(v, cached, torch.tensor([0]), 8, None, None, "none"),
+        )
+        assert torch.equal(level_ops.select_stale_rows_(v, cached, starts, 8, None, None, "none", None), expected)
+
+
 # --- gather_rows -------------------------------------------------------------------------------------------------------
 
 

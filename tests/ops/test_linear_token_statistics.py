@@ -70,6 +70,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3, "step": 2, "suppress": 5},
     {"temperature": 1.2, "top_p": 0.8, "distribution": "sampling", "positions": torch.arange(24).view(4, 6) + 50},
     {"min_p": 0.05, "distribution": "sampling", "top_k": 2},
+    {"temperature": 0.9, "seed": torch.tensor([[7], [-1], [2**40], [0]])},
     {"temperature": 0.5, "step": torch.arange(6), "top_p": 0.9, "min_p": 0.01, "suppress": [0, 9]},
 ]
 
@@ -215,7 +216,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     for device in DEVICES:
         hidden, weight = (t.to(device) for t in inputs(6, 30, 8, dtype))
         numbers = torch.tensor([[1, -1], [5, 0]], device=device)
-        options = (0.7, 1, 2, numbers, numbers.abs(), numbers, [4], 3, 0.9, 0.1, "sampling")
+        options = (0.7, 1, numbers, 2, numbers, numbers.abs(), numbers, [4], 3, 0.9, 0.1, "sampling")
         for call in ((hidden, weight), (hidden.view(2, 3, 8), weight, *options)):
             torch.library.opcheck(torch.ops.pdkernels.linear_token_statistics.default, call)
 

@@ -31,8 +31,10 @@ def run(hidden: Tensor, weight: Tensor, **options: Any) -> pd.TokenStatistics:
     """The kernel of CUDA, whatever the device is."""
     step = options.pop("step", 0)
     steps, step = (step.to(DEVICE), 0) if isinstance(step, Tensor) else (None, step)
+    seed = options.pop("seed", 0)
+    seeds, seed = (seed.to(DEVICE), 0) if isinstance(seed, Tensor) else (None, seed)
     options = {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in options.items()}
-    given = ops.Options(step=step, steps=steps, **options)
+    given = ops.Options(seed=seed, seeds=seeds, step=step, steps=steps, **options)
     return pd.TokenStatistics(*(t.cpu() for t in ops._triton(hidden.to(DEVICE), weight.to(DEVICE), *given)))
 
 
@@ -67,13 +69,14 @@ def test_ties_go_to_the_lowest_id(
 
 
 def test_rows_that_are_asked_for() -> None:
-    """In any order, again and again, at places and steps of their own; -1 and numbers out of range are none."""
+    """In any order, again and again, with positions, seeds and steps of their own; -1 and numbers out of range are none."""
     hidden, weight = whole_numbers(6, 300, 10)
     hidden[3] = NAN  # not read
     rows = torch.tensor([[5, -1, 0, 0], [2, 4, -1, 5]])
     options = {
         "temperature": 0.9,
         "positions": torch.arange(8).view(2, 4) + 2**32 - 9,
+        "seed": torch.tensor([[-3], [2**40 + 1]]).expand(2, 4),
         "step": torch.tensor([[1], [9]]).expand(2, 4),
         "row_index": rows.int(),
         "suppress": tuple(range(16)),
@@ -121,7 +124,7 @@ def test_far_apart_and_far_out() -> None:
     hidden = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1e-30]])
     weight = torch.tensor([[3e38, 0.0], [3e38, 1.0], [-3e38, -1.0], [0.0, 1e8]])
     cases.check_exactly(run(hidden, weight, top_k=4), hidden, weight, top_k=4)
-    for temperature in (1e-42, 1e30):
+    for temperature in (1e-30, 1e30):
         found = run(hidden[1:], weight[1:], temperature=temperature, distribution="sampling", top_k=3)
         assert all(t.isfinite().all() for t in (found.probs, found.margin, found.entropy))
         assert torch.allclose(found.top_probs[1], torch.tensor([1.0, 0.0, 0.0] if temperature < 1 else [1 / 3] * 3))

@@ -106,6 +106,19 @@ def test_masked_tokens(impl) -> None:
     check(run(impl, logits), logits, None)
 
 
+@pytest.mark.parametrize("below", [88.0, 95.0, 103.0, 110.0, 500.0])
+def test_a_token_that_became_impossible_is_infinitely_far(impl, below: float) -> None:
+    """However small its probability was: one that no float can hold is not 0."""
+    logits, previous = torch.tensor([[0.0, -INF, 0.0]]), torch.tensor([[0.0, -below, 0.0]])
+    for min_p in (0.0, 0.1):
+        found = run(impl, logits, previous, min_p=min_p)
+        expected = reference(logits, previous, min_p)
+        assert found.kl.item() == expected[2].item() == INF
+        assert (found.minp_kl.item() == INF) == (expected[3].item() == INF) == (min_p == 0)
+    possible = run(impl, previous, logits)
+    assert possible.kl.item() == pytest.approx(0, abs=1e-6)
+
+
 @pytest.mark.parametrize("width", [5, 1000, 20_000])
 def test_rows_without_a_distribution(impl, width: int) -> None:
     logits, previous = inputs(7, width)

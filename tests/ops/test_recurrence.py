@@ -112,6 +112,18 @@ def test_every_option(impl, option: str, dtype: torch.dtype) -> None:
     assert not any(torch.equal(results[0], other) for other in results[1:]), "the option changes nothing"
 
 
+def test_seeds_of_sequences(impl) -> None:
+    """A sequence draws the states and the noise of its seed alone."""
+    rows = make_rows(11, batch=1, rows=6, size=40)
+    rows.width.fill_(6), rows.advance.fill_(1)
+    both = Rows(*(torch.cat([t, t]) for t in rows))
+    seeds = torch.tensor([2**40 + 1, -7])
+    together = inject(impl, both, noise=0.5, seed=seeds.to(impl.device))
+    assert not torch.equal(together[0], together[1])
+    for b in range(2):
+        assert torch.equal(bits(check_inject(impl, rows, noise=0.5, seed=int(seeds[b]))[0]), bits(together[b]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inject_of_huginns_size(impl, dtype: torch.dtype) -> None:
     check_inject(impl, make_rows(5, batch=1, rows=3, size=5280, dtype=dtype), noise=0.5, momentum=0.1)
@@ -340,7 +352,8 @@ def test_results_do_not_depend_on_threads_or_runs() -> None:
 def test_opcheck(first_step: bool) -> None:
     for device in [name for name in NAMES if name != "cudasim"]:
         rows = make_rows(3, size=8, first_step=first_step).to(torch.device(device))
-        options = (0, 0.5, "linear", 32, "linear", 0.1, 0.5, "fresh", False)
+        seeds = None if first_step else torch.arange(len(rows.width), device=device)
+        options = (0, seeds, 0.5, "linear", 32, "linear", 0.1, 0.5, "fresh", False)
         torch.library.opcheck(torch.ops.pdkernels.recurrence_inject.default, (*rows.inject_arguments(), *options))
         older = (None, None) if first_step else (rows.older, rows.older_advance)
         torch.library.opcheck(

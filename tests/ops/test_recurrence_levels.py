@@ -9,7 +9,7 @@ from pdkernels.reference import recurrence as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.recurrence_cases import DTYPES, SIZES, bits, inject_options, make_rows
 
-NAMES = ("seed", "noise", "schedule", "horizon", "mixer", "momentum", "init_std", "new_state", "damp_new")
+NAMES = ("seed", "seeds", "noise", "schedule", "horizon", "mixer", "momentum", "init_std", "new_state", "damp_new")
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -17,6 +17,7 @@ NAMES = ("seed", "noise", "schedule", "horizon", "mixer", "momentum", "init_std"
 def test_injected_bits(level_ops: object, dtype: torch.dtype, size: int) -> None:
     for seed in range(3 if size > 1000 else 12):
         rows, options = make_rows(seed, batch=2, rows=6, size=size, dtype=dtype), inject_options(seed)
+        options["seeds"] = torch.tensor([-seed, 2**40 + seed]) if seed % 2 else None
         actual = level_ops.recurrence_inject(*rows.inject_arguments(), *(options[name] for name in NAMES))
         assert torch.equal(bits(actual), bits(reference.recurrence_inject(*rows.inject_arguments(), **options))), (
             options

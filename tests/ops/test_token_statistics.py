@@ -239,8 +239,8 @@ def test_opcheck(dtype: torch.dtype) -> None:
         logits, numbers = rows_of(4, 30, dtype).to(device), torch.tensor([3, 0], device=device)
         for call in (
             (logits,),
-            (logits.view(2, 2, 30)[:, 1], 0.7, 3, 2),
-            (logits, 0.7, 3, 0, numbers, numbers, numbers, [1], 2, 0.9, 0.1, "sampling"),
+            (logits.view(2, 2, 30)[:, 1], 0.7, 3, None, 2),
+            (logits, 0.7, 3, numbers, 0, numbers, numbers, numbers, [1], 2, 0.9, 0.1, "sampling"),
         ):
             torch.library.opcheck(torch.ops.pdkernels.token_statistics.default, call)
 

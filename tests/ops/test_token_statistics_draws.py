@@ -43,7 +43,22 @@ def test_steps_and_positions_of_rows(impl) -> None:
         assert found.ids[b].tolist() == draw(logits[b], positions[b].tolist(), 1.0, 0, int(steps[b]))
 
 
-@pytest.mark.parametrize("temperature", [1e-40, 1e-12, 1e30])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_seeds_of_rows(impl, dtype: torch.dtype) -> None:
+    """A row draws what it draws with its seed alone, and equal rows draw differently."""
+    logits, seeds = rows_of(1, 300).expand(2, 3, 300), torch.tensor([[-5], [2**31 - 1]]).to(dtype)
+    places = torch.arange(3).expand(2, 3)
+    found = run(impl, logits, temperature=1.5, seed=seeds, positions=places)
+    for b in range(2):
+        assert found.ids[b].tolist() == draw(logits[b], range(3), 1.5, int(seeds[b]), 0)
+    assert not torch.equal(found.ids[0], found.ids[1])
+    picked = run(impl, logits[0], temperature=1.5, seed=seeds[:, 0], row_index=torch.tensor([2, 0]))
+    assert [int(n) for n in picked.ids] == [draw(logits[0, :1], [p], 1.5, int(s), 0)[0] for p, s in zip((2, 0), seeds)]
+    with pytest.raises(ValueError, match=r"seed must broadcast to the shape \(2, 3\) of the rows, got \(2,\)"):
+        run(impl, logits, temperature=1.0, seed=seeds[:, 0])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-12, 1e30])
 def test_any_temperature(impl, temperature: float) -> None:
     logits = rows_of(50, 200)
     found = run(impl, logits, temperature=temperature)
@@ -137,3 +152,30 @@ def test_filters_leave_the_models_distribution_alone(impl) -> None:
     assert all(torch.equal(a, b) for a, b in list(zip(plain, filtered))[2:])
     assert (filtered.ids != plain.ids).any()
     assert all(torch.equal(a, b) for a, b in zip(run(impl, logits), run(impl, logits, top_p=0.4, min_p=0.5)))
+
+
+@pytest.mark.parametrize("options", [{"min_p": 0.3}, {"top_p": 0.3}, {"top_p": 0.5, "min_p": 0.3}], ids=str)
+def test_rows_with_a_nan_are_not_filtered(impl, options: dict[str, float]) -> None:
+    """Such a row has no distribution, so its first tokens are those of ``torch.topk``, whatever the filters."""
+    logits = torch.tensor([[0.0, 5.0, math.nan, 3.0, -2.0, 4.0]])
+    for distribution in ("model", "sampling"):
+        found = run(impl, logits, distribution=distribution, top_k=6, **options)
+        assert found.ids.item() == 2 and found.top_ids.tolist() == [[2, 1, 5, 3, 0, 4]]
+        assert found.probs.isnan().all() and found.entropy.isnan().all()
+
+
+def test_margins_of_equals_are_plain_zeros(impl) -> None:
+    found = run(impl, torch.tensor([[1.0, 1.0, 0.0], [-0.0, 0.0, 0.0]]))
+    assert not found.margin.any() and not found.margin.signbit().any()
+
+
+def test_temperatures_and_seeds_out_of_range() -> None:
+    logits = torch.zeros(1, 4)
+    for temperature in (1e-31, 5e-324):
+        with pytest.raises(ValueError, match=r"temperature must be 0 or at least 1e-30, got"):
+            pd.token_statistics(logits, temperature=temperature)
+    for seed in (2**64, -(2**63) - 1):
+        with pytest.raises(ValueError, match=r"seed must be a number of 64 bits, in \[-2\*\*63, 2\*\*64\), got"):
+            pd.token_statistics(logits, temperature=1.0, seed=seed)
+    same = (pd.token_statistics(logits, temperature=1.0, seed=seed) for seed in (2**64 - 1, -1))
+    assert all(torch.equal(a, b) for a, b in zip(*same))

@@ -19,3 +19,5 @@ def test_every_vector_unit(level_ops: object, rows: int, width: int, dtype: torc
         {"temperature": 0.8, "top_p": 0.9, "distribution": "sampling", "suppress": [3]},
     ):
         check(pd.TokenStatistics(*level_ops.token_statistics(logits, **options)), logits, **options)
+    own = torch.arange(rows) * 2**33 - 5
+    check(pd.TokenStatistics(*level_ops.token_statistics(logits, 0.8, seeds=own)), logits, temperature=0.8, seed=own)

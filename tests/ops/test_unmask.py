@@ -297,6 +297,17 @@ def test_random_order_depends_on_the_position_not_on_the_candidate(impl) -> None
     assert torch.equal(after.tokens, turned.tokens) and int(after.committed) == 2
 
 
+def test_random_orders_of_sequences(impl) -> None:
+    """A sequence has the order of its seed alone."""
+    seeds, tokens = torch.tensor([9, -2, 2**40]), torch.full((3, 20), MASK)
+    options = {"mask_token": MASK, "quota": 6, "step": 4}
+    together = run(impl, Case(tokens, torch.zeros_like(tokens), None, {**options, "seed": seeds})).tokens
+    for b in range(3):
+        one = Case(tokens[:1], torch.zeros_like(tokens[:1]), None, {**options, "seed": int(seeds[b])})
+        assert torch.equal(run(impl, one).tokens[0], together[b])
+    assert len({tuple(row) for row in together.tolist()}) == 3
+
+
 def test_random_order_is_uniform() -> None:
     """Which 2 of 6 places: 15 pairs, chi-square with 14 degrees of freedom, 36.1 at 0.001."""
     trials, length = 6000, 6
@@ -349,6 +360,7 @@ def test_opcheck() -> None:
                 options.get("windows"),
                 *rule_options,
                 options["seed"],
+                torch.tensor([options["seed"]] * len(case.tokens), device=device),
                 *numbers["step"],
             )
             torch.library.opcheck(torch.ops.pdkernels.unmask_.default, arguments)

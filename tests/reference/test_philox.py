@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdkernels.decoding._filler import filler_words
-from pdkernels.reference.philox import philox4x32, random_words
+from pdkernels.reference.philox import as_seeds, philox4x32, random_words
 
 ONES = 0xFFFFFFFF
 
@@ -53,4 +53,4 @@ def test_random_words_counter_layout(seed: int, step: int, row: int, column: int
 @given(st.integers(0, 2**64 - 1), st.integers(0, 9), st.integers(0, 13))
 def test_decoder_words_have_the_same_bits(seed: int, steps: int, slots: int) -> None:
     expected = random_words(seed, torch.arange(steps)[:, None], torch.tensor(0), torch.arange(slots)[None])
-    assert torch.equal(filler_words(seed, steps, slots, torch.device("cpu")), expected)
+    assert torch.equal(filler_words(as_seeds(seed, torch.device("cpu")), steps, slots), expected)

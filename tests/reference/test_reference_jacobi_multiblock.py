@@ -297,6 +297,19 @@ def test_published_blocks_start_anew() -> None:
     assert carried.forwards < result.forwards
 
 
+def test_published_call_goes_on_where_a_third_block_was_spawned() -> None:
+    """A block that is full before its pseudo block was fed is passed over twice: the code then counts no active block, and the forward
+    that feeds the pseudo block spawns another, so that the promoted block is not the only one and the call does not end."""
+    model = ScriptedTriMode(SCRIPTS["position"])
+    result = jacobi_multiblock_published(
+        model, [3], 12, pad_token=PAD, block_size=4, spawn_ratio=0.25, seed=2, max_iterations=6
+    )
+    text, late = result.tokens, ([], [PseudoBlock([], [PAD] * 4)], 0)
+    # The promoted draft, all predictions, is right at once; a new call would begin with random tokens.
+    expected = [entry for start in (0, 4, 8) for entry in ((text[start : start + 4], [], 4), late)]
+    assert [(step.rows[0], step.pseudo, step.accepted) for step in result.trace] == expected
+
+
 def test_published_pool_and_candidates() -> None:
     """Two candidates or none, newest entry skipped, duplicates kept: the two standing texts behind the newest tail."""
     written = [1, 2, 3, 1, 2, 3, 4, 5]
@@ -397,3 +410,8 @@ def test_where_it_stops(decode: str, ends: tuple[int, ...], limit: int, tokens: 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="blocks must be 1 or 2, got 3. Use jacobi_multiblock."):
         jacobi_multiblock_published(Table(4), [1], 3, pad_token=0, blocks=3)
+    with pytest.raises(
+        ValueError, match="must have equally many rows, got 4 and 3, where the published code fails as well"
+    ):
+        model = ScriptedTriMode(ALL_SCRIPTS["sticky"])
+        jacobi_multiblock_published(model, [21], 12, pad_token=PAD, block_size=2, spawn_ratio=0.1, pool_size=4, seed=8)

@@ -135,14 +135,26 @@ def test_static_by_hand() -> None:
 
 
 @pytest.mark.parametrize("criterion", sorted(THRESHOLDS))
-@pytest.mark.parametrize(("check_every", "min_recurrences"), [(1, 0), (1, 1), (2, 3), (3, 1)])
-def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: int, min_recurrences: int) -> None:
+@pytest.mark.parametrize(
+    ("check_every", "min_recurrences", "first_check"), [(1, 0, None), (1, 1, None), (2, 3, None), (3, 1, 2), (2, 0, 3)]
+)
+def test_adaptive_exits_where_the_criterion_says(
+    criterion: str, check_every: int, min_recurrences: int, first_check: int | None
+) -> None:
     """Recurrence by recurrence, with the criteria written out once more."""
     model, most = tiny(1, state_scale=0.4), 8
     threshold = {**THRESHOLDS, "cosine": 1e-4, "entropy-diff": 3e-3, "kl": 1e-4, "argmax-stability": 2}[criterion]
     options: dict[str, Any] = {"check_every": check_every, "min_recurrences": min_recurrences, "max_recurrences": most}
     result = recurrent_adaptive(
-        model, PROMPT, 4, init=init, recurrences=5, criterion=criterion, threshold=threshold, **options
+        model,
+        PROMPT,
+        4,
+        init=init,
+        recurrences=5,
+        criterion=criterion,
+        threshold=threshold,
+        first_check=first_check,
+        **options,
     )
     past = model.new_past()
     tokens = forward(model, PROMPT, past, 5, init)[-1:].argmax(-1).tolist()
@@ -161,11 +173,11 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
             q = torch.tensor([v if v >= 0.1 * p.max() else 1 / 13 for v in p.tolist()], dtype=torch.float64)
             sharp.append(q / q.sum())
         ids = [-1, *(row.argmax().item() for row in logits)]
-        at, stable = most, 0
-        for now in range(check_every, most + 1, check_every):
-            last = now - check_every
+        at, stable, last = most, 0, 0
+        for number, now in enumerate(range(first_check or check_every, most + 1, check_every)):
             a, b = states[now], states[last]
-            stable = stable + 1 if ids[now] == ids[last] else 0
+            counts = last >= min_recurrences
+            stable = stable + 1 if counts and ids[now] == ids[last] else 0
             value = {
                 "latent-diff": ((a - b).norm() / a.norm()).item(),
                 "cosine": 1 - torch.nn.functional.cosine_similarity(a, b, 0).item(),
@@ -174,8 +186,7 @@ def test_adaptive_exits_where_the_criterion_says(criterion: str, check_every: in
                 "minp-kl": torch.nn.functional.kl_div(sharp[now].log(), sharp[last], reduction="sum").item(),
                 "argmax-stability": float(stable),
             }[criterion]
-            counts = last >= min_recurrences
-            seen = step.values[now // check_every - 1]
+            last, seen = now, step.values[number]
             assert seen == pytest.approx(value, rel=1e-6, abs=1e-12) if counts else math.isinf(seen)
             if counts and (value >= threshold if criterion == "argmax-stability" else value < threshold):
                 at = now
@@ -205,6 +216,20 @@ def test_criteria_on_known_distributions() -> None:
         )
 
 
+def test_checks_that_do_not_count_are_not_counted() -> None:
+    """A model whose likeliest token never changes is done after five checks that count, as if it had begun after the others."""
+    model = tiny(1, state_scale=0.4)
+    coda, always = model.coda, torch.eye(13, dtype=torch.float64)[3]
+    model.coda = lambda z, cursor, past: 0 * coda(z, cursor, past) + always  # type: ignore[method-assign]
+    options: dict[str, Any] = {"init": init, "criterion": "argmax-stability", "max_recurrences": 20}
+    for least, needed in ((0, 6), (1, 6), (4, 9)):
+        result = recurrent_adaptive(model, PROMPT, 3, min_recurrences=least, **options)
+        assert [step.recurrences for step in result.trace] == [needed] * 2
+    # The released code with min_steps = 4: the first of its checks follows the fifth recurrence.
+    released = recurrent_adaptive(model, PROMPT, 3, min_recurrences=0, first_check=5, check_every=2, **options)
+    assert [step.recurrences for step in released.trace] == [5 + 5 * 2] * 2
+
+
 @pytest.mark.parametrize("criterion", sorted(THRESHOLDS))
 def test_a_threshold_out_of_reach_is_static_decoding(criterion: str) -> None:
     model, never = tiny(), 10**6 if criterion == "argmax-stability" else 0.0
@@ -219,6 +244,8 @@ def test_a_threshold_out_of_reach_is_static_decoding(criterion: str) -> None:
 def test_adaptive_says_what_it_does_not_know() -> None:
     with pytest.raises(ValueError, match="criterion must be one of"):
         recurrent_adaptive(tiny(), PROMPT, 2, init=init, criterion="mood")
+    with pytest.raises(ValueError, match="first_check must be at least 1, got 0"):
+        recurrent_adaptive(tiny(), PROMPT, 2, init=init, first_check=0)
     with pytest.raises(ValueError, match="check_every must be at least 1, got 0"):
         recurrent_adaptive(tiny(), PROMPT, 2, init=init, check_every=0)
 

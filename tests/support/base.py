@@ -13,13 +13,18 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from pdkernels.decoding import generate
+from pdkernels.decoding import generate, stream
 from pdkernels.models.transformer import Transformer, TransformerConfig
 from pdkernels.reference.autoregressive import Model
-from pdkernels.reference.sampling import causal_logits, distribution
+from pdkernels.reference.sampling import causal_logits, distribution, without
 
 seeds = st.integers(0, 2**64 - 1)
 page_sizes = st.sampled_from([None, None, 1, 3, 16])
+
+
+def streams(batch: list[Any], options: dict[str, Any]) -> list[tuple[Any, dict[str, Any]]]:
+    """The prompts of a batch, each with the options that it has alone."""
+    return [(prompt, options | {"seed": stream(options.get("seed", 0), n)}) for n, prompt in enumerate(batch)]
 
 
 class CachedFake:
@@ -66,14 +71,15 @@ def random_transformer(seed: int, std: float, vectors: bool = False, **sizes: An
 
 
 class Plain:
-    """The interface of the reference samplers: a forward over everything, without a cache."""
+    """The interface of the reference samplers: a forward over everything, without a cache. No row says the mask token."""
 
     def __init__(self, model: Any) -> None:
         self.predicts = model.config.predicts
         self._model = model
 
     def __call__(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
-        return self._model(tokens, positions=positions, mask=mask)
+        logits = self._model(tokens, positions=positions, mask=mask)
+        return logits if self._model.mask_token is None else without(logits, self._model.mask_token)
 
 
 class KeepsCache:

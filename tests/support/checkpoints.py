@@ -24,7 +24,7 @@ def random_checkpoint(fields: dict[str, Any], seed: int = 0, dtype: torch.dtype 
         name = f"model.layers.{layer}."
         for part, width in (("q", heads * head_dim), ("k", kv_heads * head_dim), ("v", kv_heads * head_dim)):
             state[f"{name}self_attn.{part}_proj.weight"] = matrix(width, hidden)
-            if fields["model_type"] == "qwen2":
+            if fields["model_type"] == "qwen2" or fields.get("attention_bias"):
                 state[f"{name}self_attn.{part}_proj.bias"] = matrix(width)
             if fields["model_type"] == "qwen3" and part != "v":
                 state[f"{name}self_attn.{part}_norm.weight"] = 1 + matrix(head_dim)
@@ -32,6 +32,11 @@ def random_checkpoint(fields: dict[str, Any], seed: int = 0, dtype: torch.dtype 
         state[f"{name}mlp.gate_proj.weight"] = matrix(inner, hidden)
         state[f"{name}mlp.up_proj.weight"] = matrix(inner, hidden)
         state[f"{name}mlp.down_proj.weight"] = matrix(hidden, inner)
+        if fields.get("attention_bias"):
+            state[f"{name}self_attn.o_proj.bias"] = matrix(hidden)
+        if fields.get("mlp_bias"):
+            for part, width in (("gate", inner), ("up", inner), ("down", hidden)):
+                state[f"{name}mlp.{part}_proj.bias"] = matrix(width)
         state[f"{name}input_layernorm.weight"] = 1 + matrix(hidden)
         state[f"{name}post_attention_layernorm.weight"] = 1 + matrix(hidden)
     if not fields.get("tie_word_embeddings", False):
@@ -79,8 +84,19 @@ def frequency(pair: int, head_dim: int, fields: dict[str, Any]) -> float:
 
     low = max(math.floor(boundary(rope["beta_fast"])), 0)
     high = min(math.ceil(boundary(rope["beta_slow"])), head_dim - 1)
-    ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+    ramp = min(1.0, max(0.0, (pair - low) / (high - low if high != low else 0.001)))
     return ramp * plain / rope["factor"] + (1 - ramp) * plain
+
+
+def magnitude(fields: dict[str, Any]) -> float:
+    """Factor of rotated q and of rotated k."""
+    rope = rope_of(fields)
+    if rope.get("rope_type") != "yarn":
+        return 1.0
+    if rope.get("attention_factor") is not None:
+        return rope["attention_factor"]
+    one, other = ((0.1 * rope.get(name, 0) * math.log(rope["factor"]) + 1) for name in ("mscale", "mscale_all_dim"))
+    return one / other if rope.get("mscale") and rope.get("mscale_all_dim") else 0.1 * math.log(rope["factor"]) + 1
 
 
 def rotate_pairs(
@@ -113,7 +129,7 @@ def plain_logits(
     length = len(tokens)
     positions = positions if positions is not None else list(range(length))
     heads, kv_heads, head_dim = _heads(fields)
-    eps = fields.get("rms_norm_eps", 1e-6)
+    eps = float(fields.get("rms_norm_eps", 1e-6))
     rope = rope_of(fields)
     x = state["model.embed_tokens.weight"][tokens]
     for layer in range(fields["num_hidden_layers"]):
@@ -138,17 +154,19 @@ def plain_logits(
                 original = rope["original_max_position_embeddings"]
                 scales = [[1 + beta * math.log(1 + p // original)] for p in positions]
                 q_head = q_head * torch.tensor(scales, dtype=torch.float64)
-            scores = q_head @ k_head.T / math.sqrt(head_dim)
+            scores = q_head @ k_head.T / math.sqrt(head_dim) * magnitude(fields) ** 2
             for i in range(length):
                 for j in range(length):
                     if not (visible[i][j] if visible is not None else j <= i):
                         scores[i, j] = -math.inf
             outputs.append(torch.exp(scores - torch.logsumexp(scores, -1, keepdim=True)) @ v_head)
         x = x + torch.cat(outputs, -1) @ state[f"{name}self_attn.o_proj.weight"].T
+        x = x + state.get(f"{name}self_attn.o_proj.bias", 0.0)
         h = _norm(x, state[f"{name}post_attention_layernorm.weight"], eps)
-        gate = h @ state[f"{name}mlp.gate_proj.weight"].T
-        up = h @ state[f"{name}mlp.up_proj.weight"].T
+        gate = h @ state[f"{name}mlp.gate_proj.weight"].T + state.get(f"{name}mlp.gate_proj.bias", 0.0)
+        up = h @ state[f"{name}mlp.up_proj.weight"].T + state.get(f"{name}mlp.up_proj.bias", 0.0)
         x = x + (gate / (1 + torch.exp(-gate)) * up) @ state[f"{name}mlp.down_proj.weight"].T
+        x = x + state.get(f"{name}mlp.down_proj.bias", 0.0)
     x = _norm(x, state["model.norm.weight"], eps)
     return x @ state.get("lm_head.weight", state["model.embed_tokens.weight"]).T
 
@@ -235,11 +253,13 @@ LLAMA31 = {
     ),
 }
 LINEAR = {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.5}}
+BIASED = {**LLAMA, "attention_bias": True, "mlp_bias": True}
 CHECKPOINTS = {
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "llama": LLAMA,
     "llama 3.1": LLAMA31,
     "linear": LINEAR,
+    "biased": BIASED,
     "ministral3": MINISTRAL3,
 }

@@ -56,6 +56,7 @@ class Scripted:
     tokenizer = None
 
     dtype = torch.float64
+    keeps_rows = True  # if it is given all of them
 
     def __init__(self, script: Script, predicts: str = "own", end_tokens: tuple[int, ...] = ()) -> None:
         self.script, self.end_tokens, self.mask_token = script, end_tokens, MASK

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pdkernels.decoding import DecodeResult, generate
-from tests.support.base import reads_of_the_device
+from tests.support.base import reads_of_the_device, streams
 from tests.support.errors import kind_of
 from tests.support.masked import MASK, Scripted, hashed, small_masked
 
@@ -44,8 +44,8 @@ def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
     model = small_masked(1)
     options = {"max_new_tokens": 9, "temperature": 0.7, "trace": True, "seed": 5, "end_tokens": (2,)} | options
     together = generate(model, batch, method, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, method, **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model, prompt, method, **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.accepted[0] == together.stats.accepted[index]
         for step, other in zip(alone.stats.trace[0], together.stats.trace[index], strict=True):

@@ -20,7 +20,7 @@ from pdkernels.decoding import DecodeResult, generate
 from pdkernels.masks import TilePlan
 from pdkernels.models.transformer import Transformer
 from pdkernels.reference.sampling import distribution, without
-from tests.support.base import CachedFake, RandomRows, random_transformer
+from tests.support.base import CachedFake, RandomRows, random_transformer, streams
 from tests.support.causal import SCRIPTS, VOCABULARY, Script
 
 MASK = VOCABULARY  # the id behind those that scripts write
@@ -318,8 +318,8 @@ def assert_alone_as_in_a_batch(batch: list[list[int]], method: str, **options: A
     model = small_transformer(1)
     options |= {"temperature": 0.7, "trace": True}
     together = generate(model, batch, method, **options)
-    for index, prompt in enumerate(batch):
-        alone = generate(model, prompt, method, **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model, prompt, method, **own)
         assert torch.equal(alone.tokens, together.tokens[index])
         assert alone.stats.accepted[0] == together.stats.accepted[index]
         assert alone.stats.trace[0] == together.stats.trace[index]

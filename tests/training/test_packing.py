@@ -44,7 +44,8 @@ def noise_aware_samples(draw: st.DrawFn) -> list[NoiseAwareSample]:
         blocks, size = draw(st.integers(0, 4)), draw(st.integers(1, 5))
         noisy = ids(generator, blocks, size)
         clean = torch.where(torch.rand(blocks, size, generator=generator) < 0.6, noisy, ids(generator, blocks, size))
-        samples.append(NoiseAwareSample(ids(generator, draw(st.integers(0, 4))), clean, noisy))
+        prompt = ids(generator, draw(st.integers(0, 4)))
+        samples.append(NoiseAwareSample(*(x.masked_fill(x == 4, PAD) for x in (prompt, clean, noisy))))
     return samples
 
 
@@ -96,11 +97,11 @@ def check_frame(batch: NoiseAwareBatch | DualStreamBatch, tokens: list[Token], l
     noise_aware_samples(),
     st.sampled_from(["noisy", "clean", "window"]),
     st.sampled_from(["streams", "interleaved"]),
-    st.booleans(),
+    st.sampled_from([None, "drop", "keep"]),
     st.none() | st.integers(0, 7),
 )
 def test_noise_aware_batches(
-    samples: list[NoiseAwareSample], conditioning: str, layout: str, ends: bool, padding: int | None
+    samples: list[NoiseAwareSample], conditioning: str, layout: str, ends: str | None, padding: int | None
 ) -> None:
     tokens = noise_aware_tokens(samples, layout)
     length = len(tokens) + (padding or 0)
@@ -110,6 +111,7 @@ def test_noise_aware_batches(
         None if padding is None else length,
         pad_token=PAD,
         end_token=END if ends else None,
+        after_end=ends or "drop",
         conditioning=conditioning,
         window=window,
         layout=layout,
@@ -130,17 +132,20 @@ def test_noise_aware_batches(
     for number, sample in enumerate(samples):
         answer, start = sample.clean.flatten().tolist(), len(sample.prompt)
         stream = [*(("prompt", p) for p in range(start)), *(("clean", start + i) for i in range(len(answer)))]
-        last = start + answer.index(END) if ends and END in answer else len(stream)
-        ar += [
-            (at[(number, *stream[p])], tokens[at[(number, *stream[p + 1])]].id)
-            for p in range(len(stream) - 1)
-            if p + 1 <= last
-        ]
+        last = start + answer.index(END) if ends == "drop" and END in answer else len(stream)
+        size = sample.clean.shape[1]
+        for p in range(len(stream) - 1):
+            row, target, i = at[(number, *stream[p])], tokens[at[(number, *stream[p + 1])]].id, p - start
+            block = answer[i // size * size : i + 1] if i >= 0 and (i + 1) % size else []
+            released = ends == "keep" and (END in block or target == PAD)
+            if p + 1 <= last and not released:
+                ar.append((row, target))
         for j, (clean, noisy) in enumerate(zip(sample.clean.tolist(), sample.noisy.tolist())):
             size = len(clean)
             for t in range(size - 1 if conditioning == "clean" else size):
                 position = start + j * size + t
-                if clean[: t + 1] != noisy[: t + 1] and position < last:
+                padding = ends == "keep" and noisy[t] == PAD
+                if clean[: t + 1] != noisy[: t + 1] and position < last and not padding:
                     students.append((at[number, "noisy", position], at[number, "clean", position]))
     assert list(zip(batch.ar_rows.tolist(), batch.ar_labels.tolist(), strict=True)) == ar
     assert list(zip(batch.student_rows.tolist(), batch.teacher_rows.tolist(), strict=True)) == students
@@ -232,6 +237,12 @@ DUAL = DualStreamSample(torch.zeros(4, dtype=torch.int64), torch.zeros(4, dtype=
             [DUAL], 2, None
         ),
         "pack_dual_stream: mask_token must be 0 or more, got -1.": lambda: pack_dual_stream([DUAL], 2, -1),
+        "pack_noise_aware: after_end must be one of 'drop', 'keep', got 'stop'.": lambda: pack_noise_aware(
+            [GOOD], after_end="stop"
+        ),
+        "pack_noise_aware: end_token must be given with after_end='keep', got None.": lambda: pack_noise_aware(
+            [GOOD], after_end="keep"
+        ),
         "TypeError: pack_noise_aware: pad_token must be an integer, got float.": lambda: pack_noise_aware(
             [GOOD], pad_token=0.5
         ),

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,6 +29,7 @@ def load() -> ModuleType:
 
 
 example = load()
+kept_corpus = cache(example.corpus)
 SMALL = {
     "length": 192,
     "block": 4,
@@ -39,6 +40,11 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def nothing_compiled_before() -> None:
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def corpus_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "corpus", kept_corpus)
 
 
 @pytest.mark.parametrize("layout", example.LAYOUTS)
@@ -87,7 +93,8 @@ def test_a_small_error_is_over_the_budget(spoilt: str, monkeypatch: pytest.Monke
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(example, "train", partial(example.train, compile_backend="eager", config=SMALL["config"]))
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(example, "train", partial(example.train, config=SMALL["config"]))
     app = typer.Typer()
     app.command()(example.main)
     picture = tmp_path / "losses.png"
@@ -101,3 +108,18 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "judge", lambda *outcomes: over)
     answer = CliRunner().invoke(app, [*arguments, "--layout", "dual-stream"])
     assert answer.exit_code == 1 and "dual-stream, step 0; dual-stream, step 1" in " ".join(answer.output.split())
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_stopped_it_says_what_is_kept(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> Any:
+        yield from [example.Step(1.0, 0.5, 8)] * steps
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(example, "train", interrupted)
+    app, picture = typer.Typer(), tmp_path / "losses.png"
+    app.command()(example.main)
+    answer = CliRunner().invoke(app, ["--plot", str(picture)])
+    assert answer.exit_code == 130 and f"stopped after {steps} steps of noise-aware" in answer.output
+    kept = f"the losses so far are kept in {picture}." if steps else "nothing is kept."
+    assert kept in answer.output and picture.exists() == bool(steps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.models.zoo import WEIGHTS, save_tiny
+from pdkernels.models.zoo import WEIGHTS
 from pdkernels.training import arithmetic
 
 END, MASK = 256, 257
@@ -161,37 +160,6 @@ def test_looks_score_the_answers(causal: Transformer, monkeypatch: pytest.Monkey
     monkeypatch.setattr(script, "fill", fill)
     solved, forwards = script.look(causal, problems)
     assert solved == pytest.approx(5 / 6) and forwards == 7
-
-
-def test_the_script_writes_a_model_that_loads(
-    causal: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import train_tiny_masked as script
-
-    start, path = tmp_path / "start.safetensors", tmp_path / "masked.safetensors"
-    save_tiny(causal, start)
-    monkeypatch.setattr(script, "load", lambda name: pd.models.zoo._load_tiny(start, None, "cpu"))
-    monkeypatch.setattr(script, "CANVAS", 40)
-    monkeypatch.setattr(script, "held_out_sums", lambda count: list(islice(arithmetic(0, held_out=True), count)))
-    script.main(
-        output=path,
-        start="",
-        steps=3,
-        rows=3,
-        sums=2,
-        joint_weight=1.0,
-        lr=1e-3,
-        warmup=2,
-        minutes=0,
-        seed=0,
-        threads=0,
-        fast=False,
-        look_every=2,
-        scored=2,
-    )
-    model = pd.models.zoo._load_tiny(path, None, "cpu")
-    assert model.config.predicts == "own" and model.mask_token == MASK and not model.has_adapter
-    assert not torch.equal(model.embedding, causal.embedding.to(torch.bfloat16).float())
 
 
 @pytest.mark.slow

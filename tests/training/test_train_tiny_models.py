@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import pdkernels as pd
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
-from pdkernels.models.zoo import save_tiny
 from pdkernels.training import arithmetic, as_ids
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -111,59 +111,6 @@ def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transforme
     assert len(set(seen.values())) > 1
 
 
-def test_both_scripts_write_models_that_load(
-    small: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import train_tiny_jacobi
-    import train_tiny_trimode
-
-    start = tmp_path / "start.safetensors"
-    save_tiny(small, start)
-    for script in (train_tiny_trimode, train_tiny_jacobi):
-        monkeypatch.setattr(script, "load", lambda name: pd.models.zoo._load_tiny(start, None, "cpu"))
-        monkeypatch.setattr(script, "report", lambda *_, **__: "")
-    trimode, jacobi = tmp_path / "trimode.safetensors", tmp_path / "jacobi.safetensors"
-    monkeypatch.setattr(train_tiny_trimode, "own_texts", lambda *_: [(torch.arange(40), 5)] * 20)
-    train_tiny_trimode.main(
-        output=trimode,
-        start="",
-        steps=2,
-        drafter_steps=2,
-        sums=2,
-        windows=1,
-        masked_weight=1.0,
-        lr=1e-3,
-        drafter_lr=1e-3,
-        seed=0,
-        threads=0,
-        look_every=1,
-    )
-    train_tiny_jacobi.main(
-        output=jacobi,
-        start="",
-        rounds=1,
-        steps=2,
-        block_size=8,
-        sums=2,
-        windows=2,
-        count=2,
-        replayed=1,
-        ar_weight=1.0,
-        lr=1e-3,
-        seed=0,
-        threads=0,
-    )
-    prompt = next(islice(arithmetic(0), 1)).prompt
-    drafter = pd.models.zoo._load_tiny(trimode, None, "cpu")
-    assert drafter.has_adapter and drafter.mask_token == 257
-    for model, method in (
-        (drafter, "linear_self_speculation"),
-        (pd.models.zoo._load_tiny(jacobi, None, "cpu"), "jacobi"),
-    ):
-        greedy = pd.decoding.generate(model, prompt, max_new_tokens=20)
-        assert pd.decoding.generate(model, prompt, method, max_new_tokens=20).tokens.equal(greedy.tokens)
-
-
 def test_windows_of_sums_begin_where_a_sum_does() -> None:
     import train_tiny_code as script
 
@@ -178,6 +125,26 @@ def test_windows_of_sums_begin_where_a_sum_does() -> None:
     assert len(of_sums) > 40
     # All others are source: nothing begins inside a sum.
     assert all(set(row) <= set(b"x = 1\n") for row in seen if row not in beginnings)
+
+
+def test_scores_are_told_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    import train_tiny_code
+    import train_tiny_recurrent
+
+    answers = {problem.prompt: problem.steps for problem in islice(arithmetic(0, held_out=True), 60)}
+    wrong, calls, done = next(iter(answers)), [], []
+
+    def generate(model: object, prompts: list[str], method: str, **options: object) -> SimpleNamespace:
+        calls.append((method, options))
+        text = ["no" if prompt == wrong else answers[prompt] for prompt in prompts]
+        return SimpleNamespace(text=text, stats=SimpleNamespace(tokens=40, tokens_per_forward=2.5))
+
+    monkeypatch.setattr(train_tiny_code, "generate", generate)
+    problems = list(islice(arithmetic(0, held_out=True), 60))
+    assert train_tiny_code.score(None, "jacobi", problems, done.append, block_size=8) == (59 / 60, 2.5)
+    assert done == [25, 25, 10] and calls[0] == ("jacobi", {"max_new_tokens": 400, "block_size": 8})
+    assert train_tiny_recurrent.solved_share(None, 2, done.append) == 0.5
+    assert done[3:] == [2] and calls[-1][0] == "recurrent_static"
 
 
 def test_recurrences_have_the_mean_they_should() -> None:
@@ -222,41 +189,15 @@ def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_the_recurrent_script_writes_a_model_that_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import train_tiny_recurrent as script
-
-    monkeypatch.setattr(
-        script, "CONFIG", replace(script.CONFIG, hidden_size=32, heads=2, head_dim=16, intermediate_size=48)
-    )
-    monkeypatch.setattr(script, "SHOWN", (1,))
-    path = tmp_path / "recurrent.safetensors"
-    script.main(
-        output=path,
-        steps=3,
-        sums=2,
-        windows=1,
-        context=32,
-        lr=1e-3,
-        warmup=2,
-        seed=0,
-        threads=0,
-        evaluate_every=2,
-        scored=1,
-    )
-    model = pd.models.zoo._load_tiny(path, None, "cpu")
-    assert isinstance(model, pd.models.RecurrentDepth) and model.config.hidden_size == 32
-    result = pd.decoding.generate(model, "1 + 2 = ?", "recurrent_diffusion", max_new_tokens=8)
-    assert len(result.tokens) <= 8 and result.stats.recurrences >= 16
-
-
 def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
     """And the sampler writes what it writes token by token."""
     model = pd.models.load("tiny-recurrent")
-    problems = list(islice(arithmetic(0, held_out=True), 12))
+    short = (problem for problem in arithmetic(0, held_out=True) if len(problem.steps) < 56)
+    problems = list(islice(short, 12))
     prompts = [problem.prompt for problem in problems]
 
     def right(method: str, **options: object) -> int:
-        texts = pd.decoding.generate(model, prompts, method, max_new_tokens=120, **options).text
+        texts = pd.decoding.generate(model, prompts, method, max_new_tokens=56, **options).text
         return sum(problem.is_solved_by(text) for problem, text in zip(problems, texts, strict=True))
 
     hasty, thoughtful, sampled = (

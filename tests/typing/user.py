@@ -54,6 +54,19 @@ def every_method() -> list[pd.decoding.DecodeResult[Tensor, str]]:
     ]
 
 
+def models_of_ones_own(transformer: pd.models.Transformer, recurrent: pd.models.RecurrentDepth) -> Tensor:
+    own = pd.models.from_callable(lambda tokens: torch.zeros(*tokens.shape, 5), vocab_size=5, predicts="next")
+    causal: list[pd.models.CausalModel] = [own, transformer, recurrent]
+    masked: list[pd.models.BidirectionalModel] = [own, transformer]
+    tri_mode: pd.models.SelfSpeculativeModel = transformer
+    by_blocks: pd.models.BlockCausalModel = transformer
+    waves: pd.models.RecurrentWaveModel = recurrent
+    assert causal and masked and tri_mode and by_blocks and waves
+    any_form = pd.decoding.generate(own, {"input_ids": [1, 2]}, max_new_tokens=2)
+    assert any_form.stats
+    return pd.decoding.generate(own, torch.tensor([[1, 4]]), "llada", mask_token=4, infill=True, overflow="warn").tokens
+
+
 def a_name_that_only_the_run_knows(name: str, options: dict[str, int]) -> Tensor:
     method: pd.decoding.Method = pd.decoding.find(name)
     return pd.decoding.generate(model, [1], method, max_new_tokens=4, **options).tokens

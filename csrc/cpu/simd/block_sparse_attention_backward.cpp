@@ -131,8 +131,16 @@ struct Memory {
   }
 };
 
-PDK_INLINE void ones(Vec* factor, int count) {
-  for (int v = 0; v < count; ++v) factor[v] = splat(1.0f);
+template <class Tiles, class T>
+void accumulate(bool plain, const T* const* tokens, const Operand<typename Tiles::Packed>& chunk, const float* weights,
+                int64_t head_dim, const Block* blocks, int num_blocks, float* sums) {
+  Vec factor[Tiles::kVectors];
+  for (Vec& one : factor) one = splat(1.0f);
+  if (plain) {
+    Tiles::accumulate(chunk.columns, weights, head_dim, blocks, num_blocks, factor, sums);
+  } else {
+    accumulate_visible<Tiles>(tokens, weights, head_dim, blocks, num_blocks, factor, sums);
+  }
 }
 
 // In the order in which scores() sums: where a query sees a single key the difference to the product is then exactly 0.
@@ -212,8 +220,6 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, token = tile * args.block_q;
   const int64_t tokens = smaller(args.block_q, args.q_len - token);
   const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
-  Vec factor[Tiles::kVectors];
-  ones(factor, Tiles::kVectors);
   for (int64_t begin = 0; begin < tokens * group; begin += at_once) {
     const int64_t lanes = smaller(at_once, tokens * group - begin);
     const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
@@ -225,8 +231,9 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
     for_chunks(
         args, args.of_q, args.block_k, args.kv_len, batch, tile,
         [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
-          Tiles::pack(TokenPointers<const T>(args.k, batch, key, kv_head, count).at, count, args.head_dim,
-                      memory.first);
+          const TokenPointers<const T> keys(args.k, batch, key, kv_head, count);
+          const bool plain = adds_nothing_hidden(keys.at, count, args.head_dim, bitmap);
+          Tiles::pack(keys.at, count, args.head_dim, memory.first);
           Tiles::pack(TokenPointers<const T>(args.v, batch, key, kv_head, count).at, count, args.head_dim,
                       memory.second);
           for (int64_t i = 0; i < panels; ++i) {
@@ -239,9 +246,9 @@ void queries_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head,
             Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
             gradient_step<Tiles, kExact, kExact>(blocks, n, args.scale, panel.statistics, memory.scores,
                                                  memory.products);
-            Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
+            accumulate<Tiles>(plain, keys.at, memory.first, memory.products, args.head_dim, blocks, n, panel.sums[0]);
             if constexpr (kExact)
-              Tiles::accumulate(memory.first.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
+              accumulate<Tiles>(plain, keys.at, memory.first, memory.scores, args.head_dim, blocks, n, panel.sums[1]);
           }
         });
     for (int64_t i = 0; i < panels; ++i) {
@@ -263,8 +270,6 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
   const int64_t group = args.q_heads / args.kv_heads, head = kv_head * group, key = tile * args.block_k;
   const int64_t keys = smaller(args.block_k, args.kv_len - key);
   const int64_t at_once = panels_at_once<Tiles>(args.head_dim) * Tiles::kPanel;
-  Vec factor[Tiles::kVectors];
-  ones(factor, Tiles::kVectors);
   for (int64_t begin = 0; begin < keys; begin += at_once) {
     const int64_t lanes = smaller(at_once, keys - begin);
     const int64_t panels = rounded_up(lanes, Tiles::kPanel) / Tiles::kPanel;
@@ -288,6 +293,8 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
             const TokenPointers<const T> grads(args.grad_out, batch, token, head + in_group, count);
             Tiles::pack(queries.at, count, args.head_dim, memory.first);
             Tiles::pack(grads.at, count, args.head_dim, memory.second);
+            const bool plain_queries = adds_nothing_hidden(queries.at, count, args.head_dim, bitmap);
+            const bool plain_grads = adds_nothing_hidden(grads.at, count, args.head_dim, bitmap);
             for (int64_t i = 0; i < panels; ++i) {
               Panel<Tiles>& panel = memory.panels[i];
               Block blocks[kChunk / kBlock];
@@ -297,8 +304,10 @@ void keys_tile(const AttentionGradArgs& args, int64_t batch, int64_t kv_head, in
               Tiles::scores(memory.first.rows, panel.operands[0], args.head_dim, blocks, n, memory.scores);
               Tiles::scores(memory.second.rows, panel.operands[1], args.head_dim, blocks, n, memory.products);
               gradient_step<Tiles, kExact, true>(blocks, n, args.scale, statistics, memory.scores, memory.products);
-              Tiles::accumulate(memory.first.columns, memory.products, args.head_dim, blocks, n, factor, panel.sums[0]);
-              Tiles::accumulate(memory.second.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums[1]);
+              accumulate<Tiles>(plain_queries, queries.at, memory.first, memory.products, args.head_dim, blocks, n,
+                                panel.sums[0]);
+              accumulate<Tiles>(plain_grads, grads.at, memory.second, memory.scores, args.head_dim, blocks, n,
+                                panel.sums[1]);
             }
           }
         });

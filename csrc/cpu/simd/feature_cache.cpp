@@ -6,22 +6,51 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
+// A sum in the order of all levels, and of the reference: component i of a head goes to number i % 16, products are
+// rounded, and the sixteen are added up in halves.
+struct Sum {
+  static constexpr int kParts = 16 / kLanes;
+  static_assert(16 % kLanes == 0);
+  Vec parts[kParts]{};
+
+  PDK_INLINE void add(int part, Vec x, Vec y) { parts[part] += rounded(x * y); }
+  float total() const {
+    float numbers[16];
+    __builtin_memcpy(numbers, parts, sizeof numbers);
+    for (int half = 8; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) numbers[i] += numbers[i + half];
+    }
+    return numbers[0];
+  }
+};
+
 // The three sums of a cosine in one read of both rows.
 template <class T>
 uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached) {
-  const int64_t dim = args.v_row.head_bytes / static_cast<int64_t>(sizeof(T));
-  Vec of_fresh{}, of_cached{}, dot{};
-  for (int64_t head = 0; head < args.v_row.heads; ++head) {
-    const T* a = reinterpret_cast<const T*>(fresh + head * args.v_row.head_stride);
-    const T* b = reinterpret_cast<const T*>(cached + head * args.cache_row.head_stride);
-    for_vectors(0, dim, [&](int64_t at, auto lanes) {
+  const int64_t dim = args.head_dim;
+  Sum of_fresh, of_cached, dot;
+  Ints same = splat(-1);
+  const auto add_head = [&](const T* a, const T* b) {
+    const auto add = [&](int part, int64_t at, auto lanes) {
       const Vec x = load(a + at, lanes), y = load(b + at, lanes);
-      of_fresh += x * x;
-      of_cached += y * y;
-      dot += x * y;
-    });
+      of_fresh.add(part, x, x), of_cached.add(part, y, y), dot.add(part, x, y);
+      same &= x == y;
+    };
+    int64_t at = 0;
+    for (; at + 16 <= dim; at += 16) {
+      for (int part = 0; part < Sum::kParts; ++part) add(part, at + part * kLanes, Whole{});
+    }
+    for (int part = 0; at < dim; ++part, at += kLanes) add(part, at, Part{smaller(kLanes, dim - at)});
+  };
+  for (int64_t head = 0; head < args.v_row.heads; ++head) {
+    const char* a = fresh + head * args.v_row.head_stride;
+    const char* b = cached + head * args.cache_row.head_stride;
+    const int64_t end = args.v_row.head_bytes, step = dim * static_cast<int64_t>(sizeof(T));
+    for (int64_t byte = 0; byte < end; byte += step)
+      add_head(reinterpret_cast<const T*>(a + byte), reinterpret_cast<const T*>(b + byte));
   }
-  return stale_key(sum_of(dot), __builtin_sqrtf(sum_of(of_fresh)) * __builtin_sqrtf(sum_of(of_cached)));
+  const float lengths = __builtin_sqrtf(of_fresh.total()) * __builtin_sqrtf(of_cached.total());
+  return stale_key(dot.total(), lengths, bits_of(~same) != 0 || !(lengths > 1e-8f));
 }
 
 void replace(const StaleRowsArgs& args, const char* fresh, char* cached) {

@@ -158,6 +158,7 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
     chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap, int64_t column) {
       Tiles::pack(keys, count, args.head_dim, memory.keys);
       Tiles::pack(values, count, args.head_dim, memory.values);
+      const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
       for (int64_t i = 0; i < panels; ++i) {
         Panel<Tiles>& panel = memory.panels[i];
         Block blocks[kChunk / kBlock];
@@ -167,7 +168,11 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
         if (n == 0) continue;
         Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
         softmax_step<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, factor);
-        Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
+        if (plain) {
+          Tiles::accumulate(memory.values.columns, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
+        } else {
+          accumulate_visible<Tiles>(values, memory.scores, args.head_dim, blocks, n, factor, panel.sums);
+        }
       }
     });
     for (int64_t i = 0; i < panels; ++i) done(head, token, memory.panels[i]);

@@ -114,8 +114,10 @@ struct Sums {
 };
 static_assert(sizeof(Sums) <= kDivergencePartials * sizeof(double));
 
+// Probabilities may be too small for a float; whether they are 0 is for the logits to say.
 PDK_INLINE Vec divergence(Vec p, Vec log_then, Vec log_now) {
-  return choose(p == 0, splat(0.0f), p * (log_then - log_now));
+  const Vec term = choose(log_now == -kInfinity, splat(kInfinity), p * (log_then - log_now));
+  return choose(log_then == -kInfinity, splat(0.0f), term);
 }
 
 template <class T, bool kUniform>

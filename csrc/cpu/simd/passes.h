@@ -40,6 +40,59 @@ struct TokenPointers {
   }
 };
 
+constexpr uint16_t infinity_bits(Half) { return 0x7c00; }
+constexpr uint16_t infinity_bits(Bfloat16) { return 0x7f80; }
+
+template <class T>
+PDK_INLINE bool is_finite(const T* row, int64_t n) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    Vec zero{};  // or NaN
+    for_vectors(0, n, [&](int64_t at, auto lanes) {
+      const Vec x = load(row + at, lanes);
+      zero += x - x;
+    });
+    return bits_of(zero != 0.0f) == 0;
+  } else {
+    constexpr uint16_t kInfinite = infinity_bits(T{});
+    uint16_t largest = 0;
+    for (int64_t i = 0; i < n; ++i) {
+      const uint16_t magnitude = row[i].bits & 0x7fffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest < kInfinite;
+  }
+}
+
+// Whether a product with any of the tokens may be added where its weight is 0: where all pairs are visible, or where 0
+// times a number is 0.
+template <class T>
+bool adds_nothing_hidden(const T* const* tokens, int64_t count, int64_t head_dim, const uint32_t* bitmap) {
+  bool finite = true;
+  for (int64_t i = 0; bitmap != nullptr && finite && i < count; ++i) finite = is_finite(tokens[i], head_dim);
+  return finite;
+}
+
+// Tiles::accumulate() of visible pairs alone, for tokens that are not finite: 0 times infinity is NaN.
+template <class Tiles, class T>
+void accumulate_visible(const T* const* tokens, const float* weights, int64_t head_dim, const Block* blocks,
+                        int num_blocks, const Vec* factor, float* sums) {
+  for (int64_t d = 0; d < head_dim; ++d) {
+    for (int v = 0; v < Tiles::kVectors; ++v) {
+      Vec held{};
+      for (int b = 0; b < num_blocks; ++b) {
+        const Block& block = blocks[b];
+        for (int j = 0; j < block.count; ++j) {
+          const Vec sum =
+              held + to_float(tokens[block.begin + j][d]) * Tiles::weight(weights + b * kBlock * Tiles::kPanel, j, v);
+          held = block.visible == nullptr ? sum : choose(block.visible[j * Tiles::kVectors + v], sum, held);
+        }
+      }
+      Vec& all = reinterpret_cast<Vec*>(sums + d * Tiles::kPanel)[v];
+      all = all * factor[v] + held;
+    }
+  }
+}
+
 // sums[d][lane] -> one row for each lane in use
 template <class T, int kPanel>
 void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {

@@ -45,14 +45,14 @@ PDK_INLINE void interleave(Longs a, Longs b, Longs* result) {
 // all of a row.
 class RandomWords {
  public:
-  PDK_INLINE RandomWords(const uint32_t (&key)[2], uint32_t step, uint32_t row, uint32_t kind) {
+  PDK_INLINE RandomWords(PhiloxKey key, uint32_t step, uint32_t row, uint32_t kind) {
     const uint64_t product1 = static_cast<uint64_t>(kPhiloxMultiplier1) * step;
-    first_[0] = splat_long(product1 >> 32 ^ row ^ key[0]);
+    first_[0] = splat_long(product1 >> 32 ^ row ^ key.low);
     first_[1] = splat_long(product1);
-    first_[2] = splat_long(kind ^ key[1]);
+    first_[2] = splat_long(kind ^ key.high);
     for (int round = 1; round < kPhiloxRounds; ++round) {
-      keys_[round][0] = splat_long(key[0] + static_cast<uint32_t>(round) * kPhiloxKeyStep0);
-      keys_[round][1] = splat_long(key[1] + static_cast<uint32_t>(round) * kPhiloxKeyStep1);
+      keys_[round][0] = splat_long(key.low + static_cast<uint32_t>(round) * kPhiloxKeyStep0);
+      keys_[round][1] = splat_long(key.high + static_cast<uint32_t>(round) * kPhiloxKeyStep1);
     }
   }
 

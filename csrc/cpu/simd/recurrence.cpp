@@ -17,8 +17,8 @@ struct Rounded {
 // The numbers of one step and position.
 class Latents {
  public:
-  PDK_INLINE Latents(const InjectArgs& args, int64_t position, int64_t step)
-      : words_(args.key, static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise),
+  PDK_INLINE Latents(const InjectArgs& args, int64_t b, int64_t position, int64_t step)
+      : words_(args.seeds.key(b), static_cast<uint32_t>(step), static_cast<uint32_t>(position), kLatentNoise),
         std_(args.init_std) {}
 
   // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
@@ -85,7 +85,7 @@ void inject_row(const InjectArgs& args, int64_t b, int64_t i) {
   if (from != nullptr && mix.share == 0) {
     copy_row(size, from, state);
   } else {
-    draw_row(args, Latents(args, args.cursor.load(b) + i, old ? args.steps.load(b) : 0), from, mix, state);
+    draw_row(args, Latents(args, b, args.cursor.load(b) + i, old ? args.steps.load(b) : 0), from, mix, state);
   }
 
   const T* fresh = args.embedding.template row<const T>(b, i);

@@ -134,6 +134,7 @@ struct VectorTiles {
     vectors(block + (token + 1) * kPanel)[v] = odd;
   }
   static void pad_weights(float*, int) {}
+  static PDK_INLINE Vec weight(const float* block, int token, int v) { return vectors(block + token * kPanel)[v]; }
 
   struct Session {};  // what a thread needs while it works
 

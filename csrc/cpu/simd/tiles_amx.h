@@ -114,6 +114,11 @@ struct AmxTiles {
     }
   }
 
+  static PDK_INLINE Vec weight(const float* block, int token, int v) {
+    const Words words = reinterpret_cast<const Words*>(block + token / 2 * kPanel)[v];
+    return reinterpret_cast<Vec>(token % 2 ? words & 0xffff0000u : words << 16);
+  }
+
   // The shapes of the tiles, for as long as it lives: 16 rows of 64 bytes each.
   struct Session {
     Session() {

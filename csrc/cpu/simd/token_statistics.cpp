@@ -142,7 +142,7 @@ class Comparison {
 template <class T>
 PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* logits, int64_t count, int64_t first_id,
                           Runners& runners, TokenPart& part) {
-  const RandomWords random(args.key, args.step_of(r), args.position(r), 0);
+  const RandomWords random(args.seeds.key(r), args.step_of(r), args.position(r), 0);
   Comparison comparison(args.temperature);
   comparison.set_best(runners.score);
   alignas(64) uint32_t words[kStrip];
@@ -259,10 +259,15 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   float* masses = logits + width;
   stage(args, args.logits.row<const T>(args.source(r)), 0, width, logits);
   Vec peak = splat(-kInfinity);
-  for_vectors(0, width, [&](int64_t at, auto lanes) { peak = larger(load(logits + at, lanes, -kInfinity), peak); });
+  Ints unordered{};
+  for_vectors(0, width, [&](int64_t at, auto lanes) {
+    const Vec x = load(logits + at, lanes, -kInfinity);
+    peak = larger(x, peak);
+    unordered |= x != x;
+  });
   float largest = -kInfinity;
   for (int lane = 0; lane < kLanes; ++lane) largest = peak[lane] > largest ? peak[lane] : largest;
-  if (largest == -kInfinity || largest == kInfinity) return -kInfinity;
+  if (bits_of(unordered) != 0 || largest == -kInfinity || largest == kInfinity) return -kInfinity;
 
   const float floor = args.min_p > 0 ? at_least(largest + heat * __builtin_log(args.min_p)) : -kInfinity;
   if (args.top_p >= 1) return floor;
@@ -287,7 +292,6 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
     });
     total += sum_of(sum);
   });
-  if (total != total) return -kInfinity;
 
   Nucleus nucleus{logits, masses, count, 0, args.top_p * total};
   const float bins_per_logit = static_cast<float>(kBins) / -lowest;

@@ -9,10 +9,12 @@ namespace pdkernels {
 // Which cached values a selection replaces.
 enum class Update : int32_t { kAll, kSelected, kNone };
 
-// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines.
-PDK_HD uint32_t stale_key(float dot, float lengths) {
+// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines. Rows that
+// did not move have the largest key of all: their cosine is 1, whatever rounding makes of it.
+PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
   constexpr float kLargest = 3.4028235e38f;
   if (!(lengths <= kLargest) || dot != dot) return 0;
+  if (!moved) return ~0u;
   const float similarity = dot / (lengths > 1e-8f ? lengths : 1e-8f) + 0.0f;  // -0 becomes 0
   const uint32_t bits = __builtin_bit_cast(uint32_t, similarity);
   return bits >> 31 ? ~bits : bits | 0x80000000u;
@@ -41,6 +43,7 @@ struct StaleRowsArgs {
   RowLayout v_row;
   char* cache;
   RowLayout cache_row;
+  int64_t head_dim;  // the layouts may have merged the heads
   PageMap pages;
   IndexView starts;
   IndexView counts;  // not given: rows

@@ -8,6 +8,7 @@
 
 #include "pdkernels/block_sparse_attention.h"
 #include "pdkernels/index_view.h"
+#include "pdkernels/philox.h"
 
 namespace pdkernels {
 
@@ -63,7 +64,7 @@ struct InjectArgs {
   BatchedRows state, embedding, previous, out;  // out: rows of 2 * size
   IndexView recurrences, cursor, width, advance, steps;
   int64_t batch = 0, rows = 0, size = 0;
-  uint32_t key[2] = {0, 0};
+  PhiloxSeeds seeds;
   float noise = 0, horizon = 1, momentum = 0, init_std = 0;
   NoiseSchedule schedule = NoiseSchedule::kLinear;
   bool sqrt_mixer = false, copied = false, damp_new = false;

@@ -91,7 +91,8 @@ struct TokenStatisticsArgs {
   int64_t rows;  // to evaluate
   int64_t source_rows, width;
   IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
-  uint32_t step, key[2];
+  uint32_t step;
+  PhiloxSeeds seeds;
   double temperature;  // 0: no draw
   double top_p, min_p;
   bool sampling;  // statistics of the distribution that is drawn from

@@ -52,7 +52,7 @@ struct UnmaskArgs {
   const float* confidence = nullptr;  // nullptr: a random order
   int64_t confidence_stride0 = 0, confidence_stride1 = 0;
   int64_t batch = 0, length = 0, candidates = 0, segments = 1, mask_token = 0, step = 0;
-  uint32_t seed[2] = {0, 0};
+  PhiloxSeeds seeds;
   UnmaskRule rule = UnmaskRule::kQuota;
   double factor = 0;
   uint64_t bar = 0;  // of kThreshold: keys from here on pass
@@ -79,7 +79,7 @@ struct UnmaskArgs {
     if (confidence != nullptr) return score_of(confidence[b * confidence_stride0 + r * confidence_stride1]);
     const int64_t moment = steps.given() ? steps.load(b) : step;
     const PhiloxWords counter{{0, static_cast<uint32_t>(position), static_cast<uint32_t>(moment), kRandomOrder}};
-    return philox4x32(counter, seed[0], seed[1]).word[0];
+    return philox4x32(counter, seeds.key(b)).word[0];
   }
   // The key of candidate r for the window [from, to), 0 if it is not eligible.
   PDK_HD uint64_t key(int64_t b, int64_t r, int64_t from, int64_t to) const {

@@ -1,0 +1,241 @@
+"""What the scripts that train tiny models share: a loop that can be stopped at any step and resumed, and files that are whole or not there.
+
+Beside ``--output NAME.safetensors``, which is written once, at the very end, a training keeps ``NAME.resume.pt``: weights, optimizer
+and the state of all random numbers, as they were after a whole step. ``--resume`` goes on from there. It draws again what the steps
+before had drawn and gives the weights of a training that was never stopped, bit for bit with the same versions and threads.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeAlias
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+from safetensors import SafetensorError
+from torch import Tensor
+
+from pdkernels.models import ByteTokenizer, Transformer, zoo
+
+Output: TypeAlias = Annotated[Path, typer.Option(help="Where the weights go, once they are trained.")]
+Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")]
+Score: TypeAlias = Annotated[bool, typer.Option(help="Whether the trained model is scored on held-out sums.")]
+Advance: TypeAlias = Callable[[int], None]
+console = Console()
+
+
+def fail(sentence: str) -> NoReturn:
+    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), sentence), soft_wrap=True)
+    raise typer.Exit(2)
+
+
+def start_model(name: str, *, masks: bool = False) -> Transformer:
+    """The byte-level transformer that a training goes on with: a name, a folder, or a file that one of the scripts wrote."""
+    try:
+        if name.endswith(".safetensors"):
+            model = zoo._load_tiny(Path(name), None, "cpu")
+        else:
+            model = zoo.load(name)
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        fail(f"--start: {error}")
+    except (OSError, KeyError, SafetensorError):
+        fail(f"--start must be a file that one of these scripts wrote, got {name}.")
+    if not isinstance(model, Transformer) or not isinstance(model.tokenizer, ByteTokenizer):
+        fail(f"--start must name a byte-level transformer, got {name}.")
+    if masks and model.mask_token is None:
+        fail(f"--start must name a model with a mask token, got {name}.")
+    return model
+
+
+def save(run: Run, model: torch.nn.Module, description: str, **facts: object) -> None:
+    """The end of a training: the model is saved, and what it could be resumed from is removed."""
+    zoo.save_tiny(model, run.output, description=description, **facts)
+    run.kept.unlink(missing_ok=True)
+    told = "; ".join(f"{name.replace('_', ' ')}: {fact}" for name, fact in facts.items())
+    size = run.output.stat().st_size / 1e6
+    console.print(
+        f"saved {run.output} ({size:.2f} MB) after {run.seconds():.0f} s{'; ' if told else ''}{told}", soft_wrap=True
+    )
+
+
+class Run:
+    """One training. `settings` are all options that its result depends on."""
+
+    def __init__(self, output: Path, resume: bool, settings: dict[str, Any], threads: int = 0) -> None:
+        if threads:
+            torch.set_num_threads(threads)
+        self.output, self.kept = output, output.with_name(f"{output.name.removesuffix('.safetensors')}.resume.pt")
+        self.settings = {name: str(value) for name, value in settings.items()}
+        self._saved: dict[str, Any] | None = self._load() if resume else None
+        self._started = time.perf_counter() - (self._saved["seconds"] if self._saved else 0.0)
+        self._asked_to_stop = False
+
+    def seconds(self) -> float:
+        """How long this training has taken, the time before an interruption included."""
+        return time.perf_counter() - self._started
+
+    def _load(self) -> dict[str, Any]:
+        try:
+            saved: dict[str, Any] = torch.load(self.kept, weights_only=True)
+            settings = saved["settings"]
+        except FileNotFoundError:
+            fail(f"--resume needs {self.kept}, which is missing. Leave it out to start anew.")
+        except Exception:  # a damaged file is told in many ways
+            fail(f"--resume needs {self.kept} as a training wrote it, and it is damaged. Leave it out to start anew.")
+        for name, value in self.settings.items():
+            if settings.get(name) != value:
+                option = f"--{name.replace('_', '-')}"
+                fail(
+                    f"--resume goes on with the options of the start, but {option} was {settings.get(name)}, now {value}."
+                )
+        return saved
+
+    @contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """Ctrl-C ends the training after the step that is under way, a second one at once; both say what is left."""
+
+        def ask(*_: object) -> None:
+            if self._asked_to_stop:
+                raise KeyboardInterrupt
+            self._asked_to_stop = True
+            console.print("stopping after this step; Ctrl-C again stops at once")
+
+        try:
+            before = signal.signal(signal.SIGINT, ask)
+        except ValueError:  # not the main thread, which alone is interrupted
+            yield
+            return
+        try:
+            yield
+        except KeyboardInterrupt:
+            left = f"{self.kept} is kept, go on with --resume" if self.kept.exists() else "nothing is kept"
+            console.print(f"stopped: {left}; {self.output} is as it was.", soft_wrap=True)
+            raise typer.Exit(130) from None
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def check_stop(self) -> None:
+        if self._asked_to_stop:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def scoring(self, total: int) -> Iterator[Advance]:
+        """A bar for what takes long after the training; what it gives is called with how many of the `total` are done."""
+        columns = (TextColumn("scoring"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
+            task = progress.add_task("scoring", total=total)
+
+            def advance(count: int) -> None:
+                progress.advance(task, count)
+                self.check_stop()
+
+            yield advance
+
+    def is_past(self, stage: str, model: torch.nn.Module) -> bool:
+        """Whether a resumed training is past this stage. Sets the weights that the interrupted stage began with."""
+        saved = self._saved
+        if saved is None:
+            return False
+        own = model.state_dict()
+        model.load_state_dict({name: value for name, value in saved["start"].items() if name in own})
+        return bool(saved["stage"] != stage)
+
+    def optimise(
+        self,
+        stage: str,
+        model: torch.nn.Module,
+        parameters: Sequence[Tensor],
+        steps: int,
+        rate: Callable[[int], float | None],
+        step: Callable[[int], tuple[Tensor, dict[str, float]]],
+        *,
+        skip: Callable[[int], object] = lambda number: None,
+        generators: Sequence[torch.Generator] = (),
+        look: Callable[[], str] | None = None,
+        look_every: int = 500,
+    ) -> None:
+        """AdamW. Nothing happens in a stage that a resumed training is past.
+
+        Args:
+            parameters: of `model`, those that are trained.
+            rate: the learning rate of a step; None ends the stage.
+            step: the loss of a step, and figures for the bar.
+            skip: draws what `step` draws from streams that cannot be set back, and nothing else.
+            generators: what `step` draws from besides.
+        """
+        if self.is_past(stage, model):
+            return
+        saved, first = self._saved, 0
+        optimizer = torch.optim.AdamW(parameters, lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+        start = {name: value.clone() for name, value in model.state_dict().items()}
+        smooth: dict[str, float] = {}
+        if saved is not None:
+            first, smooth, start = saved["step"], saved["facts"], saved["start"]
+            for number in range(first):
+                skip(number)
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            torch.set_rng_state(saved["random"])
+            for generator, state in zip(generators, saved["generators"], strict=True):
+                generator.set_state(state)
+            self._saved = None
+
+        def keep(number: int) -> None:
+            self._keep(
+                settings=self.settings,
+                stage=stage,
+                step=number,
+                seconds=self.seconds(),
+                facts=smooth,
+                start=start,
+                model=model.state_dict(),
+                optimizer=optimizer.state_dict(),
+                random=torch.get_rng_state(),
+                generators=[generator.get_state() for generator in generators],
+            )
+
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}  {task.fields[facts]}"),
+        )
+        with Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console) as progress:
+            task = progress.add_task(stage, total=steps, completed=first, facts="")
+            done = first
+            while done < steps and (lr := rate(done)) is not None:
+                number, done = done, done + 1
+                optimizer.param_groups[0]["lr"] = lr
+                loss, facts = step(number)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                for fact, value in facts.items():
+                    smooth[fact] = smooth.get(fact, value) + (value - smooth.get(fact, value)) * max(0.02, 1 / done)
+                words = "  ".join(f"{fact} {value:.3f}" for fact, value in smooth.items())
+                progress.update(task, advance=1, facts=words)
+                looks = done % look_every == 0
+                if looks or self._asked_to_stop:
+                    keep(done)
+                self.check_stop()
+                if looks and look is not None:
+                    progress.console.print(f"{stage} {done}: {words}; {look()}; {self.seconds():.0f} s")
+                    self.check_stop()
+        keep(done)
+
+    def _keep(self, **state: Any) -> None:
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = self.kept.with_name(f"{self.kept.name}.{os.getpid()}")
+        try:
+            torch.save(state, partial_file)
+            os.replace(partial_file, self.kept)
+        finally:
+            partial_file.unlink(missing_ok=True)

@@ -1,0 +1,171 @@
+"""What an op writes overlaps nothing else that it is given, and no entry of it shares memory with another.
+
+The compiled ops check it by themselves (`python_bindings/aliasing.h`); here it is put into words, and checked for references
+and Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from pdkernels._validation import fail, message
+
+# stride * x for a whole x in [least, most]; stride above 0
+Term = tuple[int, int, int]
+
+
+# Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends it.
+MOST_EXPANDED = 2**31 - 1
+
+
+def check_memory(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
+    """TypeError for tensors that are not dense, ValueError for expanded ones of absurd sizes."""
+    compiling = torch.compiler.is_compiling()
+    for name, given in arguments:
+        for tensor in given if isinstance(given, (list, tuple)) else (given,):
+            if not isinstance(tensor, Tensor):
+                continue
+            if tensor.layout is not torch.strided:
+                raise TypeError(message(op, name, "be a dense tensor", tensor.layout, "Convert it with .to_dense()."))
+            if compiling or isinstance(tensor, FakeTensor):
+                continue
+            if any(n > MOST_EXPANDED and stride == 0 for n, stride in zip(tensor.shape, tensor.stride())):
+                expectation = f"have at most {MOST_EXPANDED} entries in an expanded dimension"
+                fail(op, name, expectation, f"shape {tuple(tensor.shape)}")
+
+
+def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
+    """ValueError unless each of the `written` arguments has memory of its own. Without addresses (tracing) strides alone tell."""
+    compiling, places = torch.compiler.is_compiling(), []
+    for name, given in arguments:
+        several = isinstance(given, (list, tuple))
+        for i, tensor in enumerate(given if several else (given,)):
+            if not isinstance(tensor, Tensor):
+                continue
+            if name in written:
+                _check_itself(op, f"{name}[{i}]" if several and len(given) > 1 else name, tensor, compiling)
+            if not compiling and (place := _place(tensor)):
+                places.append((*place, name, i, tensor))
+    places.sort(key=_start)
+    for n, (_, end, name, i, tensor) in enumerate(places):
+        for start, _, other, j, second in places[n + 1 :]:
+            if start >= end:
+                break
+            if (name in written or other in written) and overlap(tensor, second):
+                _refuse(op, written, arguments, (name, i), (other, j))
+
+
+def _start(place: tuple[Any, ...]) -> int:
+    start: int = place[0]
+    return start
+
+
+def _place(tensor: Tensor) -> tuple[int, int] | None:
+    """Where its memory starts and ends; None where there is none."""
+    if isinstance(tensor, FakeTensor) or tensor.is_meta:
+        return None
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        return None
+    if not start:
+        return None
+    if tensor.is_contiguous():
+        return start, start + tensor.nbytes
+    item = tensor.element_size()
+    return start, start + item * (1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())))
+
+
+def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
+    if not expanded and (compiling or tensor.is_contiguous() or not _place(tensor)):
+        return
+    if tensor.numel() > 0 and (expanded or overlaps_itself(tensor)):
+        actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        remedy = "It is written; pass a copy, .contiguous(), of what was expanded."
+        fail(op, name, "have a place in memory for each entry", actual, remedy)
+
+
+def _refuse(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
+    """The two in the order of the arguments, what is only read last."""
+    given = dict(arguments)
+    order = list(given)
+    pair = tuple(sorted(pair, key=lambda one: (one[0] not in written, order.index(one[0]), one[1])))
+    first, second = (
+        f"{name}[{i}]" if isinstance(given[name], (list, tuple)) and len(given[name]) > 1 else name for name, i in pair
+    )
+    remedy = f"{first} is written; pass a copy, .clone(), of {second}."
+    if pair[1][0] in written:
+        remedy = "Both are written; give each its own memory."
+    fail(op, second, f"not overlap the memory of {first}", "tensors that share bytes", remedy)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share a byte."""
+    terms: dict[int, tuple[int, int]] = {}
+    for tensor, sign in ((a, 1), (b, -1)):
+        item = tensor.element_size()
+        for size, stride in zip(tensor.shape, tensor.stride()):
+            if size > 1 and stride > 0:
+                least, most = terms.get(stride * item, (0, 0))
+                terms[stride * item] = (least, most + size - 1) if sign > 0 else (least - size + 1, most)
+    distance = b.data_ptr() - a.data_ptr()
+    numbers = [(stride, *bounds) for stride, bounds in terms.items()]
+    return _finds(numbers, distance - a.element_size() + 1, distance + b.element_size() - 1)
+
+
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether two entries share a byte.
+
+    >>> overlaps_itself(torch.zeros(9).as_strided((3, 3), (2, 1))), overlaps_itself(torch.zeros(9).as_strided((2, 3), (3, 2)))
+    (True, False)
+    """
+    item = tensor.element_size()
+    dims = sorted(((stride * item, n) for n, stride in zip(tensor.shape, tensor.stride()) if n > 1), reverse=True)
+    extent, nested = item, True
+    for stride, n in reversed(dims):
+        nested = nested and stride >= extent
+        extent += (n - 1) * stride
+    if nested:
+        return False
+    if dims[-1][0] == 0:
+        return True
+    # Two entries differ: the first dimension in which they do, by 1 or more.
+    for first, (stride, n) in enumerate(dims):
+        rest = [(stride, 1 - n, n - 1) for stride, n in dims[first + 1 :]]
+        if _finds([(stride, 1, n - 1), *rest], 1 - item, item - 1):
+            return True
+    return False
+
+
+def _finds(terms: list[Term], low: int, high: int) -> bool:
+    """Whether a sum with a number from each term lies in ``[low, high]``; yes where the search takes too long."""
+    terms = sorted(terms, reverse=True)
+    rests = [(0, 0, 0)]  # least and most of what follows a term, and the common divisor
+    for stride, least, most in reversed(terms):
+        rests.append((rests[-1][0] + stride * least, rests[-1][1] + stride * most, math.gcd(rests[-1][2], stride)))
+    rests.reverse()
+    steps = 10000
+
+    def finds(k: int, low: int, high: int) -> bool:
+        nonlocal steps
+        if k == len(terms):
+            return low <= 0 <= high
+        steps -= 1
+        if steps < 0:
+            return True
+        least, most, divisor = rests[k]
+        if high // divisor * divisor < low or high < least or low > most:
+            return False
+        stride, fewest, largest = terms[k]
+        first = max(fewest, -((rests[k + 1][1] - low) // stride))
+        last = min(largest, (high - rests[k + 1][0]) // stride)
+        return any(finds(k + 1, low - stride * x, high - stride * x) for x in range(first, last + 1))
+
+    return finds(0, low, high)

@@ -1,0 +1,45 @@
+"""What masked-diffusion decoders ask of a model besides its members."""
+
+from __future__ import annotations
+
+from pdkernels._validation import check, check_type
+from pdkernels.decoding._sampling import checked_mask_token
+from pdkernels.decoding._session import Session
+
+
+def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:
+    """The mask token of the session's model, which fills in positions that it sees both sides of."""
+    model = session.model
+    attention = getattr(model.config, "attention", None)
+    check_type(
+        attention in ("bidirectional", "either"),
+        op,
+        "model",
+        "be a masked-diffusion model (config.attention 'bidirectional')",
+        type(model).__name__ if attention is None else f"attention {attention!r}",
+    )
+    return checked_mask_token(op, model, mask_token)
+
+
+def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
+    """For forwards over some rows of a text: the model says that the others are in its cache."""
+    check_type(
+        getattr(session.model, "keeps_rows", None) is True,
+        op,
+        "model",
+        "have keeps_rows = True (`recompute` over some rows sees the others as the cache keeps them)",
+        f"{type(session.model).__name__} without it",
+        remedy,
+    )
+
+
+def check_alone(session: Session) -> None:
+    """For a feature cache, whose refreshes come after forwards of all texts together."""
+    check(
+        session.tails is None or session.batch == 1,
+        "decoding.generate",
+        "prompt",
+        "be a single one for infill=True on a feature cache",
+        f"{session.batch} of them",
+        "Generate them one by one.",
+    )

@@ -1,0 +1,38 @@
+"""What the trace of a masked-diffusion decoder is made of, and the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels.decoding.result import MaskedStep
+
+
+class Record(NamedTuple):
+    """A commit as the trace needs it: the text before, who took part, where, and how sure of what."""
+
+    tokens: torch.Tensor
+    part: list[bool]
+    windows: torch.Tensor
+    positions: torch.Tensor
+    confidence: torch.Tensor
+
+    def on_host(self) -> tuple[list[Any], ...]:
+        tensors = self.tokens, self.windows, self.positions, self.confidence
+        return self.part, *(tensor.tolist() for tensor in tensors)
+
+
+def masked_trace(records: Sequence[Record], tokens: torch.Tensor, totals: Sequence[int]) -> list[list[MaskedStep]]:
+    """The steps of each sequence; `tokens` are the texts after the last commit, of `totals` positions."""
+    trace: list[list[MaskedStep]] = [[] for _ in totals]
+    after = [*(record.tokens for record in records), tokens][1:]
+    for record, following in zip(records, after, strict=True):
+        for sequence, parts in enumerate(zip(*record.on_host(), following.tolist(), strict=True)):
+            part, before, window, positions, confidence, now = parts
+            if part:
+                guessed = {at: sure for at, sure in zip(positions, confidence, strict=True) if at >= 0}
+                committed = {at: now[at] for at in guessed if before[at] != now[at]}
+                trace[sequence].append(MaskedStep(before[: totals[sequence]], committed, guessed, tuple(window)))
+    return trace

@@ -1,0 +1,213 @@
+"""A model out of a function: whatever turns tokens into logits serves every method that needs no KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from pdkernels._validation import check, check_choice, check_memory, check_type, integer
+from pdkernels.models.tokenizers import Tokenizer
+
+__all__ = ["CallableConfig", "CallableModel", "TokenCache", "from_callable"]
+
+_OP = "models.from_callable"
+
+Predicts = Literal["next", "own"]
+
+
+@dataclass(frozen=True)
+class CallableConfig:
+    """What a `CallableModel` says of itself."""
+
+    vocab_size: int
+    predicts: Predicts
+    max_positions: int | None = None
+
+    @property
+    def attention(self) -> Literal["bidirectional", "either"]:
+        """Rows about their own token see both sides; of rows about the next one only the caller knows."""
+        return "bidirectional" if self.predicts == "own" else "either"
+
+
+class TokenCache:
+    """The texts themselves in place of K and V: a forward then runs over all of each.
+
+    Attributes:
+        tokens: ``(batch, capacity + 1)`` int64; the last column takes padding that has no room.
+        lengths: ``(batch,)`` int64, how much of each text is committed.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        check_memory("CallableModel.new_cache", "capacity", capacity, 8 * batch * (capacity + 1), device)
+        self.batch, self.capacity, self.device = batch, capacity, device
+        self.tokens = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._most = 0  # no text is longer; the host does not ask a GPU
+        self._visible: tuple[Tensor, list[int]] | None = None
+
+    def commit_(self, counts: Tensor) -> None:
+        """Lengthens the texts."""
+        self.lengths += counts
+
+    def append_(self, tokens: Tensor) -> Tensor:
+        """Writes `tokens` ``(batch, T)`` after the committed ones. Returns the texts, as wide as the longest is known to be."""
+        width = tokens.shape[1]
+        longest = max(self.lengths.tolist()) if self.device.type == "cpu" else self._most
+        self._most = min(longest + width, self.capacity)
+        positions = self.lengths[:, None] + torch.arange(width, device=self.device)
+        self.tokens.scatter_(1, positions.clamp(max=self.capacity), tokens.long())
+        return self.tokens[:, : self._most]
+
+    def shown(self, visible: Tensor) -> list[int]:
+        """`visible` on the host, where it is read once for each tensor."""
+        if self._visible is None or self._visible[0] is not visible:
+            self._visible = visible, visible.tolist()
+        return self._visible[1]
+
+
+class CallableModel:
+    """What `from_callable` returns."""
+
+    keeps_rows = False
+
+    def __init__(
+        self,
+        f: Callable[[Tensor], Any],
+        config: CallableConfig,
+        *,
+        mask_token: int | None,
+        end_tokens: tuple[int, ...],
+        tokenizer: Tokenizer | None,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._f, self.config, self.mask_token, self.end_tokens = f, config, mask_token, end_tokens
+        self.tokenizer, self.device, self.dtype = tokenizer, device, dtype
+
+    def new_cache(self, batch: int, capacity: int) -> TokenCache:
+        """Room for the texts of a generation."""
+        return TokenCache(batch, capacity, self.device)
+
+    def __call__(
+        self, tokens: Tensor, *, cache: TokenCache, counts: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits of new rows, or of those of `rows` ``(batch, R)``, of a function whose rows do not see what comes after."""
+        texts = cache.append_(tokens)
+        if rows is None:
+            rows = torch.arange(tokens.shape[1], device=self.device).expand(len(tokens), -1)
+        at = (cache.lengths[:, None] + rows).clamp(max=texts.shape[1] - 1)
+        logits = self._run(texts)
+        return logits.gather(1, at[..., None].expand(-1, -1, logits.shape[-1]))
+
+    def recompute(
+        self, tokens: Tensor, cache: TokenCache, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
+    ) -> Tensor:
+        """Logits of whole texts. Those of different lengths run one length after another, since rows see all of their own."""
+        if counts is None:
+            return self._run(tokens)
+        lengths = [min(length, tokens.shape[1]) for length in cache.shown(visible)]
+        logits: Tensor | None = None
+        for length in sorted(set(lengths) - {0}):
+            of_it = [sequence for sequence, other in enumerate(lengths) if other == length]
+            said = self._run(tokens[of_it, :length])
+            if logits is None:
+                logits = said.new_zeros(*tokens.shape, said.shape[-1])
+            logits[of_it, :length] = said
+        if logits is None:
+            return torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.dtype, device=self.device)
+        return logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden` itself: the function has given logits already."""
+        return hidden
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        said = self._f(tokens)
+        logits: Tensor = getattr(said, "logits", said)
+        expected = (*tokens.shape, self.config.vocab_size)
+        floats = isinstance(logits, Tensor) and logits.is_floating_point()
+        actual = getattr(logits, "dtype", type(logits).__name__)
+        check_type(floats, _OP, "f", "return logits, or an object with `.logits`", actual)
+        check(tuple(logits.shape) == expected, _OP, "f", f"return logits of shape {expected}", tuple(logits.shape))
+        check(logits.device == self.device, _OP, "f", f"return logits on {self.device}", logits.device, "Pass device=.")
+        # Kernels take all floats but fp64, which is for models that are fp64 throughout.
+        if self.dtype == torch.float64 or logits.dtype == torch.float64:
+            return logits.to(self.dtype)
+        return logits
+
+
+def from_callable(
+    f: Callable[[Tensor], Any],
+    *,
+    vocab_size: int,
+    mask_token: int | None = None,
+    predicts: Predicts | None = None,
+    end_tokens: Sequence[int] = (),
+    tokenizer: Tokenizer | None = None,
+    max_positions: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> CallableModel:
+    """A model out of a function of whole texts, for `generate` with every method that needs no KV cache.
+
+    These are `autoregressive` and `jacobi` where `f` is causal and predicts the next token, and `llada`, `dream`, `slowfast` and
+    ``fast_dllm(cache="none")`` where it fills masks in. Every forward runs `f` over all of each text.
+
+    Args:
+        f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such `.logits`. A
+            module, a function, a model of another library.
+        vocab_size: entries of a row of logits.
+        mask_token: the id that `f` was trained to fill in.
+        predicts: which token the logits of row i are about: "own", i itself, or "next", i + 1. None: "own" with a mask token,
+            "next" without one.
+        end_tokens: ids that end a text.
+        tokenizer: for text as prompts and results.
+        max_positions: the longest text that `f` takes.
+        device: where tokens go. None: where the parameters of `f` are, or the CPU.
+        dtype: what `f` computes in, which matters for fp64 alone. None: that of its parameters, or fp32.
+
+    With "own" the causal methods are refused. With "next" it is the method that says whether `f` is causal: nothing checks it.
+    In a batch of texts of different lengths a method that fills masks calls `f` once for each length, since `f` has no mask for padding.
+
+    Raises:
+        ValueError, TypeError: arguments; at the first forward, logits of another shape or device.
+
+    Example:
+        >>> import torch, pdkernels as pd
+        >>> table = torch.eye(7).roll(1, 1)
+        >>> model = pd.models.from_callable(lambda tokens: table[tokens], vocab_size=7)
+        >>> pd.decoding.generate(model, [1, 2], "jacobi", max_new_tokens=6).tokens
+        tensor([3, 4, 5, 6, 0, 1])
+    """
+    check_type(callable(f), _OP, "f", "be a function of tokens", type(f).__name__)
+    size = integer(_OP, "vocab_size", vocab_size, 1)
+    for name, ids in (("mask_token", () if mask_token is None else (mask_token,)), ("end_tokens", end_tokens)):
+        check_type(isinstance(ids, Sequence), _OP, name, "be a sequence of ids", type(ids).__name__)
+        for token in ids:
+            check(integer(_OP, name, token, 0) < size, _OP, name, f"be below vocab_size ({size})", token)
+    if predicts is None:
+        predicts = "next" if mask_token is None else "own"
+    check_choice(_OP, "predicts", predicts, get_args(Predicts))
+    if max_positions is not None:
+        max_positions = integer(_OP, "max_positions", max_positions, 1)
+    weight = next((p for p in f.parameters() if p.is_floating_point()), None) if isinstance(f, nn.Module) else None
+    if device is None:
+        device = "cpu" if weight is None else weight.device
+    if dtype is None:
+        dtype = torch.float32 if weight is None else weight.dtype
+    check_type(
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point, _OP, "dtype", "be a floating-point dtype", dtype
+    )
+    return CallableModel(
+        f,
+        CallableConfig(size, predicts, max_positions),
+        mask_token=mask_token if mask_token is None else int(mask_token),
+        end_tokens=tuple(map(int, end_tokens)),
+        tokenizer=tokenizer,
+        device=torch.device(device),
+        dtype=dtype,
+    )

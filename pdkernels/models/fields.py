@@ -1,0 +1,131 @@
+"""The fields of a config.json, read with checks: nothing of the wrong kind or range goes further, and every error names the file and the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from pdkernels._validation import check, fail, message
+
+OP = "models.load"
+_LARGEST = 2**31 - 1
+
+
+def shown(value: object) -> str:
+    """What was found, in few words: files may hold anything, of any length."""
+    if isinstance(value, Mapping):
+        return f"an object of {len(value)} fields"
+    if isinstance(value, (list, tuple)) and len(value) > 8:
+        return f"a list of {len(value)}"
+    if isinstance(value, int) and abs(value) >= 1 << 200:
+        return f"a number of {value.bit_length()} bits"
+    words = ascii(value)
+    return words if len(words) <= 80 else words[:77] + "..."
+
+
+def some(names: Iterable[str], most: int = 4) -> str:
+    """The first of these names, and how many more there are."""
+    listed = [name if name.isprintable() and len(name) <= 120 else shown(name) for name in names]
+    return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
+    """NotImplementedError for what a config.json asks for and our models do not compute."""
+    if not condition:
+        raise NotImplementedError(message(OP, f"config.json: {field}", expectation, actual))
+
+
+@contextmanager
+def read_from(where: str) -> Iterator[None]:
+    """Errors of what is made of a file's fields name the file too."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        op, _, words = str(error).partition(": ")
+        if op == f"pdkernels.{OP}" or not op.startswith("pdkernels."):
+            raise
+        raise ValueError(f"pdkernels.{OP}: {where}: {words}") from None
+
+
+class Fields:
+    """A JSON object of the file or part of a file that `where` names. A field that is null counts as absent.
+
+    >>> fields = Fields({"n_layers": 2, "rope": {"theta": 100}})
+    >>> fields.integer("n_layers"), fields.integer("n_heads", 4), fields.part("rope").number("theta")
+    (2, 4, 100.0)
+    """
+
+    def __init__(self, values: Any, where: str = "config.json") -> None:
+        check(isinstance(values, Mapping), OP, where, "hold an object", shown(values))
+        self.where = where
+        self.values = {name: value for name, value in values.items() if value is not None}
+
+    def __bool__(self) -> bool:
+        return bool(self.values)
+
+    def require(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self.values:
+                fail(OP, self.where, f"hold {name!r}", f"only {some(sorted(map(str, self.values)), 60)}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The field as it is."""
+        return self.values.get(name, default)
+
+    def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
+        """An integer of at least `least`. Without a default it has to be there."""
+        value = self._found(name, default)
+        if type(value) is not int or not least <= value <= _LARGEST:
+            self._refuse(name, f"be an integer from {least} to {_LARGEST}", value)
+        return int(value)
+
+    def maybe_integer(self, name: str) -> int | None:
+        return self.integer(name) if name in self.values else None
+
+    def number(
+        self, name: str, default: float | None = None, least: float = -math.inf, above: float = -math.inf
+    ) -> float:
+        """A finite number, at least `least` and more than `above`. Without a default it has to be there."""
+        value = self._found(name, default)
+        if type(value) in (int, float) and abs(value) < 1e300 and value >= least and value > above:
+            return float(value)
+        bound = f" of at least {least}" if least > -math.inf else f" above {above}" if above > -math.inf else ""
+        self._refuse(name, f"be a number{bound}", value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._found(name, default)
+        if type(value) is not bool:
+            self._refuse(name, "be true or false", value)
+        return bool(value)
+
+    def part(self, name: str) -> Fields:
+        """An object inside of this one, empty where it is absent."""
+        return Fields(self.values.get(name, {}), f"{self.where}: {name}")
+
+    def token(self, name: str, below: int, default: int | None = None) -> int | None:
+        """A token id."""
+        value = self.values.get(name, default)
+        if value is not None and (type(value) is not int or not 0 <= value < below):
+            self._refuse(name, f"be an id below vocab_size ({below})", value)
+        return value
+
+    def ids(self, name: str, below: int) -> tuple[int, ...] | None:
+        """One token id, or a list of them."""
+        if name not in self.values:
+            return None
+        value = self.values[name]
+        listed = value if isinstance(value, list) else [value]
+        for token in listed:
+            if type(token) is not int or not 0 <= token < below:
+                self._refuse(name, f"be ids below vocab_size ({below})", token)
+        return tuple(dict.fromkeys(listed))
+
+    def _found(self, name: str, default: Any) -> Any:
+        if default is None:
+            self.require([name])
+        return self.values.get(name, default)
+
+    def _refuse(self, name: str, expectation: str, value: object) -> NoReturn:
+        fail(OP, f"{self.where}: {name}", expectation, shown(value))

@@ -1,0 +1,221 @@
+"""GGUF files: configuration and tensors of Llama, Qwen2 and Qwen3 models.
+
+Sources: the writers and loaders of github.com/ggml-org/llama.cpp (gguf-py, convert_hf_to_gguf.py, src/llama-model.cpp).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pdkernels._validation import check, fail, message
+from pdkernels.models import hf
+from pdkernels.models.checkpoint import Checkpoint
+from pdkernels.models.config import TransformerConfig
+from pdkernels.models.fields import OP, Fields, read_from, shown
+from pdkernels.models.gguf_file import GgufFile, GgufTensor
+from pdkernels.models.gguf_tokenizer import end_tokens, tokenizer
+from pdkernels.models.layout import Layout, Parts, Stored
+from pdkernels.models.rope import FactorScaling, LinearScaling, RopeScaling, YarnScaling
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+_EMBEDDING, _HEAD, _FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_OUTSIDE = {"model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output."}
+_INSIDE = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+_OTHERWISE = {
+    "expert_count": (0,),
+    "use_parallel_residual": (False,),
+    "attention.causal": (True,),
+    "attention.scale": (0.0,),
+    "attention.clamp_kqv": (0.0,),
+    "attention.max_alibi_bias": (0.0,),
+    "attention.temperature_scale": (0.0,),
+    "embedding_scale": (1.0,),
+    "residual_scale": (1.0,),
+    "logit_scale": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
+}
+"""Fields that ask for another computation unless they have one of these values."""
+
+
+def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
+    """The model of a file. `dtype` None: bf16 or fp16 where its matrices are stored so, else fp32."""
+    file = GgufFile(path)
+    config = _config(file)
+    layout = _layout(config, file.name)
+    stored = {name: Stored(tensor.shape, _stored(file, name, tensor)) for name, tensor in file.tensors.items()}
+    stored.pop(_FACTORS, None)
+    layout.stored(stored)
+    fields = Fields(file.fields, file.name)
+    ends = end_tokens(fields, config.vocab_size)
+    words = tokenizer(fields, config.vocab_size, ends)
+    chosen = dtype or _usual_dtype(file)
+    # Adapters know the published names.
+    return Checkpoint(config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, ends)
+
+
+def _stored(file: GgufFile, name: str, tensor: GgufTensor) -> str:
+    if not file.is_number(tensor):
+        kind = file.type_name(tensor)
+        raise NotImplementedError(
+            message(OP, f"{file.name}: {shown(name)}", "be of a type that gguf makes numbers of", kind)
+        )
+    return "float32"
+
+
+def _usual_dtype(file: GgufFile) -> torch.dtype:
+    kinds = {file.type_name(tensor) for tensor in file.tensors.values() if len(tensor.shape) == 2}
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get("".join(kinds), torch.float32)
+
+
+def _config(file: GgufFile) -> TransformerConfig:
+    everything = Fields(file.fields, file.name)
+    kind = everything.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        _refuse(file.name, "general.architecture", f"be one of {', '.join(ARCHITECTURES)}", kind)
+    own = {key.removeprefix(f"{kind}."): _decimal(value) for key, value in everything.values.items()}
+    fields = Fields(own, f"{file.name}: {kind}")
+    for name, allowed in _OTHERWISE.items():
+        value = fields.get(name, allowed[0])
+        if value not in allowed:
+            _refuse(file.name, f"{kind}.{name}", f"be {allowed[0]}", value)
+    embedding = file.tensors.get(_EMBEDDING)
+    if embedding is None:
+        fail(OP, file.name, f"hold {_EMBEDDING}", "none")
+    hidden, heads = fields.integer("embedding_length"), fields.integer("attention.head_count")
+    head_dim = fields.integer("attention.key_length", max(hidden // heads, 1))
+    for name in ("attention.value_length", "rope.dimension_count"):
+        width = fields.integer(name, head_dim)
+        if width != head_dim:
+            _refuse(file.name, f"{kind}.{name}", f"be the size of a head ({head_dim})", width)
+    positions = fields.integer("context_length", 2048)
+    window = fields.integer("attention.sliding_window", positions, least=0)
+    if 0 < window < positions:
+        _refuse(file.name, f"{kind}.attention.sliding_window", f"be absent or cover all {positions} positions", window)
+
+    def held(*names: str) -> bool:
+        return any(f"blk.0.{name}.bias" in file.tensors for name in names)
+
+    with read_from(file.name):
+        return TransformerConfig(
+            vocab_size=embedding.shape[0],
+            hidden_size=hidden,
+            layers=fields.integer("block_count"),
+            heads=heads,
+            kv_heads=fields.integer("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            intermediate_size=fields.integer("feed_forward_length"),
+            rope_theta=fields.number("rope.freq_base", 10000.0, above=0),
+            rope_scaling=_scaling(file, fields, head_dim, positions),
+            norm_eps=fields.number("attention.layer_norm_rms_epsilon", least=0),
+            qkv_bias=held("attn_q", "attn_k", "attn_v"),
+            output_bias=held("attn_output"),
+            mlp_bias=held("ffn_gate", "ffn_up", "ffn_down"),
+            qk_norm=kind == "qwen3",
+            tied_head=_HEAD not in file.tensors,
+            max_positions=positions,
+        )
+
+
+def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> RopeScaling | None:
+    rule = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields.values else "none")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0, above=0), above=0)
+    if rule not in ("none", "linear", "yarn"):
+        _refuse(file.name, "rope.scaling.type", "be none, linear or yarn", rule)
+    factors = file.tensors.get(_FACTORS)
+    if factors is not None:
+        if rule != "none" and factor != 1:
+            _refuse(file.name, "rope.scaling.type", f"be none beside {_FACTORS}", rule)
+        shape = (head_dim // 2,)
+        check(factors.shape == shape, OP, f"{file.name}: {_FACTORS}", f"have shape {shape}", factors.shape)
+        _stored(file, _FACTORS, factors)
+        values = torch.empty(shape)
+        file.read_into_(values, factors)
+        return FactorScaling(tuple(values.tolist()))
+    if rule == "none" or (rule == "linear" and factor == 1):
+        return None
+    if rule == "linear":
+        return LinearScaling(factor)
+    further = fields.number("rope.scaling.attn_factor", 1.0, above=0)
+    return YarnScaling(
+        factor=factor,
+        original_positions=fields.integer("rope.scaling.original_context_length", positions),
+        beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0, above=0),
+        beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0, above=0),
+        attention_factor=further * (1 + 0.1 * math.log(factor)),
+    )
+
+
+def _layout(config: TransformerConfig, name: str) -> Layout:
+    """The tensors of a file with this configuration: those of the published checkpoint, under other names."""
+    published = hf.layout(config)
+    return Layout(partial(_parts, published), config.layers, _EMBEDDING, _HEAD, config.tied_head, name)
+
+
+def _parts(published: Layout) -> Iterator[tuple[str, Parts]]:
+    for ours, parts in published.parts():
+        yield ours, {_name(theirs): shape for theirs, shape in parts.items()}
+
+
+def _name(published: str) -> str:
+    """The name in GGUF of a published tensor."""
+    if not published.startswith("model.layers."):
+        return next(
+            name + published.removeprefix(long) for long, name in _OUTSIDE.items() if published.startswith(long)
+        )
+    index, _, inside = published.removeprefix("model.layers.").partition(".")
+    module, _, kind = inside.rpartition(".")
+    return f"blk.{index}.{_INSIDE[module]}.{kind}"
+
+
+def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Our parameters, one tensor of the file after the other: no more than a few of its rows are ever held twice."""
+    heads = (
+        {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
+    )
+    ours = {}
+    for name, parts in layout.parts():
+        shape = (sum(part[0] for part in parts.values()), *next(iter(parts.values()))[1:])
+        whole = torch.empty(shape, dtype=dtype)
+        first = 0
+        for theirs, part in parts.items():
+            target = whole[first : first + part[0]]
+            file.read_into_(target, file.tensors[theirs])
+            first += part[0]
+            turned = heads.get(theirs.split(".")[-2])
+            if turned is not None:
+                # Their RoPE pairs neighbours, so the writer laid the halves of each head side by side.
+                pairs = target.view(turned, config.head_dim // 2, 2, -1)
+                target.copy_(pairs.transpose(1, 2).reshape(part))
+        ours[name] = whole
+    return ours
+
+
+def _decimal(value: Any) -> Any:
+    """A number as it was before it was rounded to fp32: the shortest decimal that it is the rounding of."""
+    import numpy
+
+    return float(str(numpy.float32(value))) if type(value) is float and abs(value) < 3e38 else value
+
+
+def _refuse(file: str, field: str, expectation: str, actual: object) -> None:
+    raise NotImplementedError(message(OP, f"{file}: {field}", expectation, shown(actual)))

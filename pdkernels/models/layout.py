@@ -1,0 +1,105 @@
+"""The tensors of a published checkpoint: their names and shapes, and the parameters of ours that they are parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from pdkernels._validation import check, message
+from pdkernels.models.fields import OP, some
+
+Parts: TypeAlias = dict[str, tuple[int, ...]]
+"""Published names and shapes of the tensors that are concatenated to one of our parameters."""
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Stored(NamedTuple):
+    """What is known of a tensor before it is read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    file: str = ""
+
+
+class Layout(NamedTuple):
+    """The tensors of a checkpoint with a certain configuration."""
+
+    parts: Callable[[], Iterator[tuple[str, Parts]]]
+    """Each of our parameters, and its parts."""
+    layers: int
+    embedding: str
+    head: str
+    tied: bool
+    source: str = "config.json"
+    """Where the configuration stands."""
+
+    def stored(self, names: Mapping[str, Stored]) -> None:
+        """Refuse a checkpoint that lacks tensors, holds others, or holds them with another shape, or with integers for numbers.
+
+        Costs no more than the checkpoint has tensors, whatever its config.json asks for.
+        """
+        left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
+        whole = f"hold every tensor of its {self.source}"
+        # Every layer has tensors of its own.
+        check(self.layers <= len(left), OP, "checkpoint", whole, f"{len(left)} for {self.layers} layers")
+        missing = []
+        for _, parts in self.parts():
+            for name, shape in parts.items():
+                tensor = left.pop(name, None)
+                if tensor is None:
+                    missing.append(name)
+                    continue
+                label = f"{tensor.file}: {name}" if tensor.file else name
+                check(tensor.shape == shape, OP, label, f"have shape {shape}", tensor.shape)
+                _check_dtype(label, tensor.dtype)
+        check(not missing, OP, "checkpoint", whole, f"none called {some(missing)}")
+        if self.tied and (head := left.pop(self.head, None)) is not None:
+            _check_dtype(f"{head.file}: {self.head}" if head.file else self.head, head.dtype)
+        check(not left, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(left))}")
+
+    def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Our parameters, of tensors with published names."""
+        self.stored({name: Stored(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in state.items()})
+        left = {_embedding(self, state, name): tensor for name, tensor in state.items()}
+        ours = {}
+        for name, parts in self.parts():
+            tensors = [left[part] for part in parts]
+            joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            ours[name] = joined if joined.dim() <= 2 else joined.flatten(0, -2)  # ours are vectors and matrices
+        if self.tied and self.head in left:
+            head, embedding = left[self.head], ours["embedding"]
+            same = (head.shape, head.dtype) == (embedding.shape, embedding.dtype) and torch.equal(head, embedding)
+            remedy = f"It is {self.source} that says whether they are tied."
+            check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
+        return ours
+
+    def scatter(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The inverse of `gather`: views with the published names."""
+        theirs: dict[str, torch.Tensor] = {}
+        for name, parts in self.parts():
+            if len(parts) == 1:
+                ((part, shape),) = parts.items()
+                theirs[part] = state[name].view(shape)
+            else:
+                theirs.update(zip(parts, state[name].split([shape[0] for shape in parts.values()]), strict=True))
+        return theirs
+
+
+def _follows(name: str) -> bool:
+    """Some checkpoints store tables of RoPE, which follow from the configuration."""
+    return name.endswith(("rotary_emb.inv_freq", "freqs_cis"))
+
+
+def _embedding(layout: Layout, names: Mapping[str, object], name: str) -> str:
+    """A tied head may be stored instead of the embedding."""
+    alone = layout.tied and name == layout.head and layout.embedding not in names
+    return layout.embedding if alone else name
+
+
+def _check_dtype(label: str, dtype: str) -> None:
+    if dtype not in DTYPES:
+        remedy = "Our models do not read quantized weights; convert the checkpoint to bfloat16."
+        raise NotImplementedError(message(OP, label, f"be {', '.join(DTYPES)}", dtype, remedy))

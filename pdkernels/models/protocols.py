@@ -1,0 +1,291 @@
+"""What decoding methods ask of a model: a model of one's own needs these members and nothing else (docs/own_models.md).
+
+`requirements` reads the members and their keywords out of a protocol, and `missing` compares a model with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple, Protocol, get_type_hints
+
+import torch
+from torch import Tensor, nn
+
+
+class Config(Protocol):
+    """Sizes. `max_positions`, if there is one, is the longest text that the model was trained for."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class RowsConfig(Config, Protocol):
+    """What rows see, and what they are about."""
+
+    @property
+    def attention(self) -> str:
+        """ "causal", "bidirectional", or "either" for a model that leaves it to its caller."""
+        ...
+
+    @property
+    def predicts(self) -> str:
+        """ "next" if the logits of row i are about token i + 1, "own" if they are about token i."""
+        ...
+
+
+class RecurrentConfig(Config, Protocol):
+    """Of a recurrent-depth model."""
+
+    @property
+    def mean_recurrence(self) -> int: ...
+
+
+class LanguageModel(Protocol):
+    """What all methods ask for. `tokenizer` may be None, `end_tokens` empty."""
+
+    @property
+    def config(self) -> Config: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def end_tokens(self) -> Sequence[int]: ...
+
+    def new_cache(self, batch: int, capacity: int) -> Any:
+        """An empty `pdkernels.cache.Cache`, or something with its `lengths`, `device` and `commit_`.
+
+        For `page_size` it also takes ``kind="paged", page_size=n``, and what it returns has `reserve_`.
+        """
+        ...
+
+
+class CausalModel(LanguageModel, Protocol):
+    """For `autoregressive` and `jacobi`: a forward over new rows after a cached prefix."""
+
+    def __call__(
+        self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Logits ``(batch, R, vocab_size)`` of the given `rows` ``(batch, R)`` of `tokens` ``(batch, T)``; None: of all.
+
+        Row i of sequence b is at position ``cache.lengths[b] + i`` and sees everything up to itself. Only the first
+        ``counts[b]`` rows count; the others are padding. `cache.commit_` then says which rows become part of the prefix.
+        """
+        ...
+
+
+class BranchingModel(CausalModel, Protocol):
+    """For `jacobi_multiblock`: new rows that see each other as a mask says."""
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        mask: Any = None,
+        positions: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """`mask` is a `TilePlan` of the new rows, `positions` ``(T,)`` their offsets from the cached length."""
+        ...
+
+
+class BlockModel(CausalModel, Protocol):
+    """For `block_diffusion`: a block of masks sees itself in both directions, and hidden rows go through the head later."""
+
+    def __call__(
+        self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None, rows: Tensor | None = None
+    ) -> Tensor: ...
+
+    def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None) -> Tensor:
+        """``(batch, T, hidden_size)``, for `logits`; the arguments are those of a forward."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):
+    """For linear and quadratic self-speculation: the model drafts too, maybe with an adapter."""
+
+    @property
+    def has_adapter(self) -> bool: ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        mask: Any = None,
+        positions: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor: ...
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        mask: Any = None,
+        positions: Tensor | None = None,
+        adapted: bool | Tensor = False,
+    ) -> Tensor:
+        """`adapted`: which rows take the adapter."""
+        ...
+
+
+class BidirectionalModel(LanguageModel, Protocol):
+    """For `llada`, `dream`, `slowfast` and `fast_dllm`: rows that see the whole text."""
+
+    @property
+    def config(self) -> RowsConfig: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def recompute(
+        self, tokens: Tensor, cache: Any, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
+    ) -> Tensor:
+        """Hidden rows ``(batch, T, hidden_size)`` of `tokens` ``(batch, T)``, which are at ``starts[b]`` and after.
+
+        A row sees the first ``visible[b]`` positions of its sequence; of those that are not among `tokens` it sees what the cache
+        keeps of them. A model that computes its rows from `tokens` alone must have ``keeps_rows = False``, and one that does
+        keep them ``keeps_rows = True``, which `fast_dllm` asks for.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class BlockCausalModel(BidirectionalModel, Protocol):
+    """For `fast_dllm_v2`: blocks that see themselves and those before, computed again in the cache."""
+
+    @property
+    def keeps_rows(self) -> bool: ...
+
+    def hidden(self, tokens: Tensor, *, cache: Any, counts: Tensor | None = None, mask: Any = None) -> Tensor: ...
+
+
+class RecurrentModel(LanguageModel, Protocol):
+    """For `recurrent_static` and `recurrent_self_speculation`: a core that runs as often as the caller says."""
+
+    @property
+    def config(self) -> RecurrentConfig: ...
+
+    def __call__(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        rows: Tensor | None = None,
+        recurrences: int | None = None,
+        seed: Any = 0,
+    ) -> Tensor: ...
+
+
+class RecurrentPartsModel(RecurrentModel, Protocol):
+    """For `recurrent_adaptive`: the parts of a forward, as `RecurrentDepth` has them."""
+
+    def context(self, rows: int, cache: Any = None, counts: Tensor | None = None) -> Any: ...
+
+    def prelude(self, tokens: Tensor, context: Any) -> Tensor: ...
+
+    def begin(self, embedding: Tensor, context: Any, seed: Any = 0) -> tuple[Tensor, Tensor]: ...
+
+    def core(self, state: Tensor, term: Tensor, context: Any) -> Tensor: ...
+
+    def coda(self, state: Tensor, context: Any) -> Tensor: ...
+
+
+class RecurrentWaveModel(RecurrentPartsModel, Protocol):
+    """For `recurrent_diffusion`: the last recurrence of a step comes in two parts, before and after its norm."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def exit_weight(self) -> Tensor: ...
+
+    def embedding_term(self, embedding: Tensor) -> Tensor: ...
+
+    def core_parts(self, state: Tensor, term: Tensor, context: Any) -> tuple[Tensor, Tensor]: ...
+
+
+class Requirement(NamedTuple):
+    """A member that a protocol names."""
+
+    path: tuple[str, ...]  # ("config", "vocab_size") is a member of a member
+    keywords: tuple[str, ...]  # of a method
+
+
+@cache
+def requirements(protocol: type) -> tuple[Requirement, ...]:
+    """The members of a protocol, those of its bases first.
+
+    >>> [".".join(found.path) for found in requirements(CausalModel)]
+    ['config', 'config.vocab_size', 'tokenizer', 'end_tokens', 'new_cache', '__call__']
+    >>> requirements(CausalModel)[-1].keywords
+    ('cache', 'counts', 'rows')
+    """
+    members: dict[str, Any] = {}
+    for base in reversed(protocol.__mro__):
+        if getattr(base, "_is_protocol", False):
+            members |= {name: value for name, value in vars(base).items() if name == "__call__" or name[0] != "_"}
+    found = []
+    for name, member in members.items():
+        if isinstance(member, property):
+            found.append(Requirement((name,), ()))
+            kind = get_type_hints(member.fget)["return"]
+            if getattr(kind, "_is_protocol", False):
+                found += [Requirement((name, *inner.path), inner.keywords) for inner in requirements(kind)]
+        else:
+            parameters = inspect.signature(member).parameters.values()
+            found.append(Requirement((name,), tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)))
+    return tuple(found)
+
+
+def missing(model: object, protocol: type) -> str:
+    """What a model lacks of a protocol: "the member `logits`", or "the argument `visible` of `recompute`"; "" for nothing.
+
+    >>> class Half:
+    ...     config, tokenizer, end_tokens = torch.finfo(torch.float32), None, ()
+    >>> missing(Half(), CausalModel)
+    'the member `config.vocab_size`'
+    """
+    for path, keywords in requirements(protocol):
+        value: Any = model
+        for name in path:
+            if not hasattr(value, name):
+                return f"the member `{'.'.join(path)}`"
+            value = getattr(value, name)
+        if keywords and (absent := lacking(model, path[-1], keywords)):
+            return f"the argument `{absent}` of `{path[-1]}`"
+    return ""
+
+
+def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:
+    """The first of `keywords` that a method does not take; "" if it takes all, or does not say what it takes."""
+    name = "forward" if method == "__call__" and isinstance(model, nn.Module) else method
+    function = getattr(type(model), name, None)
+    if inspect.isfunction(function) and name not in getattr(model, "__dict__", {}):
+        return _lacking(function, tuple(keywords))
+    return _lacking.__wrapped__(getattr(model, name), tuple(keywords))
+
+
+@lru_cache(maxsize=256)
+def _lacking(function: Any, keywords: tuple[str, ...]) -> str:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return ""
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return ""
+    return next((name for name in keywords if name not in parameters), "")

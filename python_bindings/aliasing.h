@@ -1,0 +1,118 @@
+// What an op writes overlaps nothing else that it is given, and no entry of it shares memory with another. A binding
+// takes what its op writes as `Tensor&` or `Tensors&` and what it reads as const, so that all ops are checked alike.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "pdkernels/overlap.h"
+
+namespace pdkernels::bindings {
+
+// Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends
+// it.
+inline void require_real_size(const torch::stable::Tensor& t) {
+  constexpr int64_t kMostExpanded = 0x7FFFFFFF;
+  const auto sizes = t.sizes();
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    STD_TORCH_CHECK(sizes[d] <= kMostExpanded || t.stride(static_cast<int64_t>(d)) != 0,
+                    "pdkernels: an expanded dimension must not be so large");
+  }
+}
+inline void require_real_size(const std::vector<torch::stable::Tensor>& tensors) {
+  for (const auto& t : tensors) require_real_size(t);
+}
+inline void require_real_size(const std::optional<torch::stable::Tensor>& t) {
+  if (t.has_value()) require_real_size(*t);
+}
+template <class Other>
+void require_real_size(const Other&) {}
+
+class Places {
+ public:
+  explicit Places(size_t tensors) { places_.reserve(tensors); }
+
+  template <bool kWritten>
+  void add(const torch::stable::Tensor& t) {
+    const auto sizes = t.sizes();
+    const auto strides = t.strides();
+    const int64_t item = static_cast<int64_t>(t.element_size());
+    Place place{reinterpret_cast<intptr_t>(t.data_ptr()), item, item, &t, kWritten};
+    bool dense = true;  // as a contiguous tensor is: nothing overlaps in it
+    for (size_t d = sizes.size(); d-- > 0;) {
+      if (sizes[d] == 0) return;
+      if (sizes[d] == 1) continue;
+      dense = dense && strides[d] * item == place.bytes;
+      place.bytes += (sizes[d] - 1) * strides[d] * item;
+    }
+    STD_TORCH_CHECK(!kWritten || dense || !overlaps_itself(dims_of(place)),
+                    "pdkernels: a written tensor overlaps itself");
+    places_.push_back(place);
+  }
+  template <bool kWritten>
+  void add(const std::vector<torch::stable::Tensor>& tensors) {
+    places_.reserve(places_.capacity() + tensors.size());
+    for (const auto& t : tensors) add<kWritten>(t);
+  }
+  template <bool kWritten>
+  void add(const std::optional<torch::stable::Tensor>& t) {
+    if (t.has_value()) add<kWritten>(*t);
+  }
+  template <bool kWritten, class Other>
+  void add(const Other&) {}
+
+  void require_apart() {
+    std::sort(places_.begin(), places_.end(), [](const Place& a, const Place& b) { return a.start < b.start; });
+    for (auto a = places_.begin(); a != places_.end(); ++a) {
+      for (auto b = a + 1; b != places_.end() && b->start < a->start + a->bytes; ++b) {
+        STD_TORCH_CHECK(!(a->written || b->written) || !overlap(dims_of(*a), dims_of(*b), b->start - a->start),
+                        "pdkernels: what is written overlaps another tensor");
+      }
+    }
+  }
+
+ private:
+  struct Place {
+    intptr_t start;
+    int64_t bytes, item;
+    const torch::stable::Tensor* tensor;
+    bool written;
+  };
+
+  static Strided dims_of(const Place& place) {
+    Strided strided{place.item, {}};
+    for (int64_t d = 0; d < place.tensor->dim(); ++d)
+      strided.dims.push_back({place.tensor->size(d), place.tensor->stride(d) * place.item});
+    return strided;
+  }
+
+  std::vector<Place> places_;
+};
+
+template <class Argument>
+constexpr bool kIsWritten = std::is_lvalue_reference_v<Argument> && !std::is_const_v<std::remove_reference_t<Argument>>;
+
+template <auto function>
+struct Checked;
+
+template <class Result, class... Arguments, Result (*function)(Arguments...)>
+struct Checked<function> {
+  static Result run(Arguments... arguments) {
+    (require_real_size(arguments), ...);
+    if constexpr ((kIsWritten<Arguments> || ...)) {
+      Places places(sizeof...(Arguments));
+      (places.add<kIsWritten<Arguments>>(arguments), ...);
+      places.require_apart();
+    }
+    return function(std::forward<Arguments>(arguments)...);
+  }
+};
+
+}  // namespace pdkernels::bindings

@@ -1,0 +1,109 @@
+"""Thousands of generations with all methods leave no memory behind: ``python -m tests.decoding.test_soak 20000``."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels.decoding import available, find, generate
+from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig, from_callable
+
+STATUS = Path("/proc/self/statm")
+SIZES = {"vocab_size": 24, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
+MASK = 23
+MIB = 2**20
+GROWTH = 3 * MIB  # of what an allocator keeps to itself; a leak of 1 KiB a generation would show
+
+
+@cache
+def model_of(method: str) -> Any:
+    torch.manual_seed(0)
+    known = find(method)
+    if known.family == "recurrent":
+        config = RecurrentDepthConfig(24, 16, 2, 8, 24, 1, 1, 1, mean_recurrence=3)
+        return RecurrentDepth(config).requires_grad_(False)
+    kind: dict[str, Any] = {"attention": "bidirectional", "predicts": "own"} if known.family == "masked" else {}
+    return Transformer(TransformerConfig(**SIZES, intermediate_size=24, **kind), mask_token=MASK).requires_grad_(False)
+
+
+@cache
+def function_of(method: str) -> Any:
+    """The same as a function, for methods that take one."""
+    model = model_of(method)
+    own = model.config.predicts == "own"
+    return from_callable(lambda tokens: model(tokens), vocab_size=24, mask_token=MASK if own else None)
+
+
+def generations(count: int, seed: int = 0) -> Iterator[str]:
+    """Each method in turn, with sizes and options by chance; the name of the method that has just run."""
+    chance = random.Random(seed)
+    methods = available()
+    for number in range(count):
+        method = methods[number % len(methods)]
+        known = find(method)
+        prompts = [[chance.randrange(MASK) for _ in range(chance.randint(1, 9))] for _ in range(chance.randint(1, 3))]
+        options: dict[str, Any] = {"max_new_tokens": chance.randint(0, 8), "trace": chance.random() < 0.2}
+        for name, values in (
+            ("block_size", (2, 4)),
+            ("temperature", (0.0, 0.8)),
+            ("page_size", (None, 4)),
+            ("seed", (0, 7)),
+        ):
+            if name in known.options:
+                options[name] = chance.choice(values)
+        if "small_block_size" in known.options:
+            options["small_block_size"] = 2
+        if chance.random() < 0.3:
+            options["end_tokens"] = tuple(chance.sample(range(MASK), 3))
+        model = model_of(method)
+        if method in ("llada", "dream", "slowfast", "jacobi", "autoregressive") and chance.random() < 0.3:
+            model, options["page_size"] = function_of(method), None
+            if "page_size" not in known.options:
+                del options["page_size"]
+        generate(model, prompts, known, **options)
+        yield method
+
+
+def resident() -> int:
+    gc.collect()
+    return int(STATUS.read_text().split()[1]) * 4096
+
+
+def soak(count: int, every: int) -> list[int]:
+    """Resident bytes after every so many generations."""
+    return [resident() for number, _ in enumerate(generations(count), start=1) if number % every == 0]
+
+
+def grown(sizes: list[int]) -> int:
+    """Bytes from the end of the warm-up, the first third, to the end; medians of a few looks each."""
+    warm = len(sizes) // 3
+    median = lambda part: sorted(part)[len(part) // 2]  # noqa: E731
+    return median(sizes[-3:]) - median(sizes[warm : warm + 3])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not STATUS.exists(), reason="the size of a process is read from /proc")
+def test_memory_is_flat_after_warm_up() -> None:
+    torch.set_num_threads(1)
+    assert grown(soak(2400, 100)) < GROWTH
+
+
+def test_every_method_takes_part() -> None:
+    assert set(generations(len(available()), seed=3)) == set(available())
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    total = int(sys.argv[1])
+    found = soak(total, max(1, total // 40))
+    print([round(size / MIB, 2) for size in found])
+    print(f"{total} generations: {grown(found) / MIB:+.2f} MiB after warm-up, {found[-1] / MIB:.1f} MiB resident")
+    sys.exit(grown(found) >= GROWTH)

