@@ -306,6 +306,7 @@ PEERS: list[tuple[str, dict[str, Any]]] = [
     ("`speculative_attention`", {"op": "speculative_attention"}),
     ("`token_statistics`, argmax", {"op": "token_statistics"}),
     ("`token_statistics`, drawing", {"op": "token_statistics sampling"}),
+    *((f"`linear`, {model}", {"op": "linear", "model": model}) for model in ("SmolLM2-135M", "8B")),
     ("`linear_token_statistics`", {"op": "linear_token_statistics"}),
     ("`logit_divergence`", {"op": "logit_divergence"}),
     ("`unmask_` by quota", {"op": "unmask_", "rule": "quota"}),
@@ -321,7 +322,7 @@ PEERS: list[tuple[str, dict[str, Any]]] = [
     ("`recurrence_advance_`", {"op": "recurrence_advance_"}),
 ]
 # Not peers: a copy does less than the op, and a candidate may be made of our own ops.
-NO_PEERS = ("pdkernels", "a copy of", "a block of")
+NO_PEERS = ("pdkernels", "a copy of", "a block of", "a read of")
 
 
 def peers(rows: list[Row]) -> str:
@@ -383,6 +384,10 @@ TABLES = {
     "silu_and_mul": lambda rows: by_rows(rows, op="transformer_ops", kernel="silu_and_mul"),
     "apply_rope_append_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_append_"),
     "apply_rope_": lambda rows: by_rows(rows, op="transformer_ops", kernel="apply_rope_"),
+    **{
+        f"linear {model}": lambda rows, model=model: by_rows(rows, op="linear", model=model)
+        for model in ("SmolLM2-135M", "8B")
+    },
     "linear_token_statistics": lambda rows: by_rows(rows, op="linear_token_statistics"),
     "logit_divergence": lambda rows: by_rows(rows, op="logit_divergence"),
     **{
