@@ -15,7 +15,8 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
   device.require(v_cache, v.scalar_type());
   Cache cache({v_cache}, {v_cache}, block_table, starts);
   cache.add_rows({v}, {v});
-  PDK_FITS(count >= 0 && (count <= int64_t{1} << 20 || count <= v.size(1)) && (update == "all" || update == "selected" || update == "none"));
+  PDK_FITS(count >= 0 && (count <= int64_t{1} << 20 || count <= v.size(1)) &&
+           (update == "all" || update == "selected" || update == "none"));
   StaleRowsArgs args;
   args.element = row_element(v);
   args.v = bytes(v), args.v_row = cache.sources[0]->row;
