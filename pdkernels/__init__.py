@@ -4,7 +4,7 @@
 slow and obvious references in `pd.reference`.
 """
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding
@@ -22,5 +22,5 @@ _OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", 
 # As in `pdkernels.ops`: not by its name.
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
     __getattr__ = _former_names(__name__)

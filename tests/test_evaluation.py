@@ -279,8 +279,9 @@ def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
     ]
     for row in rows_of(competing, task, model, batch_size=batch_size):
         tokens = forwards = cycles = drafted = 0
-        for prompt in task.prompts:
+        for number, prompt in enumerate(task.prompts):
             options = Candidate("small", row.method, row.width).options
+            options["seed"] = decoding.stream(0, number % batch_size)
             stats = decoding.generate(
                 model, prompt, row.method, max_new_tokens=15, end_tokens=(), trace=True, **options
             ).stats

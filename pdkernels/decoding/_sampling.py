@@ -158,6 +158,7 @@ def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> tor
     """The seed of each sequence, int64 ``(batch,)`` on the host, for a temperature that is one."""
     check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
+    check(temperature == 0 or temperature >= 1e-30, op, "temperature", "be 0 or at least 1e-30", temperature)
     return checked_seeds(op, seed, batch)
 
 

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F403
 import types as _types
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from pdkernels._renamed import renamed as _former_names
 from pdkernels.ops.block_sparse_attention import *
@@ -24,5 +24,5 @@ vars()["__all__"] = sorted(
     name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _types.ModuleType)
 )
 
-if not _TYPE_CHECKING:
+if not _typing.TYPE_CHECKING:
     __getattr__ = _former_names(__name__)

@@ -57,7 +57,7 @@ def test_few_tokens(limit: int) -> None:
     assert result.stats.forwards == limit == len(model.rows_seen)
 
 
-@pytest.mark.parametrize("temperature", [5e-324, 0.4, 1.3])
+@pytest.mark.parametrize("temperature", [1e-30, 0.4, 1.3])
 @pytest.mark.parametrize("seed", [0, -7, 2**70])
 def test_draws_equal_those_of_the_reference_and_of_speculation(temperature: float, seed: int) -> None:
     model, batch = small_transformer(6), [[1, 2, 3], [4]]

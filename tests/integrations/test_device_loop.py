@@ -112,7 +112,7 @@ def test_enough_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         "NotImplementedError: method must be one of autoregressive, jacobi, linear_self_speculation, got 'llada'": {
             "method": "llada"
         },
-        "TypeError: options must be options of method 'autoregressive', got 'window'": {"window": 3},
+        "TypeError: options must be those of method 'autoregressive', got 'window'": {"window": 3},
         "batch must be at least 1, got 0": {"batch": 0},
         "TypeError: longest_prompt must be an int, got float": {"longest_prompt": 1.5},
         "max_new_tokens must be at least 2, got 1": {"max_new_tokens": 1},

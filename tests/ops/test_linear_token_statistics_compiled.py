@@ -31,7 +31,9 @@ def compile_variant(case: str, temperature: float) -> dict[str, Any]:
     def launch(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
         hidden, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (4, 50304))
         number = torch.zeros(4, dtype=torch.int64)
-        linear_token_statistics.forward(hidden, weight, temperature, 1, 0, number, number, number, (50000,), 5, "model")
+        linear_token_statistics.forward(
+            hidden, weight, temperature, 1, None, 0, number, number, number, (50000,), 5, "model"
+        )
         return q, q
 
     with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):

@@ -230,7 +230,7 @@ D, P = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64
         "TypeError: end_tokens must be an int32 or int64 tensor, got int": {"end_tokens": 7},
         r"end_tokens must have shape \(any\), got \(2, 4\)": {"end_tokens": D},
         r"refill must have shape \(2, 4\), got \(2, 2\)": {"refill": D[:, :2]},
-        "draft must have at least one candidate": {
+        "draft must have 1 to 65536 candidates": {
             "draft": D.view(2, 4, 1)[:, :0],
             "predictions": P.view(2, 4, 1)[:, :0],
         },

@@ -70,11 +70,13 @@ def test_greedy_equals_autoregressive(script, skill, prompt, limit, block_size, 
     seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=5), block_size=st.integers(1, 6)
 )
 def test_greedy_on_a_transformer(seed: int, prompt: list[int], block_size: int) -> None:
-    """A random model even says the mask token now and then, which is a token like any other to the verifier."""
+    """A random model even says the mask token now and then, which on request is a token like any other to the verifier."""
     model = TinyTransformer(6, seed)
     greedy = autoregressive(model, prompt, 9)
     for drafter in (None, model):
-        result = linear_self_speculation(model, prompt, 9, mask_token=5, block_size=block_size, draft_model=drafter)
+        result = linear_self_speculation(
+            model, prompt, 9, mask_token=5, block_size=block_size, draft_model=drafter, allow_mask_token=True
+        )
         assert result.tokens == greedy.tokens
 
 

@@ -94,6 +94,7 @@ def test_greedy_on_a_transformer_in_both_layouts(seed: int, prompt: list[int], b
                 in_group=in_group,
                 layout=layout,
                 draft_model=drafter,
+                allow_mask_token=True,
             )
             for layout in ("spec_first", "interleaved")
         ]

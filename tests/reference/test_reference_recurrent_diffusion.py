@@ -293,6 +293,7 @@ def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any
             advance,
             steps,
             seed,
+            None,
             options["noise"],
             options["schedule"],
             options["recurrences"],

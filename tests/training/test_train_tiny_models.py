@@ -205,4 +205,4 @@ def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
         right("recurrent_static"),
         right("recurrent_diffusion"),
     )
-    assert hasty == 0 and thoughtful >= 4 and abs(sampled - thoughtful) <= 1
+    assert hasty <= 3 and thoughtful >= 8 and abs(sampled - thoughtful) <= 1

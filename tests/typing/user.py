@@ -75,6 +75,8 @@ def a_name_that_only_the_run_knows(name: str, options: dict[str, int]) -> Tensor
 def facts() -> list[str]:
     names = [name for name in pd.decoding.available() if pd.decoding.supports(name, model)]
     lossless = [name for name in names if pd.decoding.is_lossless(name)]
+    seeds = [pd.decoding.stream(0, number) for number in range(2)]
+    assert len(seeds) == 2
     options = [f"{name}={pd.decoding.default_option('jacobi', name)}" for name in pd.decoding.method_options("jacobi")]
     return [*lossless, *options, pd.show_config(), str(pd.has_native())]
 
