@@ -1,6 +1,6 @@
-"""The matrix products of a model, and what lies between them.
+"""What lies between the matrix products of a model.
 
-Inference runs each as one op. Those have no gradient and know no fp64, so training and proofs take plain PyTorch.
+Inference runs it as one op each. Those have no gradient and know no fp64, so training and proofs take plain PyTorch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels._validation import KERNEL_DTYPES
-from pdkernels.ops import linear as _linear
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 
@@ -19,13 +18,6 @@ def enabled(x: torch.Tensor) -> bool:
     """Whether the ops take the place of plain PyTorch. Under autocast dtypes mix, which they do not."""
     mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
-
-
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight^T + bias``. On the CPU a row's bits do not depend on the other rows; on CUDA cuBLAS computes it."""
-    if enabled(x) and x.device.type == "cpu":
-        return _linear(x, weight, bias)
-    return F.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,7 +1,7 @@
 // Products of few rows with a large matrix: what they cost is reading the matrix, once for all rows.
 //
-// A number of the result is the sum of one vector of lanes, in which products are added in ascending order, and of the lanes.
-// Which rows and outputs are computed together, and on which thread, changes neither.
+// A number of the result is a sum over strips of the width, each added up in one vector of lanes in ascending order,
+// and then over the lanes. Which rows and outputs are computed together, and on which thread, changes neither.
 #include "kernels.h"
 #include "strips.h"
 
@@ -16,10 +16,12 @@ constexpr int kOutputs[kRows + 1] = {0, 8, 8, 6, 4, 4, 4, 3, 3};
 constexpr int kRows = 4;
 constexpr int kOutputs[kRows + 1] = {0, 8, 6, 4, 3};
 #endif
-// Outputs whose weights stay in the second-level cache while all rows are multiplied with them, a part of the width at a time.
-constexpr int64_t kBlock = 24, kDepth = 1024;
+// Outputs whose weights stay in the second-level cache while all rows are multiplied with them, a strip of the width at
+// a time.
+constexpr int64_t kBlock = 24;
 
-// Weights of 16 bits are read as words of two, so that they become floats in half the instructions: x is kept in their order.
+// Weights of 16 bits are read as words of two, so that they become floats in half the instructions: x is kept in their
+// order.
 template <class W>
 constexpr int64_t kStep = sizeof(W) == sizeof(float) ? kLanes : 2 * kLanes;
 
@@ -50,15 +52,12 @@ struct Sums {
   Vec at[kBlock][kRows];
 };
 
-// Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width.
+// Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width, which are of one strip.
 template <int rows, int outputs, class W>
-PDK_INLINE void multiply(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
-                         int64_t end, Vec (*sums)[kRows]) {
-  Vec total[outputs][rows];
-  for (int o = 0; o < outputs; ++o) {
-    for (int r = 0; r < rows; ++r) total[o][r] = sums[o][r];
-  }
-  const auto add = [&](const Vec (&w)[outputs], int64_t at) {
+PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
+                               int64_t end, Vec (*sums)[kRows]) {
+  Vec total[outputs][rows] = {};
+  const auto add = [&](const Vec(&w)[outputs], int64_t at) {
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       const Vec own = load(x + r * x_stride + at, Whole{});
@@ -92,11 +91,19 @@ PDK_INLINE void multiply(const float* x, int64_t x_stride, const W* weight, int6
     add(w, at);
   }
   for (int o = 0; o < outputs; ++o) {
-    for (int r = 0; r < rows; ++r) sums[o][r] = total[o][r];
+    for (int r = 0; r < rows; ++r) sums[o][r] += total[o][r];
   }
 }
 
-// The same for any number of outputs; `next` is where the weights go on that are read after these.
+template <int rows, int outputs, class W>
+void multiply(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin, int64_t end,
+              Vec (*sums)[kRows]) {
+  for_strips(begin, end, [&](int64_t first, int64_t last) {
+    multiply_strip<rows, outputs>(x, x_stride, weight, weight_stride, first, last, sums);
+  });
+}
+
+// The same for any number of outputs.
 template <int rows, class W>
 void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
                     int64_t begin, int64_t end, Vec (*sums)[kRows]) {
@@ -105,7 +112,8 @@ void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t w
   for (; o + group <= outputs; o += group) {
     multiply<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
   }
-  for (; o < outputs; ++o) multiply<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+  for (; o < outputs; ++o)
+    multiply<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
 }
 
 template <class W, int rows = kRows>
@@ -145,7 +153,7 @@ void linear_of(const LinearArgs& args) {
     });
   }
   const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
-  const int64_t depth = panels > 1 ? kDepth : args.width;
+  const int64_t depth = panels > 1 ? kStrip : args.width;
   // Panels that share what is read of a block. More would not fit into the cache.
   constexpr int64_t kPanels = 64;
   for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
@@ -159,7 +167,8 @@ void linear_of(const LinearArgs& args) {
         for (int64_t begin = 0; begin < args.width; begin += depth) {
           for (int64_t p = group; p < last; ++p) {
             multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
-                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width), sums[p - group].at);
+                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width),
+                             sums[p - group].at);
           }
         }
         for (int64_t p = group; p < last; ++p) {
