@@ -122,7 +122,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"x": torch.tensor(1.0)}, ValueError, "linear: x must have shape (..., width), got ()."),
     ({"x": torch.zeros(2, 4).half()}, TypeError, "linear: weight must have dtype torch.float16 like x"),
     ({"x": torch.zeros(2, 4).long()}, TypeError, "linear: x must"),
-    ({"bias": torch.zeros(2)}, ValueError, "linear: bias must have shape (3,)"),
+    ({"bias": torch.zeros(2)}, ValueError, "linear: bias must have shape (3), got (2,)."),
     ({"bias": torch.zeros(3).half()}, TypeError, "linear: bias must"),
 ]
 
