@@ -101,7 +101,9 @@ def default_option(method: str, option: str) -> Any:
     >>> default_option("block_diffusion", "threshold")
     0.9
     """
-    return find(method).options[option].default
+    found = find(method)
+    check_options(found, {option: None})
+    return found.options[option].default
 
 
 def supports(method: str, model: Any) -> bool:

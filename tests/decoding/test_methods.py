@@ -130,3 +130,8 @@ def test_former_options_tell_the_present_ones() -> None:
         pd.decoding.generate(
             pd.models.load("tiny-recurrent"), [1], pd.decoding.find("recurrent_diffusion"), published=True
         )
+
+
+def test_the_default_of_an_unknown_option_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="options must be those of method 'jacobi', got 'x'. It accepts: block_size"):
+        pd.decoding.default_option("jacobi", "x")
