@@ -18,7 +18,7 @@ constexpr int kOutputs[kRows + 1] = {0, 8, 6, 4, 3};
 #endif
 // Outputs whose weights stay in the second-level cache while all rows are multiplied with them, a strip of the width at
 // a time.
-constexpr int64_t kBlock = 24;
+constexpr int64_t kBlock = 24, kLongest = 768;
 
 // Weights of 16 bits are read as words of two, so that they become floats in half the instructions: x is kept in their
 // order.
@@ -95,47 +95,65 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
   }
 }
 
-template <int rows, int outputs, class W>
-void multiply(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin, int64_t end,
-              Vec (*sums)[kRows]) {
-  for_strips(begin, end, [&](int64_t first, int64_t last) {
-    multiply_strip<rows, outputs>(x, x_stride, weight, weight_stride, first, last, sums);
-  });
-}
+// What is read next, and how much of it comes nearer after each group of outputs: without it memory would be idle while
+// all rows are multiplied with the same weights. One or two rows are read as fast as memory allows anyway.
+struct Ahead {
+  const char *at, *end;
+  int64_t lines;
+
+  PDK_INLINE void fetch() {
+    for (int64_t i = 0; i < lines && at < end; ++i, at += 64) __builtin_prefetch(at, 0, 2);
+  }
+};
 
 // The same for any number of outputs.
 template <int rows, class W>
 void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
-                    int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+                    int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   constexpr int group = kOutputs[rows];
   int64_t o = 0;
   for (; o + group <= outputs; o += group) {
-    multiply<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+    multiply_strip<rows, group>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+    ahead.fetch();
   }
-  for (; o < outputs; ++o)
-    multiply<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+  for (; o < outputs; ++o) {
+    multiply_strip<rows, 1>(x, x_stride, weight + o * weight_stride, weight_stride, begin, end, sums + o);
+  }
 }
 
 template <class W, int rows = kRows>
 void multiply_rows(int64_t count, const float* x, int64_t x_stride, const W* weight, int64_t weight_stride,
-                   int64_t outputs, int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+                   int64_t outputs, int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   if constexpr (rows > 1) {
     if (count < rows) {
-      return multiply_rows<W, rows - 1>(count, x, x_stride, weight, weight_stride, outputs, begin, end, sums);
+      return multiply_rows<W, rows - 1>(count, x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
     }
   }
-  multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums);
+  multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
+}
+
+// The sums of the lanes of `count` outputs, one in each lane: transposed, all are added up at once, in halves.
+PDK_INLINE Vec sums_of(const Vec (*sums)[kRows], int64_t row, int64_t count) {
+  Ints lanes[kLanes] = {};
+  for (int64_t o = 0; o < count; ++o) lanes[o] = reinterpret_cast<const Ints&>(sums[o][row]);
+  transpose(lanes);
+  Vec total[kLanes];
+  for (int i = 0; i < kLanes; ++i) total[i] = reinterpret_cast<const Vec&>(lanes[i]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) total[i] += total[i + half];
+  }
+  return total[0];
 }
 
 template <class T>
 void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, int64_t outputs, Vec (*sums)[kRows]) {
+  const T* bias = static_cast<const T*>(args.bias);
   for (int64_t r = 0; r < count; ++r) {
-    T* out = args.out.row<T>(row + r) + first;
-    const T* bias = static_cast<const T*>(args.bias);
-    for (int64_t o = 0; o < outputs; ++o) {
-      const float sum = sum_of(sums[o][r]);
-      out[o] = from_float<T>(bias == nullptr ? sum : sum + to_float(bias[first + o]));
-    }
+    T* out = args.out.row<T>(row + r);
+    for_vectors(first, first + outputs, [&](int64_t at, auto lanes) {
+      const Vec sum = sums_of(sums + (at - first), r, smaller(kLanes, first + outputs - at));
+      store(out + at, bias == nullptr ? sum : sum + load(bias + at, lanes), lanes);
+    });
   }
 }
 
@@ -153,7 +171,9 @@ void linear_of(const LinearArgs& args) {
     });
   }
   const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
-  const int64_t depth = panels > 1 ? kStrip : args.width;
+  // Strips of one length, whole steps, and no more than needed for sums as exact as PyTorch's.
+  const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
+  const int64_t depth = rounded_up((args.width + strips - 1) / strips, 2 * kLanes);
   // Panels that share what is read of a block. More would not fit into the cache.
   constexpr int64_t kPanels = 64;
   for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
@@ -161,14 +181,18 @@ void linear_of(const LinearArgs& args) {
     for (int64_t block = from; block < to; ++block) {
       const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
       const W* own = weight + first * args.weight_stride;
+      const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
+      const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
+      const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
+      Ahead ahead{next, next + bytes, bytes / (64 * strips * panels * (kBlock / kOutputs[kRows])) + 1};
       for (int64_t group = 0; group < panels; group += kPanels) {
         const int64_t last = smaller(group + kPanels, panels);
         for (int64_t p = group; p < last; ++p) sums[p - group] = Sums{};
         for (int64_t begin = 0; begin < args.width; begin += depth) {
           for (int64_t p = group; p < last; ++p) {
             multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
-                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width),
-                             sums[p - group].at);
+                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width), sums[p - group].at,
+                             ahead);
           }
         }
         for (int64_t p = group; p < last; ++p) {
