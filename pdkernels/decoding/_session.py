@@ -40,7 +40,7 @@ def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
 
 
 MOST_POSITIONS = 2**24
-"""Of a text, whatever the model."""
+"""Of a text, regardless of the model."""
 
 _BLOCK = 256  # no published model is trained on longer blocks
 

@@ -34,7 +34,7 @@ class Layout(NamedTuple):
     head: str
     tied: bool
     source: str = "config.json"
-    """Where the configuration stands."""
+    """The file of the configuration."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
         """Refuse a checkpoint that lacks tensors, holds others, or holds them with another shape, or with integers for numbers.

@@ -1,4 +1,4 @@
-"""Thousands of generations with all methods leave no memory behind: ``python -m tests.decoding.test_soak 20000``."""
+"""Thousands of generations with all methods leak no memory: ``python -m tests.decoding.test_soak 20000``."""
 
 from __future__ import annotations
 

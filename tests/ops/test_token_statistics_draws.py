@@ -156,7 +156,7 @@ def test_filters_leave_the_models_distribution_alone(impl) -> None:
 
 @pytest.mark.parametrize("options", [{"min_p": 0.3}, {"top_p": 0.3}, {"top_p": 0.5, "min_p": 0.3}], ids=str)
 def test_rows_with_a_nan_are_not_filtered(impl, options: dict[str, float]) -> None:
-    """Such a row has no distribution, so its first tokens are those of ``torch.topk``, whatever the filters."""
+    """Such a row has no distribution, so its first tokens are those of ``torch.topk``, regardless of the filters."""
     logits = torch.tensor([[0.0, 5.0, math.nan, 3.0, -2.0, 4.0]])
     for distribution in ("model", "sampling"):
         found = run(impl, logits, distribution=distribution, top_k=6, **options)

@@ -171,7 +171,7 @@ void linear_of(const LinearArgs& args) {
     });
   }
   const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
-  // Strips of one length, whole steps, and no more than needed for sums as exact as PyTorch's.
+  // Strips of one length, in whole steps, short enough for sums within the error budget.
   const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
   const int64_t depth = rounded_up((args.width + strips - 1) / strips, 2 * kLanes);
   // Panels that share what is read of a block. More would not fit into the cache.
