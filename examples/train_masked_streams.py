@@ -9,22 +9,24 @@ in every step, so every step has another mask; the compiled graph takes them all
 Every step is also taken with the dense mask and scaled dot-product attention from the same weights, in float32 and in float64.
 The float64 one says how wrong the dense step is; losses and gradients through the op may be twice as wrong, and the run fails
 if they are more.
+
+Ctrl-C stops after a whole step, and `--resume` goes on from there: the same batches, and the same losses as without the
+interruption but for the rounding of a graph that was compiled for another first batch.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
+from training_run import Resume, Run, console
 
 from pdkernels.masks import TilePlan
 from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
@@ -63,7 +65,8 @@ CORPUS_BYTES = 400_000
 NOISE_WINDOW = 4
 # Nemotron-Labs-Diffusion: weight of the masked loss.
 MASKED_WEIGHT = 0.3
-console = Console()
+# Steps from one moment to the next at which what `--resume` needs is kept.
+KEEP_EVERY = 10
 
 
 class Outcome(NamedTuple):
@@ -215,8 +218,13 @@ def train(
     device: str = "cpu",
     compile_backend: str | Callable = "inductor",
     config: TransformerConfig = CONFIG,
+    state: dict[str, Any] | None = None,
 ) -> Iterator[Step]:
-    """Trains one model and says after each step how it went. A recompilation after the first step is an error."""
+    """Trains one model and says after each step how it went. A recompilation after the first step is an error.
+
+    `state` is where to go on, empty at the start; after each step it holds what the next one goes on from.
+    """
+    state = {} if state is None else state
     make_batch, losses_of = LAYOUTS[layout]
     torch.manual_seed(seed)
     generator, data = torch.Generator().manual_seed(seed), corpus()
@@ -226,7 +234,12 @@ def train(
     model(torch.zeros(1, 1, dtype=torch.int64, device=device))
     compiled = torch.compile(losses_of, fullgraph=True, dynamic=True, backend=compile_backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
-    for number in range(steps):
+    first = state.get("step", 0)
+    if state:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        generator.set_state(state["generator"])
+    for number in range(first, steps):
         packed = make_batch(data, length, block, generator)
         plan = packed.mask.plan(TILE, TILE, device)
         batch = packed._replace(
@@ -234,7 +247,7 @@ def train(
         )
         # Sizes of the first plan that happen to be equal must not be taken for always equal.
         distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
-        with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+        with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number > first else "default"):
             ours = outcome(compiled, model, plan, batch)
         step = Step(ours.loss, packed.mask.density, plan.nbytes)
         if compare:
@@ -245,6 +258,9 @@ def train(
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        state.update(
+            step=number + 1, model=model.state_dict(), optimizer=optimizer.state_dict(), generator=generator.get_state()
+        )
         yield step
 
 
@@ -314,50 +330,49 @@ def main(
     seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    resume: Resume = False,
 ) -> None:
     """Train on packed masked streams, checking each step against the dense mask."""
-    if threads:
-        torch.set_num_threads(threads)
-    runs: dict[str, list[Step]] = {}
-    for name in LAYOUTS if layout == "both" else [layout]:
-        progress = Progress(
-            TextColumn(name),
-            BarColumn(),
-            TextColumn("{task.completed}/{task.total}  {task.fields[note]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        started, runs[name], stopped = time.perf_counter(), [], False
-        with progress:
-            task = progress.add_task(name, total=steps, note="compiling")
-            try:
-                for step in train(
-                    name, steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed, device=device
-                ):
-                    runs[name].append(step)
-                    apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
-                    progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")
-            except KeyboardInterrupt:
-                stopped = True
-        if stopped:
-            taken = {layout: kept for layout, kept in runs.items() if kept}
-            if taken:
-                draw(taken, plot)
-            kept = f"the losses so far are kept in {plot}" if taken else "nothing is kept"
-            console.print(f"stopped after {len(runs[name])} steps of {name}: {kept}.", soft_wrap=True)
-            raise typer.Exit(130)
-        console.print(summary(name, runs[name]))
-        plan_bytes = max(step.plan_bytes for step in runs[name])
-        console.print(
-            f"{time.perf_counter() - started:.0f} s, compilation included. The largest plan takes {plan_bytes:,} bytes, a dense "
-            f"boolean mask {length * length:,}; {runs[name][-1].pairs:.0%} of the pairs are visible.\n"
-        )
+    options = dict(steps=steps, length=length, block=block, lr=lr, compare=compare, seed=seed)
+    run = Run(plot, resume, {"layout": layout, **options}, threads)
+    saved = run.resumed()
+    runs = {name: [Step(*step) for step in taken] for name, taken in saved.get("runs", {}).items()}
+    with run.stoppable():
+        for name in LAYOUTS if layout == "both" else [layout]:
+            taken = runs.setdefault(name, [])
+            if len(taken) < steps:
+                state = dict(saved["state"]) if taken else {}
+                take_steps(run, runs, name, state, device=device, **options)
+            console.print(summary(name, taken))
+            plan_bytes = max(step.plan_bytes for step in taken)
+            console.print(
+                f"{run.seconds():.0f} s, compilation included. The largest plan takes {plan_bytes:,} bytes, a dense "
+                f"boolean mask {length * length:,}; {taken[-1].pairs:.0%} of the pairs are visible.\n"
+            )
     draw(runs, plot)
+    run.kept.unlink(missing_ok=True)
     console.print(f"losses: {plot}")
-    wrong = [f"{name}, step {i}" for name, run in runs.items() for i, step in enumerate(run) if not step.within_budget]
+    wrong = [
+        f"{name}, step {i}" for name, taken in runs.items() for i, step in enumerate(taken) if not step.within_budget
+    ]
     if wrong:
         console.print(f"[bold red]Over the budget: {'; '.join(wrong)}.")
         raise typer.Exit(1)
+
+
+def take_steps(run: Run, runs: dict[str, list[Step]], name: str, state: dict[str, Any], **options: Any) -> None:
+    """The steps of a layout that are left, into its list of `runs`."""
+    columns = (TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[note]}"))
+    taken = runs[name]
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task(name, total=options["steps"], completed=len(taken), note="compiling")
+        for step in train(name, **options, state=state):
+            taken.append(step)
+            apart = "" if step.dense_loss is None else f", {abs(step.loss - step.dense_loss):.1e} from dense"
+            progress.update(task, advance=1, note=f"loss {step.loss:.3f}{apart}")
+            if len(taken) % KEEP_EVERY == 0 or len(taken) == options["steps"] or run.stopping:
+                run.keep(runs={name: [tuple(step) for step in steps] for name, steps in runs.items()}, state=state)
+            run.check_stop()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the scripts that train tiny models share: a loop that can be stopped at any step and resumed, and files that are whole or not there.
 
-Beside ``--output NAME.safetensors``, which is written once, at the very end, a training keeps ``NAME.resume.pt``: weights, optimizer
+Beside its output, ``NAME.safetensors``, which is written once, at the very end, a training keeps ``NAME.resume.pt``: weights, optimizer
 and the state of all random numbers, as they were after a whole step. ``--resume`` goes on from there. It draws again what the steps
 before had drawn and gives the weights of a training that was never stopped, bit for bit with the same versions and threads.
 """
@@ -72,7 +72,7 @@ class Run:
     def __init__(self, output: Path, resume: bool, settings: dict[str, Any], threads: int = 0) -> None:
         if threads:
             torch.set_num_threads(threads)
-        self.output, self.kept = output, output.with_name(f"{output.name.removesuffix('.safetensors')}.resume.pt")
+        self.output, self.kept = output, output.with_suffix(".resume.pt")
         self.settings = {name: str(value) for name, value in settings.items()}
         self._saved: dict[str, Any] | None = self._load() if resume else None
         self._started = time.perf_counter() - (self._saved["seconds"] if self._saved else 0.0)
@@ -122,9 +122,28 @@ class Run:
         finally:
             signal.signal(signal.SIGINT, before)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the training has been asked to end after this step."""
+        return self._asked_to_stop
+
     def check_stop(self) -> None:
         if self._asked_to_stop:
             raise KeyboardInterrupt
+
+    def resumed(self) -> dict[str, Any]:
+        """What a script with a loop of its own kept; empty where nothing is resumed."""
+        return self._saved or {}
+
+    def keep(self, **state: Any) -> None:
+        """Keeps what a training can be resumed from: tensors, numbers, texts, and lists, tuples and dicts of them."""
+        self.kept.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = self.kept.with_name(f"{self.kept.name}.{os.getpid()}")
+        try:
+            torch.save({"settings": self.settings, "seconds": self.seconds(), **state}, partial_file)
+            os.replace(partial_file, self.kept)
+        finally:
+            partial_file.unlink(missing_ok=True)
 
     @contextmanager
     def scoring(self, total: int) -> Iterator[Advance]:
@@ -189,11 +208,9 @@ class Run:
             self._saved = None
 
         def keep(number: int) -> None:
-            self._keep(
-                settings=self.settings,
+            self.keep(
                 stage=stage,
                 step=number,
-                seconds=self.seconds(),
                 facts=smooth,
                 start=start,
                 model=model.state_dict(),
@@ -230,12 +247,3 @@ class Run:
                     progress.console.print(f"{stage} {done}: {words}; {look()}; {self.seconds():.0f} s")
                     self.check_stop()
         keep(done)
-
-    def _keep(self, **state: Any) -> None:
-        self.kept.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self.kept.with_name(f"{self.kept.name}.{os.getpid()}")
-        try:
-            torch.save(state, partial_file)
-            os.replace(partial_file, self.kept)
-        finally:
-            partial_file.unlink(missing_ok=True)

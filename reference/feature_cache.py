@@ -69,10 +69,14 @@ def _similarity(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Of each row, in the order of the kernels: component i of a head goes to number i % 16; these are added up in halves."""
+    """Of each row, in the order of the kernels: component i of 128 of a head goes to number i % 16; the numbers of all such pieces are
+    added up one by one, and those of the row in halves."""
     numbers = x.new_zeros(x.shape[0], 16)
-    for part in torch.nn.functional.pad(x, (0, -x.shape[2] % 16)).flatten(1).unflatten(1, (-1, 16)).unbind(1):
-        numbers = numbers + part
+    for piece in (piece for head in x.unbind(1) for piece in head.split(128, dim=1)):
+        own = torch.zeros_like(numbers)
+        for part in torch.nn.functional.pad(piece, (0, -piece.shape[1] % 16)).split(16, dim=1):
+            own = own + part
+        numbers = numbers + own
     for half in (8, 4, 2, 1):
         numbers = numbers[:, :half] + numbers[:, half:]
     return numbers[:, 0]

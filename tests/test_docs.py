@@ -40,5 +40,11 @@ def test_tables_are_the_committed_results(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_no_table_is_empty(page: Path) -> None:
+    assert not re.search(r"^\|[ :|-]+\|\n(?!\|)", page.read_text(), re.MULTILINE), "a head without rows"
+    assert not re.search(r"<!-- bench:[^>]+ -->\s*<!-- /bench -->", page.read_text()), "nothing between the marks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_tables_of_methods_are_what_the_decoders_say(page: Path) -> None:
     assert methods.page(page.read_text()) == page.read_text(), "run: python -m docs.methods"

@@ -21,36 +21,58 @@ __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
   return __syncthreads_and(fine);
 }
 
-// One block per row: the sums of its cosine, and its values into the cache if all are replaced.
+// One block per row: the sums of its cosine, and its values into the cache if all are replaced. The order of the sums
+// is stated in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
-  __shared__ float room[kRowThreads / 32];
+  constexpr int kSums = 3, kPieceThreads = kNumbers / kSize, kPieces = kRowThreads / kPieceThreads;
+  __shared__ float numbers[kPieces][kSums][kNumbers];
+  __shared__ float sums[kSums];
   const int64_t b = blockIdx.y, row = blockIdx.x;
   if (!sequence_fits(args, b) || row >= args.count(b)) return;
   const char* fresh = args.fresh(b, row);
   char* cached = args.cached(b, args.starts.load(b) + row);
-  float of_fresh = 0, of_cached = 0, dot = 0;
+  const int64_t dim = args.head_dim, head_pieces = (dim + kPiece - 1) / kPiece;
+  const int64_t pieces = dim > 0 ? args.v_row.row_bytes() / (dim * static_cast<int64_t>(sizeof(T))) * head_pieces : 0;
+  const int of_piece = threadIdx.x / kPieceThreads, first_number = threadIdx.x % kPieceThreads * kSize;
+  const int sum = threadIdx.x / kNumbers, number = threadIdx.x % kNumbers;
+  float total = 0;
   bool moved = false;
-  for (int64_t at = threadIdx.x * sizeof(Elements); at < args.v_row.row_bytes(); at += kRowThreads * sizeof(Elements)) {
-    const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
-    Elements* place = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
-    const Elements y = *place;
-    for (int j = 0; j < kSize; ++j) {
-      const float p = to_float(x.at[j]), q = to_float(y.at[j]);
-      of_fresh += p * p;
-      of_cached += q * q;
-      dot += p * q;
-      moved = moved || p != q;
+  for (int64_t first = 0; first < pieces; first += kPieces) {
+    float own[kSums][kSize] = {};
+    const int64_t piece = first + of_piece, head = piece / head_pieces;
+    if (piece < pieces) {
+      const int64_t start = piece % head_pieces * kPiece, left = dim - start;
+      for (int64_t i = first_number; i < kPiece && i < left; i += kNumbers) {
+        const int64_t at = (head * dim + start + i) * static_cast<int64_t>(sizeof(T));
+        const Elements x = *reinterpret_cast<const Elements*>(fresh + args.v_row.byte_offset(at));
+        Elements* place = reinterpret_cast<Elements*>(cached + args.cache_row.byte_offset(at));
+        const Elements y = *place;
+        for (int j = 0; j < kSize; ++j) {
+          const float p = to_float(x.at[j]), q = to_float(y.at[j]);
+          own[0][j] += __fmul_rn(p, p);
+          own[1][j] += __fmul_rn(q, q);
+          own[2][j] += __fmul_rn(p, q);
+          moved = moved || p != q;
+        }
+        if (args.update == Update::kAll) *place = x;
+      }
     }
-    if (args.update == Update::kAll) *place = x;
+    __syncthreads();  // the pieces before may still be read
+    for (int s = 0; s < kSums; ++s) {
+      for (int j = 0; j < kSize; ++j) numbers[of_piece][s][first_number + j] = own[s][j];
+    }
+    __syncthreads();
+    if (sum < kSums) {
+      for (int64_t i = 0; i < kPieces && first + i < pieces; ++i) total += numbers[i][sum][number];
+    }
   }
-  of_fresh = block_sum<kRowThreads>(of_fresh, room);
-  of_cached = block_sum<kRowThreads>(of_cached, room);
-  dot = block_sum<kRowThreads>(dot, room);
+  for (int half = kNumbers / 2; half > 0; half /= 2) total += __shfl_xor_sync(0xffffffffu, total, half);
+  if (sum < kSums && number == 0) sums[sum] = total;
   moved = __syncthreads_or(moved);
-  const float lengths = sqrtf(of_fresh) * sqrtf(of_cached);
-  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(dot, lengths, moved || !(lengths > 1e-8f));
+  const float lengths = sqrtf(sums[0]) * sqrtf(sums[1]);
+  if (threadIdx.x == 0) args.keys[b * args.rows + row] = stale_key(sums[2], lengths, moved || !(lengths > 1e-8f));
 }
 
 // One block per sequence: finds where the lowest keys end, bit by bit, then numbers the chosen rows in order.
@@ -161,7 +183,7 @@ cudaError_t select_stale_rows(const StaleRowsArgs& args, cudaStream_t stream) {
     with_element(args.element, [&](auto* element) {
       using T = std::remove_pointer_t<decltype(element)>;
       constexpr int kSize = 16 / sizeof(T);
-      if (word == 16) {
+      if (word == 16 && args.head_dim % kSize == 0) {
         PDK_LAUNCH((stale_key_kernel<T, kSize>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);
       } else {
         PDK_LAUNCH((stale_key_kernel<T, 1>), grid_of(args.rows, args.batch), dim3(kRowThreads), 0, stream, args);

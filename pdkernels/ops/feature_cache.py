@@ -50,7 +50,7 @@ def select_stale_rows_(
     ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. Chosen are the rows of lowest similarity, of equal ones
     the lower number. A similarity that is no number counts as lowest: NaN or infinity among the values, or squares whose sum
     is more than float32 can hold. Rows equal to the cached ones have a cosine of 1, whatever rounding makes of it: any row that
-    moved is chosen before them. All CPU levels and the reference add up in one order, so they choose the same rows.
+    moved is chosen before them. All devices and the reference add up in one order, so they choose the same rows.
 
     Args:
         v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.

@@ -230,8 +230,11 @@ Segment = masks.Segment
         r"inside must be 'causal', 'full' or 'none', got 'some' in segment 0": lambda: masks.SegmentMask(
             [Segment(1, "some")]
         ),
-        r"segment 0 must see ascending ranges .* got range\(0, 1, 1\)": lambda: masks.SegmentMask(
-            [Segment(1, "full", (range(1),))]
+        r"segment 1 must not be among the segments it sees, got range\(0, 2, 1\). What .* said by `inside`\.$": lambda: (
+            masks.SegmentMask([Segment(2, "full"), Segment(1, "full", (range(2),))])
+        ),
+        r"segment 2 must see ascending ranges .* got range\(0, 1, 1\)": lambda: masks.SegmentMask(
+            [Segment(1, "full"), Segment(1, "full"), Segment(1, "full", (range(1, 2), range(1)))]
         ),
         r"below 1, got range\(1, 3, 1\)": lambda: masks.SegmentMask([Segment(1, "full", (range(1, 3),))]),
         r"TypeError: sees must be a tuple of ranges, got <class 'tuple'> in segment 0": lambda: masks.SegmentMask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
@@ -222,20 +223,31 @@ def test_rows_that_moved_at_all_come_before_rows_that_did_not(impl, dtype: torch
             assert set(found) <= set(moved) if count < 3 else found == sorted(moved + still[: count - 3])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_vector_unit_chooses_as_the_reference(level_ops: object, dtype: torch.dtype) -> None:
-    """Cosines that agree but for the last bits: only with one order of sums are the choices the same."""
-    for seed in range(20):
+def nearly_parallel(dtype: torch.dtype, dims: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Cosines that agree but for the last bits: only with one order of sums are the choices the same. Values, cached ones, starts,
+    the choice of the reference."""
+    for seed, dim in enumerate(dims):
         generator = torch.Generator().manual_seed(seed)
-        v = torch.randn(1, 24, 3, 34, generator=generator).to(dtype)
+        v = torch.randn(1, 24, 3, dim, generator=generator).to(dtype)
         cached = (v.float() * 3 + 1e-3 * torch.randn(v.shape, generator=generator)).to(dtype)
         if seed % 2:  # heads apart
             v, cached = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (v, cached))
-        starts, expected = (
-            torch.tensor([0]),
-            reference.select_stale_rows_(v, cached, torch.tensor([0]), 8, None, None, "none"),
-        )
+        starts = torch.tensor([0])
+        yield v, cached, starts, reference.select_stale_rows_(v, cached, starts, 8, None, None, "none")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_vector_unit_chooses_as_the_reference(level_ops: object, dtype: torch.dtype) -> None:
+    for v, cached, starts, expected in nearly_parallel(dtype, (34, 34, 128, 128, 200, 264) * 4):
         assert torch.equal(level_ops.select_stale_rows_(v, cached, starts, 8, None, None, "none", None), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_device_chooses_as_the_reference(impl, dtype: torch.dtype) -> None:
+    """Heads of a piece and of more, read in packs and one by one, and more pieces than a block of threads takes at a time."""
+    for v, cached, starts, expected in nearly_parallel(dtype, (34, 34, 128, 128, 200, 264, 1, 17, 1400, 3001)):
+        v, cached, starts = (x.to(impl.device) for x in (v, cached, starts))
+        assert torch.equal(impl.select_stale_rows_(v, cached, starts, count=8, update="none").cpu(), expected)
 
 
 # --- gather_rows -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +26,11 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_masked_streams.p
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_masked_streams", EXAMPLE)
     module = sys.modules["train_masked_streams"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(EXAMPLE.parent))  # where the scripts find what they share
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(EXAMPLE.parent))
     return module
 
 
@@ -110,16 +116,60 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.exit_code == 1 and "dual-stream, step 0; dual-stream, step 1" in " ".join(answer.output.split())
 
 
-@pytest.mark.parametrize("steps", [0, 2])
-def test_stopped_it_says_what_is_kept(steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Options of `main` for a small model, not compiled."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(example, "train", partial(example.train, config=SMALL["config"]))
+    return dict(layout="both", steps=3, length=192, block=4, compare=False)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Ctrl-C inside of a step."""
+    honest, seen = example.outcome, []
+
+    def outcome(*arguments: Any) -> example.Outcome:
+        seen.append(1)
+        if len(seen) == at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return honest(*arguments)
+
+    monkeypatch.setattr(example, "outcome", outcome)
+
+
+# A step of the first layout, its last one, one of the second layout.
+@pytest.mark.parametrize("at", [1, 3, 5])
+def test_a_resumed_training_is_one_that_was_never_stopped(
+    at: int, small: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn: list[dict[str, Any]] = []
+    monkeypatch.setattr(example, "draw", lambda runs, path: drawn.append(runs))
+    example.main(**small, plot=tmp_path / "whole.png")
+    parts = tmp_path / "parts.png"
+    with monkeypatch.context() as patched:
+        interrupt(patched, at)
+        with pytest.raises(typer.Exit) as stopped:
+            example.main(**small, plot=parts)
+    told = " ".join(capsys.readouterr().out.split())
+    assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in told and len(drawn) == 1
+    with pytest.raises(typer.Exit):
+        example.main(**{**small, "lr": 0.1}, plot=parts, resume=True)
+    assert "but --lr was 0.003, now 0.1." in " ".join(capsys.readouterr().err.split())
+    torch.manual_seed(99)  # what is drawn in between must not matter
+    example.main(**small, plot=parts, resume=True)
+    whole, resumed = drawn
+    assert resumed == whole and [len(steps) for steps in whole.values()] == [3, 3]
+    assert not list(tmp_path.glob("*resume*")), "nothing is left to resume"
+
+
+def test_stopped_before_a_step_it_says_that_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
-        yield from [example.Step(1.0, 0.5, 8)] * steps
+        yield from ()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(example, "train", interrupted)
-    app, picture = typer.Typer(), tmp_path / "losses.png"
-    app.command()(example.main)
-    answer = CliRunner().invoke(app, ["--plot", str(picture)])
-    assert answer.exit_code == 130 and f"stopped after {steps} steps of noise-aware" in answer.output
-    kept = f"the losses so far are kept in {picture}." if steps else "nothing is kept."
-    assert kept in answer.output and picture.exists() == bool(steps)
+    with pytest.raises(typer.Exit):
+        example.main(plot=tmp_path / "losses.png")
+    assert "stopped: nothing is kept; " in capsys.readouterr().out and not list(tmp_path.iterdir())

@@ -6,18 +6,20 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// A sum in the order of all levels, and of the reference: component i of a head goes to number i % 16, products are
-// rounded, and the sixteen are added up in halves.
+// The numbers of a sum; feature_cache.h states the order.
 struct Sum {
-  static constexpr int kParts = 16 / kLanes;
-  static_assert(16 % kLanes == 0);
+  static constexpr int kParts = kNumbers / kLanes;
+  static_assert(kNumbers % kLanes == 0);
   Vec parts[kParts]{};
 
   PDK_INLINE void add(int part, Vec x, Vec y) { parts[part] += rounded(x * y); }
+  PDK_INLINE void add(const Sum& piece) {
+    for (int part = 0; part < kParts; ++part) parts[part] += piece.parts[part];
+  }
   float total() const {
-    float numbers[16];
+    float numbers[kNumbers];
     __builtin_memcpy(numbers, parts, sizeof numbers);
-    for (int half = 8; half > 0; half /= 2) {
+    for (int half = kNumbers / 2; half > 0; half /= 2) {
       for (int i = 0; i < half; ++i) numbers[i] += numbers[i + half];
     }
     return numbers[0];
@@ -30,24 +32,30 @@ uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached
   const int64_t dim = args.head_dim;
   Sum of_fresh, of_cached, dot;
   Ints same = splat(-1);
-  const auto add_head = [&](const T* a, const T* b) {
+  const auto add_piece = [&](const T* a, const T* b, int64_t size) {
+    Sum fresh_piece, cached_piece, dot_piece;
     const auto add = [&](int part, int64_t at, auto lanes) {
       const Vec x = load(a + at, lanes), y = load(b + at, lanes);
-      of_fresh.add(part, x, x), of_cached.add(part, y, y), dot.add(part, x, y);
+      fresh_piece.add(part, x, x), cached_piece.add(part, y, y), dot_piece.add(part, x, y);
       same &= x == y;
     };
     int64_t at = 0;
-    for (; at + 16 <= dim; at += 16) {
+    for (; at + kNumbers <= size; at += kNumbers) {
       for (int part = 0; part < Sum::kParts; ++part) add(part, at + part * kLanes, Whole{});
     }
-    for (int part = 0; at < dim; ++part, at += kLanes) add(part, at, Part{smaller(kLanes, dim - at)});
+    for (int part = 0; at < size; ++part, at += kLanes) add(part, at, Part{smaller(kLanes, size - at)});
+    of_fresh.add(fresh_piece), of_cached.add(cached_piece), dot.add(dot_piece);
   };
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
     const char* a = fresh + head * args.v_row.head_stride;
     const char* b = cached + head * args.cache_row.head_stride;
     const int64_t end = args.v_row.head_bytes, step = dim * static_cast<int64_t>(sizeof(T));
-    for (int64_t byte = 0; byte < end; byte += step)
-      add_head(reinterpret_cast<const T*>(a + byte), reinterpret_cast<const T*>(b + byte));
+    for (int64_t byte = 0; byte < end; byte += step) {
+      for (int64_t at = 0; at < dim; at += kPiece) {
+        add_piece(reinterpret_cast<const T*>(a + byte) + at, reinterpret_cast<const T*>(b + byte) + at,
+                  smaller(kPiece, dim - at));
+      }
+    }
   }
   const float lengths = __builtin_sqrtf(of_fresh.total()) * __builtin_sqrtf(of_cached.total());
   return stale_key(dot.total(), lengths, bits_of(~same) != 0 || !(lengths > 1e-8f));

@@ -20,6 +20,12 @@ PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+// The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPiece
+// components. Component i of a piece is added to its number i % kNumbers, as a product that was rounded; the numbers of
+// the pieces are added up piece by piece, the numbers of the row in halves: i and i + 8, then i and i + 4, ...
+constexpr int kPiece = 128;
+constexpr int kNumbers = 16;
+
 // Where the lowest keys end: those below `key` belong to them, and the first `ties` of those equal to it.
 struct Cut {
   uint32_t key;

@@ -60,13 +60,15 @@ class SegmentMask {
     for (int32_t i = 0; i < segments(); ++i) {
       int32_t below = 0;
       for (const SegmentRange& range : sees(i)) {
-        const bool own = range.start <= i && i < range.stop && (i - range.start) % std::max(range.step, 1) == 0;
-        if (range.step < 1 || range.start < below || range.stop > segments() || own) {
-          fail_mask("SegmentMask: segment " + std::to_string(i) +
-                    " must see ascending ranges of other segments below " + std::to_string(segments()) +
-                    ", got range(" + std::to_string(range.start) + ", " + std::to_string(range.stop) + ", " +
-                    std::to_string(range.step) + ").");
-        }
+        const auto refuse = [&](const std::string& expectation, const std::string& remedy) {
+          fail_mask("SegmentMask: segment " + std::to_string(i) + " must " + expectation + ", got range(" +
+                    std::to_string(range.start) + ", " + std::to_string(range.stop) + ", " +
+                    std::to_string(range.step) + ")." + remedy);
+        };
+        if (range.step < 1 || range.start < below || range.stop > segments())
+          refuse("see ascending ranges of other segments below " + std::to_string(segments()), "");
+        if (range.start <= i && i < range.stop && (i - range.start) % range.step == 0)
+          refuse("not be among the segments it sees", " What it sees of itself is said by `inside`.");
         below = std::max(below, range.stop);
       }
     }
