@@ -64,7 +64,7 @@ class RecomputedRows(NamedTuple):
                 k_cache,
                 v_cache,
                 self.visible,
-                _nothing_new(qkv.shape[1], qkv.device),
+                nothing_new(qkv.shape[1], qkv.device),
                 block_table=self.cache.block_table,
             )
         q, k, v = qkv.split(sizes, -2)
@@ -160,6 +160,6 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
 
 
 @lru_cache(maxsize=256)
-def _nothing_new(rows: int, device: torch.device) -> TilePlan:
+def nothing_new(rows: int, device: torch.device) -> TilePlan:
     """A plan that shows none of the new rows: the cache holds them already."""
     return pack([], length=rows).plan(64, 64, device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
@@ -218,6 +218,21 @@ def _described(fields: Fields) -> tuple[Config, Layout]:
         return masked, llada.layout(masked)
     config = from_hf_config(fields.values)
     return config, hf.layout(config, str(kind))
+
+
+def from_published(
+    config: Mapping[str, object],
+    state: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    tokenizer: Any = None,
+    end_tokens: Iterable[int] = (),
+) -> Model:
+    """A model of a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
+    fields = Fields(config)
+    ours, layout = _described(fields)
+    mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(fields.get("model_type"))))
+    return _assemble(ours, layout.gather(state), dtype, device, tokenizer, end_tokens, mask_token)
 
 
 def _assemble(

@@ -1,0 +1,15 @@
+"""transformers on our kernels: an attention implementation, a cache, decoding methods, and its models in our decoders.
+
+- `register()` makes ``attn_implementation="pdkernels"`` work, for training, prefill and decoding.
+- `PdCache` is a cache that is written in place.
+- `generate` is for ``model.generate(custom_generate=generate, method="jacobi")``.
+- `wrap(model)` gives any decoder of transformers to `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
+
+Needs transformers 4.57 or newer.
+"""
+
+from pdkernels.integrations.transformers._cache import PdCache
+from pdkernels.integrations.transformers._generate import generate
+from pdkernels.integrations.transformers._model import WrappedModel, from_transformers, register, wrap
+
+__all__ = ["PdCache", "WrappedModel", "from_transformers", "generate", "register", "wrap"]

@@ -1,0 +1,127 @@
+"""The attention function of ``attn_implementation="pdkernels"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pdkernels._validation import KERNEL_DTYPES, check_type, fail, message
+from pdkernels.integrations.transformers._cache import PAGES, Pages
+from pdkernels.integrations.transformers._plans import PlanMask, causal_plan, full_plan
+from pdkernels.masks import TilePlan
+from pdkernels.models.recompute import nothing_new
+from pdkernels.ops._attention import takes_head_dim
+from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.speculative_attention import speculative_attention
+
+OP = 'attn_implementation="pdkernels"'
+STEP = "pdkernels_step"
+"""The argument by which a wrapped model says how its rows attend (`WrappedModel`)."""
+# What other implementations compute and these kernels do not, by the name models pass it under.
+REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    tile_plan: TilePlan | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """Attention of query ``(batch, heads, rows, head_dim)`` over key and value ``(batch, kv_heads, keys, head_dim)``."""
+    _check(query, dropout, rest)
+    step = rest.get(STEP)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if step is not None:
+        return step.attend(q, k, v, module.layer_idx, scaling), None
+    if tile_plan is not None:
+        check_type(
+            isinstance(tile_plan, TilePlan),
+            OP,
+            "tile_plan",
+            "be a TilePlan",
+            type(tile_plan).__name__,
+            "Call mask.plan().",
+        )
+        return block_sparse_attention(q, k, v, tile_plan, scale=scaling), None
+    pages = getattr(key, PAGES, None)
+    if pages is not None:
+        return _paged(q, k, v, pages, attention_mask, scaling), None
+    if attention_mask is None:
+        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        plan_for = causal_plan if causal else full_plan
+        return block_sparse_attention(q, k, v, plan_for(q.shape[1], k.shape[1], q.device), scale=scaling), None
+    if not isinstance(attention_mask, PlanMask):
+        return _dense(query, key, value, attention_mask, scaling), None
+    if attention_mask.plan is not None:
+        return block_sparse_attention(q, k, v, attention_mask.plan, scale=scaling), None
+    return _after_prefix(q, k, v, attention_mask.offset, scaling), None
+
+
+def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
+    remedy = 'Use attn_implementation="eager" for this model.'
+    for name in REFUSED:
+        if rest.get(name) is not None:
+            raise NotImplementedError(message(OP, name, "be absent", "one", remedy))
+    if rest.get("output_attentions"):
+        raise NotImplementedError(message(OP, "output_attentions", "be False", True, remedy))
+    if dropout:
+        raise NotImplementedError(
+            message(OP, "dropout", "be 0", dropout, "Set attention_dropout=0 in the configuration.")
+        )
+    fits = query.dtype in KERNEL_DTYPES and takes_head_dim(query.shape[3])
+    if not fits:
+        found = f"{query.dtype} with heads of {query.shape[3]}"
+        words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 256]"
+        raise NotImplementedError(message(OP, "query", words, found, 'Use attn_implementation="sdpa".'))
+
+
+def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None) -> Tensor:
+    """Rows that see all cached tokens and each other causally; no plan is made for a step.
+
+    `k` and `v` hold the cached tokens, the new ones at `offset`, and maybe room for more.
+    """
+    batch, rows = q.shape[:2]
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        keys = int(offset) + rows
+        return block_sparse_attention(q, k[:, :keys], v[:, :keys], causal_plan(rows, keys, q.device), scale=scale)
+    if rows == 1 and isinstance(offset, Tensor):
+        # The new token is in the cache already: where, only the device knows, and it need not tell.
+        lengths = (offset.to(torch.int64) + 1).expand(batch).contiguous()
+        return speculative_attention(q, k[:, :1], v[:, :1], k, v, lengths, nothing_new(1, q.device), scale=scale)
+    first = int(offset)
+    lengths = torch.full((batch,), first, dtype=torch.int64, device=q.device)
+    new = slice(first, first + rows)
+    return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, causal_plan(rows, rows, q.device), scale=scale)
+
+
+def _paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Over a paged `PdCache`, which hands out the new rows and says where the others are."""
+    if mask is not None and (not isinstance(mask, PlanMask) or mask.plan is not None):
+        plan = getattr(mask, "plan", None)
+        if pages.prefix == 0 and plan is not None:
+            return block_sparse_attention(q, k, v, plan, scale=scale)
+        fail(
+            OP, "attention_mask", "be causal without padding for a paged cache", "another", "Use a contiguous PdCache."
+        )
+    plan = causal_plan(q.shape[1], q.shape[1], q.device)
+    return speculative_attention(
+        q, k, v, pages.k, pages.v, pages.lengths, plan, block_table=pages.block_table, scale=scale
+    )
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    """A 4-D mask of the caller's own: PyTorch's attention, since a plan of it would cost more than it saves."""
+    mask = mask[..., : key.shape[2]]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+    return out.transpose(1, 2)

@@ -1,0 +1,279 @@
+"""A decoder of transformers as a model of `pdkernels.decoding`, and its weights as one of `pdkernels.models`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_choice, check_type
+from pdkernels.cache import Cache
+from pdkernels.integrations.transformers._attention import STEP, attention
+from pdkernels.integrations.transformers._cache import windowed
+from pdkernels.integrations.transformers._plans import PlanMask, mask_function
+from pdkernels.masks import TilePlan, causal, full
+from pdkernels.models import Transformer
+from pdkernels.models.caches import new_cache
+from pdkernels.models.recompute import nothing_new
+from pdkernels.models.transformer import select_rows
+from pdkernels.models.zoo import from_published
+from pdkernels.ops.block_sparse_attention import block_sparse_attention
+from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
+
+NAME = "pdkernels"
+# Between the last norm and the logits these models compute more than a product.
+_LOGIT_RULES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+class Rows(NamedTuple):
+    """How the rows of one forward of a wrapped model attend; the attention function calls it in every layer."""
+
+    plan: TilePlan
+    cache: Cache | None = None
+    counts: Tensor | None = None
+    visible: Tensor | None = None
+    """Of rows that are computed again: they are stored at `slots` and see this many places."""
+    slots: Tensor | None = None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
+        """Attention of q ``(batch, rows, heads, head_dim)``, rotated like k."""
+        cache = self.cache
+        if cache is None:
+            return block_sparse_attention(q, k, v, self.plan, scale=scale)
+        k_cache, v_cache, table = cache.k[layer], cache.v[layer], cache.block_table
+        if self.visible is None:
+            return speculative_attention_append_(
+                q, k, v, k_cache, v_cache, cache.lengths, self.plan, counts=self.counts, block_table=table, scale=scale
+            )
+        assert self.slots is not None
+        sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
+        places = self.slots[sequences, rows]
+        pages = sequences
+        if table is not None:
+            size = k_cache.shape[1]
+            pages, places = table[sequences, places // size].long(), places % size
+        k_cache[pages, places], v_cache[pages, places] = k[sequences, rows], v[sequences, rows]
+        return speculative_attention(q, k, v, k_cache, v_cache, self.visible, self.plan, block_table=table, scale=scale)
+
+
+@dataclass(frozen=True)
+class WrappedConfig:
+    """Of a wrapped model: what decoding methods and caches ask for."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: int
+    kv_heads: int
+    head_dim: int
+    attention: Literal["causal", "bidirectional"]
+    predicts: Literal["next", "own"]
+    max_positions: int
+
+
+class WrappedModel:
+    """What `wrap` returns: see `pdkernels.models.SelfSpeculativeModel` and `BlockCausalModel`."""
+
+    keeps_rows = True
+    has_adapter = False
+
+    def __init__(self, model: Any, config: WrappedConfig, tokenizer: Any, mask_token: int | None) -> None:
+        self.model, self.config, self.tokenizer, self.mask_token = model, config, tokenizer, mask_token
+        ends = getattr(model.generation_config, "eos_token_id", None)
+        self.end_tokens = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.model.dtype
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        found: torch.device = self.model.device
+        return found
+
+    def new_cache(
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+    ) -> Cache:
+        """As `Transformer.new_cache`."""
+        return new_cache(self, batch, capacity, kind, page_size)
+
+    @torch.no_grad()
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Cache | None = None,
+        counts: Tensor | None = None,
+        positions: Tensor | None = None,
+        mask: TilePlan | None = None,
+        adapted: bool = False,
+    ) -> Tensor:
+        """As `Transformer.hidden`, with plans for masks."""
+        check(
+            adapted is False,
+            "WrappedModel",
+            "adapted",
+            "be False",
+            adapted,
+            "Merge the adapter, or use from_transformers.",
+        )
+        rows = tokens.shape[1]
+        if mask is None:
+            sees_all = cache is None and self.config.attention == "bidirectional"
+            mask = (full(rows) if sees_all else causal(rows)).plan(64, 64, tokens.device)
+        check_type(isinstance(mask, TilePlan), "WrappedModel", "mask", "be a TilePlan", type(mask).__name__)
+        offsets = torch.arange(rows, device=tokens.device) if positions is None else positions
+        where = offsets.expand(tokens.shape) if cache is None else cache.lengths[:, None] + offsets
+        return self._run(tokens, where, Rows(mask, cache, counts))
+
+    @torch.no_grad()
+    def recompute(
+        self,
+        tokens: Tensor,
+        cache: Cache,
+        starts: Tensor,
+        *,
+        slots: Tensor | None = None,
+        counts: Tensor | None = None,
+        visible: Tensor,
+    ) -> Tensor:
+        """As `Transformer.recompute`."""
+        rows = tokens.shape[1]
+        order = torch.arange(rows, device=tokens.device)
+        slots = order.expand(tokens.shape) if slots is None else slots
+        if counts is not None:
+            slots = torch.where(order < counts[:, None], slots, -1)
+        places = torch.where(slots >= 0, starts[:, None] + slots, -1)
+        plan = nothing_new(rows, tokens.device)
+        return self._run(tokens, places.clamp(min=0), Rows(plan, cache, None, visible, places))
+
+    def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
+        # A mask of four dimensions is passed on as it is; without one transformers would look for packed texts.
+        nothing = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
+        out = self.model.base_model(
+            input_ids=tokens, position_ids=positions, attention_mask=nothing, use_cache=False, **{STEP: rows}
+        )
+        hidden: Tensor = out.last_hidden_state
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The model's head."""
+        with torch.no_grad():
+            said: Tensor = self.model.get_output_embeddings()(hidden)
+        return said
+
+    def __call__(self, tokens: Tensor, *, rows: Any = None, **options: Any) -> Tensor:
+        """As a forward of `Transformer`."""
+        hidden = self.hidden(tokens, **options)
+        return self.logits(hidden if rows is None else select_rows("WrappedModel", hidden, rows))
+
+
+def register() -> None:
+    """Make ``attn_implementation="pdkernels"`` known to transformers. More than once does no harm.
+
+    Models then attend with `pdkernels.block_sparse_attention` (training, prefill, ``model(..., tile_plan=mask.plan())``) and
+    `pdkernels.speculative_attention` (decoding on any cache of transformers, and on `PdCache`).
+
+    Example:
+        >>> import transformers
+        >>> from pdkernels.integrations.transformers import register
+        >>> register()
+        >>> "pdkernels" in transformers.AttentionInterface()
+        True
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask_function)
+
+
+def wrap(
+    model: Any,
+    tokenizer: Any = None,
+    *,
+    mask_token: int | None = None,
+    attention: Literal["causal", "bidirectional"] = "causal",
+    predicts: Literal["next", "own"] | None = None,
+) -> WrappedModel:
+    """A decoder of transformers for `pdkernels.decoding.generate`. No weight is copied; its attention becomes ours.
+
+    Args:
+        model: with a language model head, whose attention takes its implementation from `AttentionInterface`.
+        tokenizer: with ``encode(text)`` and ``decode(ids)``, for prompts that are text.
+        mask_token: the id that the model was trained to fill in.
+        attention: what a row sees: the tokens up to itself, or all, for masked-diffusion models.
+        predicts: which token a row's logits are about; None: "own" for a bidirectional model, else "next".
+
+    Raises:
+        TypeError: no decoder of transformers.
+        NotImplementedError: heads, logits or windows that the decoders cannot serve.
+
+    Example:
+        >>> import torch, transformers
+        >>> import pdkernels as pd
+        >>> from pdkernels.integrations.transformers import wrap
+        >>> config = transformers.Qwen3Config(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        ...     num_key_value_heads=1, head_dim=16, intermediate_size=48)
+        >>> model = transformers.Qwen3ForCausalLM(config).eval()
+        >>> ours = pd.decoding.generate(wrap(model), [1, 2, 3], "jacobi", max_new_tokens=5, end_tokens=())
+        >>> theirs = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=5, do_sample=False)
+        >>> ours.tokens.tolist() == theirs[0, 3:].tolist()
+        True
+    """
+    op = "wrap"
+    known = hasattr(model, "base_model") and hasattr(model, "get_output_embeddings") and hasattr(model, "config")
+    check_type(known, op, "model", "be a decoder of transformers", type(model).__name__)
+    check_type(
+        model.get_output_embeddings() is not None, op, "model", "have a language model head", type(model).__name__
+    )
+    check_choice(op, "attention", attention, ("causal", "bidirectional"))
+    predicts = predicts or ("own" if attention == "bidirectional" else "next")
+    check_choice(op, "predicts", predicts, ("next", "own"))
+    config = model.config.get_text_config(decoder=True)
+    for name in _LOGIT_RULES:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise NotImplementedError(f"{op}: {name} must be absent, got {getattr(config, name)}.")
+    register()
+    model.set_attn_implementation(NAME)
+    positions, window = int(config.max_position_embeddings), windowed(config)
+    heads = config.num_attention_heads
+    sizes = WrappedConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        attention=attention,
+        predicts=predicts,
+        max_positions=positions if window is None else min(positions, window),
+    )
+    return WrappedModel(model, sizes, tokenizer, mask_token)
+
+
+def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
+    """The weights of a model of transformers in a `pdkernels.models.Transformer`, with its dtype and on its device.
+
+    The architectures are those of `pdkernels.models.load`. Matrices that we keep in one piece (q, k and v) are copied, the others
+    shared.
+
+    Raises:
+        NotImplementedError: an architecture or a setting that `Transformer` does not compute.
+
+    Example:
+        >>> import torch, transformers
+        >>> from pdkernels.integrations.transformers import from_transformers
+        >>> config = transformers.LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        ...     num_key_value_heads=1, intermediate_size=48)
+        >>> model = transformers.LlamaForCausalLM(config).eval()
+        >>> tokens = torch.tensor([[1, 2, 3]])
+        >>> torch.allclose(from_transformers(model)(tokens), model(tokens).logits, atol=1e-5)
+        True
+    """
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
+    state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    made = from_published(model.config.to_dict(), state, model.dtype, model.device, tokenizer, ends)
+    assert isinstance(made, Transformer)  # transformers has no recurrent-depth model of its own
+    return made

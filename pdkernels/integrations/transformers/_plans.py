@@ -1,0 +1,142 @@
+"""Masks of transformers as tile plans.
+
+transformers asks a mask function once per forward and kind of layer, and hands what it returns to every layer. Its own code
+reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None is a forward that is causal over its
+own tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+from pdkernels import masks
+from pdkernels.masks import TilePlan
+
+TILE = 64
+_ROWS = 1024  # rows of a mask of pairs that exist at the same time
+_TAKES_LENGTHS = "q_length" in inspect.signature(sdpa_mask).parameters  # 4.57 takes positions instead
+
+
+class PlanMask(Tensor):
+    """A bool mask ``(batch, 1, rows, keys)`` without storage.
+
+    With a `plan` it shows what the plan shows. Without one row i is token ``offset + i`` of a text and sees all tokens up to itself.
+    """
+
+    plan: TilePlan | None
+    offset: Tensor | int
+
+    @staticmethod
+    def __new__(
+        cls, batch: int, rows: int, keys: int, offset: Tensor | int, plan: TilePlan | None, device: torch.device
+    ) -> PlanMask:
+        self = torch.Tensor._make_wrapper_subclass(cls, (batch, 1, rows, keys), dtype=torch.bool, device=device)
+        # A static cache moves its offset in place before attention runs.
+        self.offset = offset.clone() if isinstance(offset, Tensor) else offset
+        self.plan = plan
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func._opname in ("contiguous", "clone", "detach", "_to_copy", "alias"):
+            return args[0]
+        raise NotImplementedError(
+            f'attn_implementation="pdkernels" keeps masks as tile plans, so {func} has no pairs to work on. '
+            'Use attn_implementation="sdpa" for a model that computes with its mask.'
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"PlanMask({tuple(self.shape)}, {'causal' if self.plan is None else self.plan})"
+
+
+@lru_cache(maxsize=64)
+def causal_plan(rows: int, keys: int, device: torch.device) -> TilePlan:
+    """The last `rows` of `keys` tokens, each of which sees all up to itself."""
+    return masks.causal(keys)[keys - rows :].plan(TILE, TILE, device)
+
+
+@lru_cache(maxsize=64)
+def full_plan(rows: int, keys: int, device: torch.device) -> TilePlan:
+    """Rows that see all keys."""
+    return masks.full(rows, keys).plan(TILE, TILE, device)
+
+
+def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> TilePlan:
+    """A plan of ``visible(first, last)`` ``(batch, last - first, keys)``, bool, which is asked for a few rows at a time.
+
+    Sequences that see the same share a plan; others get a stacked one.
+    """
+    columns = -(-keys // TILE)
+    full: list[Tensor] = []
+    owners: list[Tensor] = []
+    contents: list[Tensor] = []
+    for first in range(0, rows, _ROWS):
+        shown = visible(first, min(first + _ROWS, rows))
+        tall = -(-shown.shape[1] // TILE)
+        padded = F.pad(shown, (0, columns * TILE - keys, 0, tall * TILE - shown.shape[1]))
+        tiles = padded.unflatten(1, (tall, TILE)).unflatten(3, (columns, TILE)).transpose(2, 3)
+        some, whole = tiles.flatten(3).any(-1), tiles.flatten(3).all(-1)
+        partial = (some & ~whole).nonzero()
+        full.append(whole)
+        contents.append(tiles[partial[:, 0], partial[:, 1], partial[:, 2]])
+        owners.append(partial + torch.tensor([0, first // TILE, 0], device=partial.device))
+    wholes, owner, content = torch.cat(full, 1), torch.cat(owners), torch.cat(contents)
+    plans = []
+    for sequence in range(len(wholes)):
+        own = owner[:, 0] == sequence
+        plans.append(TilePlan.from_tiles(wholes[sequence], (owner[own, 1], owner[own, 2]), content[own], rows, keys))
+    return plans[0] if len(plans) == 1 else TilePlan.stack(plans)
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int | None = None,
+    kv_length: int = 0,
+    q_offset: Tensor | int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **rest: Any,
+) -> Tensor | None:
+    """What `AttentionMaskInterface` calls. Padding, windows, packed texts and other rules become a plan; None: causal, no cache."""
+    positions = rest.get("cache_position")
+    if positions is not None:
+        q_length, q_offset, device = len(positions), positions[0], positions.device
+    assert q_length is not None
+    device = torch.device(device)
+    compiling = torch.compiler.is_compiling()
+
+    def dense(first: int, last: int) -> Tensor:
+        common = {"kv_offset": kv_offset, "mask_function": mask_function, "attention_mask": attention_mask}
+        common |= {"allow_is_causal_skip": False, "use_vmap": use_vmap}
+        if _TAKES_LENGTHS:
+            shown: Tensor = sdpa_mask(batch_size, last - first, kv_length, q_offset + first, device=device, **common)
+        else:
+            rows = torch.arange(first, last, device=device) + q_offset
+            shown = sdpa_mask(batch_size, rows, kv_length, **common)
+        return shown.expand(batch_size, -1, -1, -1)
+
+    padding = None if attention_mask is None else attention_mask[:, kv_offset : kv_offset + kv_length].bool()
+    simple = mask_function is causal_mask_function and kv_offset == 0
+    if simple and (padding is None or (not compiling and bool(padding.all()))):
+        own = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
+        return None if own else PlanMask(batch_size, q_length, kv_length, q_offset, None, device)
+    if compiling:  # what a plan holds depends on values that a traced graph has not seen
+        return dense(0, q_length)
+    first = dense(0, min(q_length, _ROWS))
+    # Only padding, packing and blocks make sequences differ.
+    alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
+    plan = plan_of(lambda a, b: dense(a, b)[: 1 if alike else None, 0], q_length, kv_length)
+    return PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
