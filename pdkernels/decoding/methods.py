@@ -132,6 +132,7 @@ class Autoregressive(Request, total=False):
 class Jacobi(Request, total=False):
     block_size: int | None
     window: int | None
+    draft: Literal["model", "lookup"]
     allow_mask_token: bool
     seed: int | Sequence[int]
     page_size: int | None

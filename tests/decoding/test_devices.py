@@ -23,6 +23,7 @@ CASES += [
     ("autoregressive", {"page_size": 16}),
     ("jacobi", {"window": 6}),
     ("jacobi", {"block_size": 8, "page_size": 16}),
+    ("jacobi", {"draft": "lookup"}),
     ("jacobi_multiblock", {"page_size": 16}),
     ("linear_self_speculation", {"temperature": 0.8}),
     ("linear_self_speculation", {"page_size": 16, "trace": True}),
