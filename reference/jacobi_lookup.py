@@ -4,8 +4,8 @@ Sources: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-
 draft that grows with it; the pool of rejected tokens is that of "Jacobi Forcing" (arXiv 2512.14681), section 4.
 
 The last tokens of a text, the known next one included, may have occurred in it before. What followed them there is the next draft:
-it costs nothing, and it is right wherever the model quotes its prompt or itself. The tokens are those of greedy decoding
-in any case, because only what the model agrees with is kept.
+it costs nothing, and it is right wherever the model quotes its prompt or itself. The tokens are those of autoregressive
+decoding in any case, because only what the model agrees with is kept.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import cycle, islice
 
-from .autoregressive import Model, greedy_predictions
+from .autoregressive import Model
 from .jacobi import JacobiResult, JacobiStep, accepted_length
+from .sampling import predictions as own_tokens
 
 REACH = 5  # tokens compared at most
 LEAST = 2  # a match of one token says too little
@@ -62,9 +63,16 @@ def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], most: int) -> 
 
 
 def jacobi_lookup(
-    model: Model, prompt: Sequence[int], max_new_tokens: int, *, block_size: int = 16, end_tokens: Sequence[int] = ()
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    *,
+    block_size: int = 16,
+    end_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> JacobiResult:
-    """Greedy decoding with drafts of at most `block_size` tokens; arguments as in :func:`.jacobi.jacobi`.
+    """Decoding with drafts of at most `block_size` tokens; arguments as in :func:`.jacobi.jacobi`.
 
     >>> import torch
     >>> table = torch.tensor([3, 0, 1, 2])  # 3 2 1 0 3 2 1 0 ..
@@ -75,7 +83,7 @@ def jacobi_lookup(
     prompt = list(prompt)
     if max_new_tokens == 0:
         return JacobiResult([], 0, [])
-    tokens = greedy_predictions(model, prompt)[-1:]
+    tokens = own_tokens(model, prompt, temperature, seed)[-1:]
     pool: deque[list[int]] = deque(maxlen=POOL)
     trace: list[JacobiStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
@@ -83,7 +91,7 @@ def jacobi_lookup(
         # The last token asked for is never verified by a forward of its own.
         most = min(block_size, max_new_tokens - len(tokens)) - 1
         draft = [tokens[-1], *looked_up(prompt + tokens, pool, block_size - 1)[:most]]
-        predictions = greedy_predictions(model, history + draft)[len(history) :]
+        predictions = own_tokens(model, history + draft, temperature, seed)[len(history) :]
         accepted = accepted_length(draft, predictions, end_tokens)
         trace.append(JacobiStep(draft, predictions, accepted))
         tokens = tokens[:-1] + draft[:accepted]

@@ -1,4 +1,4 @@
-"""Greedy Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest anew.
+"""Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest anew.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window); for drafts that
 are looked up, Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023).
@@ -14,7 +14,7 @@ import torch
 from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._lookup import Lookup
-from pdkernels.decoding._sampling import Seed, banned_tokens, checked_name, checked_seeds, greedy, latents
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.ops import verify_draft
@@ -36,8 +36,11 @@ class JacobiSteps(Steps):
             said nothing; for models trained to jump ahead. "lookup": from what followed the last tokens where they occurred before,
             in the text or in rejected drafts; for any model, where the answer quotes its prompt or repeats itself. `block_size` and
             `window` then both limit a draft, which is short after a short match, and no more than the known token without one.
-        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, not the tokens.
-            One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the initial states too.
+        temperature: of the draws; 0 is greedy. A draw's noise belongs to its position and seed, so the tokens are those that
+            `autoregressive` draws with the same seed, whatever was drafted.
+        seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
+            not the tokens. One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the
+            initial states too.
     """
 
     def __init__(
@@ -47,14 +50,16 @@ class JacobiSteps(Steps):
         block_size: int | None = None,
         window: int | None = None,
         draft: Draft = "model",
+        temperature: float = 0.0,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         length = _checked_length(block_size, window)
         checked_name(_OP, "draft", draft, get_args(Draft))
-        seeds = checked_seeds(_OP, seed, sizes.batch)
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
         self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
+        self.temperature = temperature
         self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
@@ -64,7 +69,7 @@ class JacobiSteps(Steps):
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
         self.ends = sizes.ends_on(device)
-        seeds = seeds.to(device)
+        self.seeds = seeds = seeds.to(device)
         self.latents = latents(self.model, seeds)
         self.slot = torch.arange(self.slots, device=device)
         width = sizes.longest + self.limit + self.slots
@@ -95,7 +100,7 @@ class JacobiSteps(Steps):
         self.cache.lengths.zero_()
         rows = (prompt_lengths - 1)[:, None] + self.slot[: guesses + 1]
         counts = session.ragged(prompt_lengths + guesses)
-        logits, best = self._greedy(self.history[:, : session.longest + guesses], counts, rows=rows)
+        logits, best = self._said(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
         self.draft[:, : guesses + 1] = best
         self.cache.commit_(prompt_lengths)
 
@@ -109,7 +114,8 @@ class JacobiSteps(Steps):
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
-        logits, predictions = self._greedy(self.draft[:, :width], counts)
+        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
+        logits, predictions = self._said(self.draft[:, :width], counts, positions)
         self.predictions[:, :width] = predictions
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
@@ -149,11 +155,12 @@ class JacobiSteps(Steps):
         self.draft[:, 1:] = guesses
         return torch.minimum(1 + found, self.remaining)
 
-    def _greedy(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, **rows: torch.Tensor
+    def _said(
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the tokens that they put at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return logits, greedy(logits, self.banned)
+        return logits, draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1
