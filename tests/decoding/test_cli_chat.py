@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> Transformer:
     )
     model = Transformer(config, tokenizer=Chatty()).double().requires_grad_(False)
     load = models.load
-    monkeypatch.setattr(models, "load", lambda name: model if name == "tiny" else load(name))
+    monkeypatch.setattr(models, "load", lambda name, **_: model if name == "tiny" else load(name))
     return model
 
 
@@ -151,6 +152,16 @@ def test_every_way_gives_the_same_tokens(tiny: Transformer) -> None:
         assert re.search(rf"^ *jacobi, looked up +30 +{forwards} +{30 / forwards:.2f} .* yes *$", result.stdout, re.M)
     assert len(re.findall(r"^ *autoregressive +30 +30 +1\.00 .* 1\.00x +is greedy *$", result.stdout, re.M)) == 2
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It makes another model, which is held to its own greedy tokens."""
+    for name, value in {"PACKAGED": ("tiny",), "packaged": lambda name: tmp_path / name, "ADAPTER": tmp_path}.items():
+        monkeypatch.setattr(_demo, name, value)
+    result = demo("--question", "abcabcabc", "--max-new-tokens", "12")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^ *autoregressive, adapted +12 +12 +1\.00 .* is greedy *$", result.stdout, re.M)
+    assert re.search(r"^ *jacobi, adapted +12 +\d+ .* yes *$", result.stdout, re.M)
 
 
 def test_other_tokens_are_told_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
