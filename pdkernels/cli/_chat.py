@@ -71,7 +71,7 @@ class Chat:
             f"{tokens} tokens",
             remedy,
         )
-        return min(self.max_new_tokens, most - tokens)
+        return min(self.max_new_tokens, int(most) - tokens)
 
 
 def chat(
@@ -92,7 +92,7 @@ def chat(
     """Chat with a model. Tokens that came as accepted drafts are in colour; each answer ends in a line of figures."""
     console = Console(highlight=False)
     with errors_told():
-        language_model = models.load(model)
+        language_model: Any = models.load(model)
         use_threads(threads, [language_model])
         demand(
             hasattr(language_model.tokenizer, "encode_chat"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import statistics
 import time
 from collections.abc import Callable
@@ -64,7 +66,7 @@ def demo(
     """
     console, same = Console(highlight=False), True
     with errors_told():
-        language_model = models.load(model)
+        language_model: Any = models.load(model)
         use_threads(threads, [language_model])
         competitors = _competitors(model, language_model)
         for text in question or QUESTIONS:
@@ -135,8 +137,8 @@ def _theirs(file: Path, end_tokens: tuple[int, ...]) -> Callable[[list[int], int
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar of progress in the middle of ours
+        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.eval()
 
     def answer(prompt: list[int], max_new_tokens: int) -> Answer:
