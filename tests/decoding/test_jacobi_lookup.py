@@ -168,3 +168,21 @@ def test_tiny_code_repeats_itself() -> None:
     result = generate(model, SNIPPETS, "jacobi", max_new_tokens=96, draft="lookup")
     assert all(torch.equal(one, other) for one, other in zip(result.tokens, greedy.tokens, strict=True))
     assert result.stats.tokens_per_forward > 1.5
+
+
+@pytest.mark.slow
+def test_a_pretrained_model_quotes_its_prompt() -> None:
+    """2.8 tokens per forward when this was written."""
+    try:
+        model = models.load("smollm2-135m-instruct")
+    except ImportError as absent:
+        pytest.skip(str(absent))
+    mail = (
+        "Hi team, please send me the report until friday. I has seen that there was some mistakes in the last one, so please check "
+        "the numbers twice. The meeting are moved to monday at 10. Thank you very much for you're help, Anna"
+    )
+    chat = [{"role": "user", "content": f"Correct the grammar of this text and repeat it in full:\n\n{mail}"}]
+    greedy = generate(model, chat, max_new_tokens=64)
+    result = generate(model, chat, "jacobi", max_new_tokens=64, draft="lookup")
+    assert torch.equal(result.tokens, greedy.tokens)
+    assert result.stats.tokens_per_forward > 2
