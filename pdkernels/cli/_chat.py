@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -40,10 +41,22 @@ class Chat:
         stream, written = Stream(console, self.model.tokenizer), list[int]()
         room, started = self._room(len(prompt)), time.perf_counter()
 
+        interrupts = 0
+
+        def interrupt(*_: Any) -> None:
+            """The first one waits for the end of a forward, so that no line is torn; a second one does not."""
+            nonlocal interrupts
+            interrupts += 1
+            if interrupts > 1:
+                raise KeyboardInterrupt
+
         def listen(sequence: int, ids: list[int], accepted: int) -> None:
             written.extend(ids)
             stream(sequence, ids, accepted)
+            if interrupts:
+                raise KeyboardInterrupt
 
+        before = signal.signal(signal.SIGINT, interrupt)
         try:
             stats = decoding.generate(
                 self.model, prompt, decoding.find(self.method), max_new_tokens=room, on_tokens=listen, **self.options
@@ -53,6 +66,8 @@ class Chat:
         else:
             figures = f"{stats.tokens} tokens, {stats.forwards} forwards, {stats.tokens_per_forward:.2f} tokens/forward"
             figures += f", {stats.tokens_per_second:.1f} tokens/s"
+        finally:
+            signal.signal(signal.SIGINT, before)
         stream.finish()
         self.messages = [*asked, {"role": "assistant", "content": self.model.tokenizer.decode(written)}]
         return figures
@@ -113,7 +128,7 @@ def chat(
 
 def talk(console: Console, chat: Chat) -> None:
     """Questions and answers until there are no more."""
-    console.print(Text(COMMANDS, "dim"))
+    console.print(Text(COMMANDS, "dim"), soft_wrap=True)
     if console.color_system is not None:
         console.print(LEGEND)
     for line in questions(console):
@@ -124,7 +139,7 @@ def talk(console: Console, chat: Chat) -> None:
             chat.reset()
             console.print(Text("A new chat.", "dim"))
         elif question.startswith("/"):
-            console.print(Text(COMMANDS, "dim"))
+            console.print(Text(COMMANDS, "dim"), soft_wrap=True)
         elif question:
             before = chat.messages
             try:

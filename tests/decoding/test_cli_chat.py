@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +91,25 @@ def test_an_answer_ends_where_the_positions_do(tiny: Transformer) -> None:
     assert len(result.stderr.splitlines()) == 2
 
 
-def test_an_interrupt_stops_the_answer_and_keeps_the_chat(tiny: Transformer) -> None:
+@pytest.mark.parametrize(("interrupts", "count"), [(1, 5), (2, 4)])
+def test_an_interrupt_stops_the_answer_and_keeps_the_chat(tiny: Transformer, interrupts: int, count: int) -> None:
+    """After the forward that it comes in; a second one at once."""
     forwards = 0
 
     def interrupt(*_: Any) -> None:
         nonlocal forwards
         forwards += 1
         if forwards == 6:  # of which the first is that of the unseen answer
-            raise KeyboardInterrupt
+            for _ in range(interrupts):
+                signal.raise_signal(signal.SIGINT)
 
     with tiny.register_forward_pre_hook(interrupt):
         result = run("Hello\nAnd?\n", "--model", "tiny", "--method", "autoregressive", "--max-new-tokens", "9")
     assert result.exit_code == 0, result.output
-    part = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=4).text
+    part = decoding.generate(tiny, "<u>Hello<a>", max_new_tokens=count).text
     rest = decoding.generate(tiny, f"<u>Hello<a>{part}<u>And?<a>", max_new_tokens=9).text
-    assert re.search(r"^4 tokens, stopped after \d+\.\d s$", result.stdout, re.M)
-    assert f"> Hello\n{command.visible(part)}\n4 tokens" in result.stdout
+    assert re.search(rf"^{count} tokens, stopped after \d+\.\d s$", result.stdout, re.M)
+    assert f"> Hello\n{command.visible(part)}\n{count} tokens" in result.stdout
     assert f"> And?\n{command.visible(rest)}\n9 tokens" in result.stdout
 
 
