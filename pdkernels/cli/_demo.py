@@ -87,7 +87,11 @@ def demo(
     if console.color_system is not None:
         console.print(LEGEND)
     if "transformers" not in competitors:
-        console.print("With transformers installed, and a GGUF file as the model, there is a row for it.", style="dim")
+        console.print(
+            "With transformers installed, and a GGUF file as the model, there is a row for it.",
+            style="dim",
+            soft_wrap=True,
+        )
     if not same:
         raise typer.Exit(1)
 
