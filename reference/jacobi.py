@@ -1,10 +1,11 @@
-"""Greedy Jacobi decoding as the paper states it: no cache, one sequence, the whole sequence through the model each time.
+"""Jacobi decoding as the paper states it: no cache, one sequence, the whole sequence through the model each time.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window).
 
 Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself gave it after
 right tokens only. A forward over the draft therefore settles at least one more token, and the tokens are those of
-greedy autoregressive decoding regardless of the rest of the draft.
+autoregressive decoding regardless of the rest of the draft: greedy ones at temperature 0, and above it the same draws, whose
+random numbers are named by their positions (sampling.py).
 
 The unsettled rest starts as tokens drawn from the sequence so far. Draft slot j is filled in step s with
 ``history[word(seed, s, 0, j) mod len(history)]`` (Philox words, see philox.py). `history` is the prompt and the tokens
@@ -19,8 +20,9 @@ from typing import NamedTuple
 
 import torch
 
-from .autoregressive import Model, greedy_predictions
+from .autoregressive import Model
 from .philox import random_words
+from .sampling import predictions as own_tokens
 
 
 class JacobiStep(NamedTuple):
@@ -63,6 +65,7 @@ def jacobi(
     *,
     block_size: int = 16,
     end_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiResult:
     """Block after block; inside a block the draft only shrinks (its accepted head leaves it).
@@ -73,9 +76,10 @@ def jacobi(
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
         block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
         end_tokens: stop after one of these; it is kept as the last token.
-        seed: of the draft tokens that start a block. It changes the forwards needed, never the tokens.
+        temperature: of the draws; 0 is greedy.
+        seed: of the draws, and of the draft tokens that start a block, which change the forwards needed, never the tokens.
     """
-    return _decode(model, list(prompt), max_new_tokens, block_size, end_tokens, seed, running=False)
+    return _decode(model, list(prompt), max_new_tokens, block_size, end_tokens, temperature, seed, running=False)
 
 
 def jacobi_window(
@@ -85,6 +89,7 @@ def jacobi_window(
     *,
     window: int,
     end_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiResult:
     """The running window: what an accepted head leaves free is refilled at once, so the draft stays `window` long.
@@ -93,11 +98,18 @@ def jacobi_window(
     ids of the whole vocabulary; here slot 0 is the first uncommitted token, and a refill comes from the sequence so
     far as in :func:`jacobi`. Neither changes a token.
     """
-    return _decode(model, list(prompt), max_new_tokens, window, end_tokens, seed, running=True)
+    return _decode(model, list(prompt), max_new_tokens, window, end_tokens, temperature, seed, running=True)
 
 
 def _decode(
-    model: Model, prompt: list[int], limit: int, length: int, end_tokens: Sequence[int], seed: int, running: bool
+    model: Model,
+    prompt: list[int],
+    limit: int,
+    length: int,
+    end_tokens: Sequence[int],
+    temperature: float,
+    seed: int,
+    running: bool,
 ) -> JacobiResult:
     if limit == 0:
         return JacobiResult([], 0, [])
@@ -106,7 +118,7 @@ def _decode(
     # token asked for is never verified by a forward of its own, so a draft longer than limit - 1 would be wasted.
     draft_length = max(1, min(length, limit - 1))
     words = filler_words(seed, limit, length)
-    guesses = greedy_predictions(model, prompt + fillers(words[0][: draft_length - 1], prompt))
+    guesses = own_tokens(model, prompt + fillers(words[0][: draft_length - 1], prompt), temperature, seed)
     draft = guesses[len(prompt) - 1 :]
     committed: list[int] = []
     trace: list[JacobiStep] = []
@@ -117,7 +129,7 @@ def _decode(
             return JacobiResult([*committed, next_token], 1 + len(trace), trace)
 
         history = prompt + committed
-        predictions = greedy_predictions(model, history + draft)[len(history) :]
+        predictions = own_tokens(model, history + draft, temperature, seed)[len(history) :]
         accepted = accepted_length(draft, predictions, end_tokens)
         trace.append(JacobiStep(draft, predictions, accepted))
         committed = committed + draft[:accepted]

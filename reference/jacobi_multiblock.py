@@ -1,11 +1,11 @@
-"""Greedy Jacobi decoding of several blocks at once, with rejected drafts tried again as candidates.
+"""Jacobi decoding of several blocks at once, with rejected drafts tried again as candidates.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 
 One block is real-active: what the model confirms there is committed. The blocks after it are pseudo-active: they take
 part in the same forward, conditioned on the unsettled blocks before them, and are confirmed provisionally (accepted tokens
 stay, their first one without any test). When the real block is complete the next one becomes real: it keeps its tokens as a
-draft, gets the known next token in front, and every token is judged again. That makes the result that of greedy decoding.
+draft, gets the known next token in front, and every token is judged again. That makes the result that of autoregressive decoding.
 
 Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool, all blocks as they
 stand and the rejected tail of the real one. If an entry holds the next token, what follows it there becomes a candidate
@@ -22,10 +22,12 @@ from typing import NamedTuple
 
 import torch
 
-from .autoregressive import Model, greedy_predictions
+from .autoregressive import Model
 from .jacobi import accepted_length, fillers
 from .masks import candidates as branch_mask
 from .philox import random_words
+from .sampling import OWN, draw
+from .sampling import predictions as own_tokens
 
 
 class PseudoBlock(NamedTuple):
@@ -56,7 +58,9 @@ class JacobiMultiblockResult(NamedTuple):
     trace: list[MultiblockStep]  # every forward but the prompt's
 
 
-def branch_predictions(model: Model, history: Sequence[int], branches: Sequence[Sequence[int]]) -> list[list[int]]:
+def branch_predictions(
+    model: Model, history: Sequence[int], branches: Sequence[Sequence[int]], temperature: float = 0.0, seed: int = 0
+) -> list[list[int]]:
     """The model's own next tokens along each of equally long `branches` after `history`, masked from each other: one forward."""
     start, count, length = len(history), len(branches), len(branches[0])
     tail, relative = branch_mask(count, length)
@@ -64,7 +68,9 @@ def branch_predictions(model: Model, history: Sequence[int], branches: Sequence[
     mask[start:, start:] = tail
     positions = torch.cat([torch.arange(start), start + relative])
     ids = torch.tensor([[*history, *(token for branch in branches for token in branch)]])
-    return model(ids, positions[None], mask)[0, start:].argmax(-1).view(count, length).tolist()
+    logits = model(ids, positions[None], mask)[0, start:]
+    own = draw(logits, (positions[start:] + 1).tolist(), temperature, seed, OWN)
+    return [own[first : first + length] for first in range(0, count * length, length)]
 
 
 def continuation(entry: Sequence[int], draft: Sequence[int]) -> list[int] | None:
@@ -105,6 +111,7 @@ def jacobi_multiblock(
     pool_size: int = 4,
     verification_size: int = 4,
     end_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiMultiblockResult:
     """Decode with up to `blocks` blocks under way; with one block and one row this is :func:`.jacobi.jacobi` itself.
@@ -125,7 +132,8 @@ def jacobi_multiblock(
         pool_size: sequences that are kept, the oldest leaves first; 0 for no recycling.
         verification_size: the most rows per forward, the draft included; 1 for no recycling.
         end_tokens: stop after one of these; it is kept as the last token.
-        seed: of the fillers (jacobi.py). It changes the forwards needed, never the tokens.
+        temperature: of the draws; 0 is greedy.
+        seed: of the draws, and of the fillers (jacobi.py), which change the forwards needed, never the tokens.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + 1) % 9]
     >>> jacobi_multiblock(chain, [0, 1], 7, block_size=4)[:2]
@@ -139,7 +147,7 @@ def jacobi_multiblock(
     def length_at(block_start: int) -> int:
         return min(block_size, limit - 1 - block_start)
 
-    draft = _first_draft(model, prompt, max(1, length_at(0)), seed)
+    draft = _first_draft(model, prompt, max(1, length_at(0)), seed, temperature)
     candidates: list[list[int]] = []
     pseudo: list[PseudoBlock] = []
     pool: deque[list[int]] = deque(maxlen=pool_size)
@@ -153,7 +161,7 @@ def jacobi_multiblock(
 
         history = prompt + committed
         rows = [draft, *candidates]
-        row, predictions, answers = _forward(model, history, rows, pseudo)
+        row, predictions, answers = _forward(model, history, rows, pseudo, temperature, seed)
         accepted = accepted_length(rows[row], predictions, end_tokens)
         trace.append(MultiblockStep(rows, pseudo, row, predictions, accepted))
         committed = committed + rows[row][:accepted]
@@ -321,9 +329,9 @@ def _published_call(
     return written(), next_token
 
 
-def _first_draft(model: Model, prompt: list[int], length: int, seed: int) -> list[int]:
+def _first_draft(model: Model, prompt: list[int], length: int, seed: int, temperature: float = 0.0) -> list[int]:
     """Out of the prompt's forward: the exact first token, then guesses that rest on fillers."""
-    return greedy_predictions(model, prompt + _fresh(seed, 0, length - 1, prompt))[len(prompt) - 1 :]
+    return own_tokens(model, prompt + _fresh(seed, 0, length - 1, prompt), temperature, seed)[len(prompt) - 1 :]
 
 
 def _fresh(seed: int, step: int, slots: int, history: Sequence[int]) -> list[int]:
@@ -332,11 +340,16 @@ def _fresh(seed: int, step: int, slots: int, history: Sequence[int]) -> list[int
 
 
 def _forward(
-    model: Model, history: Sequence[int], rows: list[list[int]], pseudo: list[PseudoBlock]
+    model: Model,
+    history: Sequence[int],
+    rows: list[list[int]],
+    pseudo: list[PseudoBlock],
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> tuple[int, list[int], list[list[list[int]]]]:
     """The winning row, the predictions along it, and for each row the predictions along the draft of each pseudo block."""
     after = [token for block in pseudo for token in block.accepted + block.draft]
-    predictions = branch_predictions(model, history, [row + after for row in rows])
+    predictions = branch_predictions(model, history, [row + after for row in rows], temperature, seed)
     answers: list[list[list[int]]] = []
     for row, own in zip(rows, predictions):
         start, of_row = len(row), []

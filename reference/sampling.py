@@ -83,6 +83,14 @@ def causal_logits(model: Model, tokens: Sequence[int]) -> Tensor:
     return model(torch.tensor([list(tokens)], dtype=torch.int64), positions[None], visible)[0]
 
 
+def predictions(model: Model, tokens: Sequence[int], temperature: float, seed: int) -> list[int]:
+    """The model's own next token after each of `tokens`: what :func:`sampled_autoregressive` would draw there."""
+    length = len(tokens)
+    mask = torch.ones(length, length, dtype=torch.bool).tril()
+    logits = model(torch.tensor([list(tokens)], dtype=torch.int64), torch.arange(length)[None], mask)[0]
+    return draw(logits, range(1, length + 1), temperature, seed, OWN)
+
+
 def sampled_autoregressive(
     model: Model,
     prompt: Sequence[int],

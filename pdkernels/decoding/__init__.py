@@ -81,7 +81,7 @@ def method_options(method: str) -> tuple[str, ...]:
     """Names of the options that `generate` takes for `method`.
 
     >>> method_options("jacobi")
-    ('block_size', 'window', 'allow_mask_token', 'seed', 'page_size')
+    ('block_size', 'window', 'draft', 'temperature', 'allow_mask_token', 'seed', 'page_size')
     """
     return tuple(find(method).options)
 

@@ -1,16 +1,20 @@
-"""Greedy Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest anew.
+"""Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest anew.
 
-Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window).
-The plain form is reference/jacobi.py; both take the same forwards and accept the same tokens.
+Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window); for drafts that
+are looked up, Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023).
+The plain forms are reference/jacobi.py and reference/jacobi_lookup.py; they take the same forwards and accept the same tokens.
 """
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import torch
 
 from pdkernels._validation import check, check_memory, check_type
 from pdkernels.decoding._filler import filler_words
-from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy, latents
+from pdkernels.decoding._lookup import Lookup
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_name, checked_sampling, draw, latents
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
 from pdkernels.ops import verify_draft
@@ -19,6 +23,8 @@ _OP = "decoding.jacobi"
 
 DEFAULT_BLOCK_SIZE = 16
 
+Draft = Literal["model", "lookup"]
+
 
 class JacobiSteps(Steps):
     """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last.
@@ -26,8 +32,15 @@ class JacobiSteps(Steps):
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
-        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, not the tokens.
-            One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the initial states too.
+        draft: where guesses come from. "model": from what the model said to the last draft, and random tokens of the text where it
+            said nothing; for models trained to jump ahead. "lookup": from what followed the last tokens where they occurred before,
+            in the text or in rejected drafts; for any model, where the answer quotes its prompt or repeats itself. `block_size` and
+            `window` then both limit a draft, which is short after a short match, and no more than the known token without one.
+        temperature: of the draws; 0 is greedy. A draw's noise belongs to its position and seed, so the tokens are those that
+            `autoregressive` draws with the same seed, whatever was drafted.
+        seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
+            not the tokens. One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the
+            initial states too.
     """
 
     def __init__(
@@ -36,28 +49,36 @@ class JacobiSteps(Steps):
         *,
         block_size: int | None = None,
         window: int | None = None,
+        draft: Draft = "model",
+        temperature: float = 0.0,
         allow_mask_token: bool = False,
         seed: Seed = 0,
         page_size: int | None = None,
     ) -> None:
         length = _checked_length(block_size, window)
-        seeds = checked_seeds(_OP, seed, sizes.batch)
+        checked_name(_OP, "draft", draft, get_args(Draft))
+        seeds = checked_sampling(_OP, temperature, seed, sizes.batch)
         self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
+        self.temperature = temperature
         self.banned = banned_tokens(_OP, self.model, allow_mask_token)
         # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
-        words = 100 * sizes.batch * self.limit * self.slots  # bytes, what they are made with included
-        check_memory(_OP, "block_size", length, words, torch.device("cpu"))
+        words = 100 * sizes.batch * self.limit * self.slots  # bytes of random words, what they are made with included
+        if draft == "model":
+            check_memory(_OP, "block_size", length, words, torch.device("cpu"))
         self.cache = sizes.new_cache(page_size)
         device = self.cache.device
         self.ends = sizes.ends_on(device)
-        seeds = seeds.to(device)
+        self.seeds = seeds = seeds.to(device)
         self.latents = latents(self.model, seeds)
-        self.words = filler_words(seeds, self.limit, self.slots)
         self.slot = torch.arange(self.slots, device=device)
-        self.history = torch.zeros(
-            sizes.batch, sizes.longest + self.limit + self.slots, dtype=torch.int64, device=device
-        )
+        width = sizes.longest + self.limit + self.slots
+        self.lookup = Lookup(sizes.batch, width, self.slots, device) if draft == "lookup" else None
+        if self.lookup is None:
+            self.words = filler_words(seeds, self.limit, self.slots)
+            self.history = torch.zeros(sizes.batch, width, dtype=torch.int64, device=device)
+        else:
+            self.history = self.lookup.text
         self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
         self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
@@ -65,17 +86,22 @@ class JacobiSteps(Steps):
         self.draft, self.predictions = self.entry[:, 2:].split(self.slots, 1)
 
     def start(self, session: Session) -> None:
-        # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
         packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
-        self.history.copy_(packed)
-        first_fillers = self.history.gather(1, self.words[:, 0, : self.slots - 1] % prompt_lengths[:, None])
-        self.history.scatter_(1, prompt_lengths[:, None] + self.slot[:-1], first_fillers)
+        guesses = self.slots - 1
+        if self.lookup is None:
+            # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
+            self.history.copy_(packed)
+            first_fillers = self.history.gather(1, self.words[:, 0, :guesses] % prompt_lengths[:, None])
+            self.history.scatter_(1, prompt_lengths[:, None] + self.slot[:-1], first_fillers)
+        else:
+            guesses = 0
+            self.lookup.clear()
+            self.history.copy_(packed)
         self.cache.lengths.zero_()
-        width = session.longest + self.slots - 1
-        rows = (prompt_lengths - 1)[:, None] + self.slot
-        counts = session.ragged(prompt_lengths + (self.slots - 1))
-        logits, best = self._greedy(self.history[:, :width], counts, rows=rows)
-        self.draft.copy_(best)
+        rows = (prompt_lengths - 1)[:, None] + self.slot[: guesses + 1]
+        counts = session.ragged(prompt_lengths + guesses)
+        logits, best = self._said(self.history[:, : session.longest + guesses], counts, rows + 1, rows=rows)
+        self.draft[:, : guesses + 1] = best
         self.cache.commit_(prompt_lengths)
 
         broken = not_numbers(logits[:, :1], self.draft[:, :1])[:, 0]
@@ -83,16 +109,20 @@ class JacobiSteps(Steps):
         self.remaining.fill_(self.limit - 1).masked_fill_(broken, 0)
         if self.ends is not None:
             self.remaining.masked_fill_(is_end(self.draft[:, 0], self.ends), 0)
-        self.draft_lengths.copy_(self.remaining.clamp(max=self.slots))
+        self.draft_lengths.copy_(self._looked_up() if self.lookup else self.remaining.clamp(max=self.slots))
         self.number.fill_(1)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
         counts = self.draft_lengths if ragged else None
-        logits, predictions = self._greedy(self.draft[:, :width], counts)
+        positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
+        logits, predictions = self._said(self.draft[:, :width], counts, positions)
         self.predictions[:, :width] = predictions
         # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
-        refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
+        if self.lookup is None:
+            refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
+        else:
+            refill = self.lookup.nothing
         self.history.scatter_(1, committed + self.slot, self.draft)
         verdict = verify_draft(
             self.draft, self.predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends, refill=refill
@@ -104,20 +134,33 @@ class JacobiSteps(Steps):
         # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
         broken = judged_by_nan(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
-        if self.windowed:
+        rest = self.draft_lengths - verdict.accepted
+        self.draft.copy_(verdict.new_draft.clamp(min=0))  # a finished sequence has none
+        if self.lookup is not None:
+            self.lookup.keep(verdict.new_draft, rest > 0)
+            next_lengths = self._looked_up()
+        elif self.windowed:
             next_lengths = self.remaining.clamp(max=self.slots)
         else:
-            rest = self.draft_lengths - verdict.accepted
             next_lengths = torch.minimum(rest.masked_fill_(rest == 0, self.slots), self.remaining)
         self.draft_lengths.copy_(next_lengths)
         self.accepted.copy_(verdict.accepted).masked_fill_(broken, -1)
-        self.draft.copy_(verdict.new_draft)
 
-    def _greedy(
-        self, tokens: torch.Tensor, counts: torch.Tensor | None, **rows: torch.Tensor
+    def _looked_up(self) -> torch.Tensor:
+        """Fills drafts after the known token in slot 0, and returns their lengths."""
+        assert self.lookup is not None
+        committed = self.cache.lengths
+        self.history.scatter_(1, committed[:, None], self.draft[:, :1])
+        guesses, found = self.lookup.draft(committed + 1)
+        self.draft[:, 1:] = guesses
+        return torch.minimum(1 + found, self.remaining)
+
+    def _said(
+        self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits, and the tokens that they put at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
-        return logits, greedy(logits, self.banned)
+        return logits, draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
 
     def opened(self, session: Session, rows: Rows) -> None:
         session.forwards += 1

@@ -1,4 +1,4 @@
-"""Greedy Jacobi decoding of several blocks at once, with rejected drafts tried again as branches of the same forward.
+"""Jacobi decoding of several blocks at once, with rejected drafts tried again as branches of the same forward.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 The plain form is reference/jacobi_multiblock.py; both take the same forwards and accept the same tokens.
@@ -7,7 +7,7 @@ The plain form is reference/jacobi_multiblock.py; both take the same forwards an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from pdkernels._validation import check, check_type
 from pdkernels.decoding._filler import filler_words
 from pdkernels.decoding._multiblock import Limits, Progress
-from pdkernels.decoding._sampling import Seed, banned_tokens, checked_seeds, greedy
+from pdkernels.decoding._sampling import OWN, Seed, banned_tokens, checked_sampling, draw
 from pdkernels.decoding._session import Session, marked, not_numbers
 from pdkernels.masks import TilePlan, candidates
 from pdkernels.ops import verify_draft
@@ -25,6 +25,8 @@ _OP = "decoding.jacobi_multiblock"
 
 # Branches are padded to a multiple of this many tokens, so that few plans serve all steps.
 BRANCH_STEP = 8
+
+Said = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens that logits put at positions
 
 
 def decode(
@@ -35,11 +37,12 @@ def decode(
     spawn_ratio: float = 0.85,
     pool_size: int = 4,
     verification_size: int = 4,
+    temperature: float = 0.0,
     allow_mask_token: bool = False,
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
-    """Fill `session` with greedy tokens, several per forward where drafts or candidates are accepted.
+    """Fill `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are accepted.
 
     Args:
         block_size: tokens per block.
@@ -47,11 +50,13 @@ def decode(
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
         pool_size: sequences that are kept to find candidates in, the oldest leaves first; 0 for no candidates.
         verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
-        seed: of the tokens that fill a draft before the model has guessed them; changes the forwards needed, never the tokens.
-            One for all sequences or a list, as elsewhere.
+        temperature: of the draws; 0 is greedy. A draw's noise belongs to its position and seed, so the tokens are those that
+            `autoregressive` draws with the same seed, whatever was drafted.
+        seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
+            never the tokens. One for all sequences or a list, as elsewhere.
     """
     limits = _checked_limits(block_size, blocks, spawn_ratio, pool_size, verification_size)
-    seeds = checked_seeds(_OP, seed, session.batch)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
     banned = banned_tokens(_OP, session.model, allow_mask_token)
     limit = session.max_new_tokens
     if limit == 0:
@@ -64,7 +69,12 @@ def decode(
     ends = session.ends_on(device)
     words = filler_words(seeds, limit, block_size)  # on the host, where drafts are put together
 
-    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), banned)
+    numbers = seeds.to(device)
+
+    def said(logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return draw(logits, positions, temperature, numbers, OWN, banned)
+
+    drafts = _first_drafts(session, cache, words[:, 0], max(1, min(block_size, limit - 1)), said)
     active: list[Progress | None] = [None] * session.batch
     for sequence, (prompt, draft) in enumerate(zip(session.prompts, drafts)):
         session.record_first(sequence, draft[0])
@@ -77,7 +87,7 @@ def decode(
         step = _packed(active, device)
         tail = _tail(step.branches, step.length, device) if step.branches > 1 else (None, None)
         logits = model(step.tokens, cache=cache, counts=step.counts, mask=tail[0], positions=tail[1], rows=step.rows)
-        best = greedy(logits, banned)
+        best = said(logits, cache.lengths[:, None] + 1 + step.offsets)
         predictions = best.view(session.batch, step.branches, -1)
         session.forwards += 1
 
@@ -122,6 +132,12 @@ class _Step(NamedTuple):
     )  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks wait for
     draft_lengths: torch.Tensor  # (batch,), 0 for a finished sequence
     counts: torch.Tensor | None  # (batch,), None while all go on
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Where in its branch each row of `rows` is."""
+        all_rows = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (all_rows if self.rows is None else self.rows) % self.length
 
 
 def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
@@ -168,9 +184,7 @@ def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, t
     return mask.plan(32, 32, device), mask.positions.to(device)
 
 
-def _first_drafts(
-    session: Session, cache: Any, words: torch.Tensor, slots: int, banned: tuple[int, ...]
-) -> list[list[int]]:
+def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int, said: Said) -> list[list[int]]:
     """Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers."""
     device = cache.lengths.device
     padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
@@ -178,10 +192,11 @@ def _first_drafts(
     fillers = padded.gather(1, words[:, : slots - 1].to(device) % lengths[:, None])
     padded.scatter_(1, lengths[:, None] + slot[:-1], fillers)
     counts = session.ragged(lengths + (slots - 1))
-    logits = session.model(padded, cache=cache, counts=counts, rows=(lengths - 1)[:, None] + slot)
+    last = (lengths - 1)[:, None] + slot
+    logits = session.model(padded, cache=cache, counts=counts, rows=last)
     session.forwards += 1
     cache.commit_(lengths)
-    rows: list[list[int]] = marked(logits[:, :1], greedy(logits, banned)).tolist()
+    rows: list[list[int]] = marked(logits[:, :1], said(logits, last + 1)).tolist()
     return rows
 
 

@@ -129,23 +129,18 @@ class Autoregressive(Request, total=False):
     page_size: int | None
 
 
-class Jacobi(Request, total=False):
+class Jacobi(Autoregressive, total=False):
     block_size: int | None
     window: int | None
-    allow_mask_token: bool
-    seed: int | Sequence[int]
-    page_size: int | None
+    draft: Literal["model", "lookup"]
 
 
-class JacobiMultiblock(Request, total=False):
+class JacobiMultiblock(Autoregressive, total=False):
     block_size: int
     blocks: int
     spawn_ratio: float
     pool_size: int
     verification_size: int
-    allow_mask_token: bool
-    seed: int | Sequence[int]
-    page_size: int | None
 
 
 class LinearSelfSpeculation(Autoregressive, total=False):

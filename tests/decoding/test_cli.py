@@ -15,6 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from pdkernels import cli, decoding, evaluation, models
+from pdkernels.cli._terminal import visible
 from pdkernels.decoding import Method
 from pdkernels.decoding._session import Session
 from pdkernels.decoding.methods import METHODS
@@ -68,13 +69,13 @@ def test_a_long_prompt_is_read_once(noise: Transformer) -> None:
 def test_the_text_is_streamed_unbroken_and_harmless(noise: Transformer) -> None:
     result = run(*GENERATE, "--method", "autoregressive", "--max-new-tokens", "200", COLUMNS="40")
     text = decoding.generate(noise, "def f(", max_new_tokens=200).text
-    assert "def f(" + cli._visible(text) + "\n" in result.stdout
+    assert "def f(" + visible(text) + "\n" in result.stdout
     assert any(ord(character) < 32 and character not in "\n\t" for character in text), "the noise must hold some"
     assert all(character.isprintable() or character in "\n\t" for character in result.stdout)
 
 
 def test_no_character_steers_the_terminal() -> None:
-    assert cli._visible("a\x1b[2Jb\r\x07\x9b\n\té") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\té"
+    assert visible("a\x1b[2Jb\r\x07\x9b\n\té") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\té"
 
 
 def test_check_compares_with_greedy() -> None:

@@ -157,7 +157,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
         {"blocksize": 4},
         TypeError,
         GENERATE + "options must be those of method 'jacobi', got 'blocksize'. "
-        "It accepts: block_size, window, allow_mask_token, seed, page_size.",
+        "It accepts: block_size, window, draft, temperature, allow_mask_token, seed, page_size.",
     ),
     ({"page_size": 0}, ValueError, GENERATE + "page_size must be at least 1, got 0."),
     ({"page_size": "big"}, TypeError, GENERATE + "page_size must be an int, got str."),
@@ -209,7 +209,8 @@ def test_lossless_methods() -> None:
 
 def test_method_options() -> None:
     assert method_options("autoregressive") == ("temperature", "allow_mask_token", "seed", "page_size")
-    assert method_options("jacobi") == ("block_size", "window", "allow_mask_token", "seed", "page_size")
+    jacobi = ("block_size", "window", "draft", "temperature", "allow_mask_token", "seed", "page_size")
+    assert method_options("jacobi") == jacobi
 
 
 def test_autocast_around_the_call_changes_nothing() -> None:

@@ -372,6 +372,7 @@ def test_options() -> None:
         "spawn_ratio",
         "pool_size",
         "verification_size",
+        "temperature",
         "allow_mask_token",
         "seed",
         "page_size",

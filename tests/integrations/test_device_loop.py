@@ -131,6 +131,7 @@ CASES = [
     ("tiny-code", "autoregressive", {"temperature": 0.7, "seed": 2}),
     ("tiny-code", "jacobi", {"block_size": 8, "page_size": 4}),
     ("tiny-code", "jacobi", {"window": 5, "seed": 3}),
+    ("tiny-code", "jacobi", {"draft": "lookup", "block_size": 6}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 8}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 6, "temperature": 0.8, "verification": "rejection"}),
     ("tiny-recurrent", "autoregressive", {}),

@@ -26,6 +26,7 @@ CASES = [
     ("tiny-code", "autoregressive", {"temperature": 0.7, "seed": 2}),
     ("tiny-code", "jacobi", {"block_size": 6}),
     ("tiny-code", "jacobi", {"window": 4, "seed": 1}),
+    ("tiny-code", "jacobi", {"draft": "lookup"}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 7}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 5, "temperature": 0.7, "verification": "rejection"}),
     ("tiny-trimode", "linear_self_speculation", {"block_size": 2, "threshold": 0.9}),

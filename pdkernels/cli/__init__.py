@@ -1,6 +1,6 @@
-"""The command line: ``python -m pdkernels generate | eval | methods | models | doctor``.
+"""The command line: ``python -m pdkernels generate | chat | demo | eval | methods | models | doctor``.
 
-The only module that imports typer and rich, which the library itself does not need.
+The only package that imports typer and rich, which the library itself does not need.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import io
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,12 +29,16 @@ import torch
 
 from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
+from pdkernels.cli._chat import chat
+from pdkernels.cli._demo import demo
+from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_told, use_threads, visible
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
-from pdkernels.models.tokenizers import Tokenizer
 from pdkernels.models.zoo import WEIGHTS
+
+__all__ = ["app", "main"]
 
 app = typer.Typer(
     help="Parallel decoding of language models.",
@@ -44,42 +46,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-# Below this many parameters handing work to other threads costs more than they save.
-_TINY = 20_000_000
-
-_ACCEPTED = "bold green"
-_GIVEN = "default"
-_PROMPT = "dim"
-
-
-class _Stream:
-    """Prints tokens as they come: what was drafted and accepted in colour, what the model had to give itself plain."""
-
-    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
-        self._console = console
-        self._text = tokenizer.incremental()
-
-    def __call__(self, sequence: int, ids: list[int], accepted: int) -> None:
-        self._print(self._text.feed(ids[:accepted]), _ACCEPTED)
-        self._print(self._text.feed(ids[accepted:]), _GIVEN)
-
-    def finish(self) -> None:
-        """Print what waited for the rest of a character, and end the line."""
-        self._print(self._text.flush(), _GIVEN)
-        self._console.print()
-
-    def _print(self, text: str, style: str) -> None:
-        if text:
-            self._console.print(Text(_visible(text), style), end="", soft_wrap=True)
-
-
-def _visible(text: str) -> str:
-    """`text` without characters that would steer the terminal: models may write those too."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for character in text
-    )
 
 
 def _help(option: str) -> str:
@@ -117,7 +83,7 @@ def generate(
     console = Console(highlight=False)
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
-    with _errors_told():
+    with errors_told():
         language_model = models.load(model)
         usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
         methods = _methods(method or [usual], options, language_model)
@@ -131,7 +97,7 @@ def generate(
                 model,
                 "Leave it out.",
             )
-        _use_threads(threads, [language_model])
+        use_threads(threads, [language_model])
         results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
         greedy = None
         if check:
@@ -142,7 +108,7 @@ def generate(
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
     console.print(_table(results, same if check else None))
     if console.color_system is not None:
-        console.print(Text.assemble(("accepted drafts", _ACCEPTED), ", ", ("given by the model itself", _GIVEN)))
+        console.print(LEGEND)
     if greedy is not None and any(same.values()):
         quickest = min((name for name in results if same[name]), key=lambda name: results[name].stats.forwards)
         fewer, all_of_them = results[quickest].stats.forwards, greedy.stats.forwards
@@ -150,26 +116,6 @@ def generate(
             console.print(f"{quickest}: the same tokens in {fewer} forwards of the model instead of {all_of_them}.")
     if not all(same[name] for name in same if decoding.is_lossless(name)):
         raise typer.Exit(1)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """What the user can mend is one sentence and exit code 2."""
-    try:
-        yield
-    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
-        if not str(error).startswith(
-            ("pdkernels.", "pdkernels: ")
-        ):  # a fault of ours, not of the input: keep the traceback
-            raise
-        Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-def _use_threads(threads: int | None, language_models: Sequence[Any]) -> None:
-    tiny = all(sum(parameter.numel() for parameter in model.parameters()) < _TINY for model in language_models)
-    if threads is not None or tiny:
-        torch.set_num_threads(threads or 1)
 
 
 def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
@@ -198,8 +144,8 @@ def _run(
     chosen = decoding.find(method)
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
-    console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
-    stream = _Stream(console, model.tokenizer)
+    console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
+    stream = Stream(console, model.tokenizer)
     result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()
     return result
@@ -227,6 +173,10 @@ def _table(results: dict[str, DecodeResult[torch.Tensor, str]], same: dict[str, 
             row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else differs)
         table.add_row(*row)
     return table
+
+
+app.command("chat")(chat)
+app.command("demo")(demo)
 
 
 @app.command("eval")
@@ -272,7 +222,7 @@ def evaluate(
 ) -> None:
     """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding."""
     console = Console(highlight=False)
-    with _errors_told():
+    with errors_told():
         # What would only fail after minutes fails now.
         for option, path in (("--plot", plot), ("--json", json_path)):
             if path is not None:
@@ -301,7 +251,7 @@ def evaluate(
         for line in skipped:
             console.print(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)
         demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
-        _use_threads(threads, list(loaded.values()))
+        use_threads(threads, list(loaded.values()))
         rows = []
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, transient=True) as progress:
@@ -393,7 +343,7 @@ def list_methods(
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    with _errors_told():
+    with errors_told():
         for method in [decoding.find(name) for name in names] if names else METHODS.values():
             table.add_row(Text(method.name, "bold"), Text(method.summary))
             for option in method.options.values() if names else ():
@@ -411,7 +361,7 @@ def list_models() -> None:
 @app.command()
 def doctor() -> None:
     """Show versions, what was compiled and what each op uses on each device."""
-    with _errors_told():
+    with errors_told():
         typer.echo(show_config())
 
 

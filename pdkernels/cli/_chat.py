@@ -1,0 +1,172 @@
+"""``python -m pdkernels chat``: a chat in the terminal, or line by line through a pipe."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pdkernels import decoding, models
+from pdkernels._validation import check as demand
+from pdkernels.cli._terminal import LEGEND, Stream, errors_told, is_ours, tell, use_threads, visible
+from pdkernels.decoding._method import SHARED
+
+COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
+
+
+class Chat:
+    """A model, how it decodes, and what has been said. Every turn reads the whole chat anew."""
+
+    def __init__(
+        self, model: Any, method: str, options: dict[str, Any], max_new_tokens: int, system: str | None
+    ) -> None:
+        self.model, self.method, self.options, self.max_new_tokens = model, method, options, max_new_tokens
+        self._opening = [{"role": "system", "content": system}] if system else []
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = list(self._opening)
+
+    def answer(self, console: Console, question: str) -> str:
+        """Prints the model's answer to a question as it comes, and returns a line of figures. What an interrupt stopped is kept."""
+        asked = [*self.messages, {"role": "user", "content": question}]
+        prompt = self.model.tokenizer.encode_chat(asked)
+        stream, written = Stream(console, self.model.tokenizer), list[int]()
+        room, started = self._room(len(prompt)), time.perf_counter()
+
+        interrupts = 0
+
+        def interrupt(*_: Any) -> None:
+            """The first one waits for the end of a forward, so that no line is torn; a second one does not."""
+            nonlocal interrupts
+            interrupts += 1
+            if interrupts > 1:
+                raise KeyboardInterrupt
+
+        def listen(sequence: int, ids: list[int], accepted: int) -> None:
+            written.extend(ids)
+            stream(sequence, ids, accepted)
+            if interrupts:
+                raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            stats = decoding.generate(
+                self.model, prompt, decoding.find(self.method), max_new_tokens=room, on_tokens=listen, **self.options
+            ).stats
+        except KeyboardInterrupt:
+            figures = f"{len(written)} tokens, stopped after {time.perf_counter() - started:.1f} s"
+        else:
+            figures = f"{stats.tokens} tokens, {stats.forwards} forwards, {stats.tokens_per_forward:.2f} tokens/forward"
+            figures += f", {stats.tokens_per_second:.1f} tokens/s"
+        finally:
+            signal.signal(signal.SIGINT, before)
+        stream.finish()
+        self.messages = [*asked, {"role": "assistant", "content": self.model.tokenizer.decode(written)}]
+        return figures
+
+    def _room(self, tokens: int) -> int:
+        """New tokens that the model's positions leave room for."""
+        most = getattr(self.model.config, "max_positions", None)
+        if most is None:
+            return self.max_new_tokens
+        remedy = "Start anew with /reset."
+        demand(
+            tokens < most,
+            "chat",
+            "the chat",
+            f"leave room for an answer in {most} positions",
+            f"{tokens} tokens",
+            remedy,
+        )
+        return min(self.max_new_tokens, int(most) - tokens)
+
+
+def chat(
+    model: Annotated[str, typer.Option(help="Name of a model, a checkpoint's folder, or a .gguf file.")] = (
+        "smollm2-135m-instruct"
+    ),
+    method: Annotated[str, typer.Option(help="Decoding method.")] = "jacobi",
+    draft: Annotated[
+        str, typer.Option(help="Of 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead.")
+    ] = "lookup",
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a draft or block; by default the method's.")] = None,
+    temperature: Annotated[float, typer.Option(help=SHARED["temperature"])] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    system: Annotated[str | None, typer.Option(help="What the chat opens with, in the role of the system.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
+) -> None:
+    """Chat with a model. Tokens that came as accepted drafts are in colour; each answer ends in a line of figures."""
+    console = Console(highlight=False)
+    with errors_told():
+        language_model: Any = models.load(model)
+        use_threads(threads, [language_model])
+        demand(
+            hasattr(language_model.tokenizer, "encode_chat"),
+            "chat",
+            "--model",
+            "have a chat template",
+            model,
+            "Use generate to continue a text.",
+        )
+        known = decoding.method_options(method)
+        given = {"draft": draft, "block_size": block_size, "temperature": temperature, "seed": seed}
+        options = {name: value for name, value in given.items() if name in known and value is not None}
+        # A first answer unseen: it takes the start of the process, and what cannot work is refused before the first question.
+        first = [{"role": "user", "content": "Hi"}]
+        decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
+        talk(console, Chat(language_model, method, options, max_new_tokens, system))
+
+
+def talk(console: Console, chat: Chat) -> None:
+    """Questions and answers until there are no more."""
+    console.print(Text(COMMANDS, "dim"), soft_wrap=True)
+    if console.color_system is not None:
+        console.print(LEGEND)
+    for line in questions(console):
+        question = line.strip()
+        if question == "/exit":
+            return
+        if question == "/reset":
+            chat.reset()
+            console.print(Text("A new chat.", "dim"))
+        elif question.startswith("/"):
+            console.print(Text(COMMANDS, "dim"), soft_wrap=True)
+        elif question:
+            before = chat.messages
+            try:
+                console.print(Text(chat.answer(console, question), "dim"), soft_wrap=True)
+            except (ValueError, TypeError) as error:
+                if not is_ours(error):
+                    raise
+                chat.messages = before
+                tell(error)
+
+
+def questions(console: Console) -> Iterator[str]:
+    """Lines from the terminal, with its editing where Python has that; or those of a pipe, each shown before its answer."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            console.print(Text(f"> {visible(line.strip())}", "bold"), soft_wrap=True)
+            yield line
+        return
+    try:
+        import_module("readline")
+    except ImportError:
+        pass
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:  # of a line that is being written
+            console.print()
+        except EOFError:
+            console.print()
+            return

@@ -1,0 +1,182 @@
+"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with looked-up drafts, and in transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pdkernels import decoding, models
+from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_told, use_threads, visible
+from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.zoo import WEIGHTS
+
+QUESTIONS = (
+    "Correct the grammar of this text and repeat it in full:\n\nHi team, please send me the report until friday. I has seen that "
+    "there was some mistakes in the last one, so please check the numbers twice. The meeting are moved to monday at 10. Thank you "
+    "very much for you're help, Anna",
+    "Explain why the sky is blue.",
+)
+GREEDY = "autoregressive"
+ADAPTER = WEIGHTS / "smollm2-jacobi"  # a LoRA trained by Jacobi Forcing, where there is one
+
+
+class Answer(NamedTuple):
+    """What a competitor wrote, and what that took."""
+
+    tokens: list[int]
+    forwards: int
+    seconds: float
+
+
+class Competitor(NamedTuple):
+    """Someone who answers ``(prompt, max_new_tokens)``; `greedy` names the one whose tokens must come out."""
+
+    answer: Callable[[list[int], int], Answer]
+    greedy: str
+
+
+def demo(
+    model: Annotated[
+        str, typer.Option(help="Name of a model with a chat template, a folder, or a .gguf file.")
+    ] = PACKAGED[0],
+    question: Annotated[
+        list[str] | None,
+        typer.Option(help="May be given several times; by default one whose answer quotes it, and one other."),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
+) -> None:
+    """Answer questions in every way that gives the same tokens, and show what each way takes.
+
+    The ways take turns, so that what else the machine does meets all of them.
+    """
+    console, same = Console(highlight=False), True
+    with errors_told():
+        language_model: Any = models.load(model)
+        use_threads(threads, [language_model])
+        competitors = _competitors(model, language_model)
+        for text in question or QUESTIONS:
+            prompt = language_model.tokenizer.encode_chat([{"role": "user", "content": text}])
+            console.rule(style="dim")
+            console.print(Text(visible(text), PROMPT), soft_wrap=True)
+            stream = Stream(console, language_model.tokenizer)
+            decoding.generate(
+                language_model, prompt, "jacobi", draft="lookup", max_new_tokens=max_new_tokens, on_tokens=stream
+            )
+            stream.finish()
+            answers = _measured(competitors, prompt, max_new_tokens, rounds)
+            wrong = {
+                name for name, known in competitors.items() if answers[name].tokens != answers[known.greedy].tokens
+            }
+            same = same and not wrong
+            console.print(_table(competitors, answers, wrong, rounds))
+    if console.color_system is not None:
+        console.print(LEGEND)
+    if "transformers" not in competitors:
+        console.print(
+            "With transformers installed, and a GGUF file as the model, there is a row for it.",
+            style="dim",
+            soft_wrap=True,
+        )
+    if not same:
+        raise typer.Exit(1)
+
+
+def _measured(
+    competitors: dict[str, Competitor], prompt: list[int], max_new_tokens: int, rounds: int
+) -> dict[str, Answer]:
+    """Each one's answer with the median of its times; everyone warms up first."""
+    for known in competitors.values():
+        known.answer(prompt, 2)
+    runs = [{name: known.answer(prompt, max_new_tokens) for name, known in competitors.items()} for _ in range(rounds)]
+    return {
+        name: runs[0][name]._replace(seconds=statistics.median(run[name].seconds for run in runs))
+        for name in competitors
+    }
+
+
+def _competitors(name: str, model: Any) -> dict[str, Competitor]:
+    """All that can compete here, by the names in the table."""
+    found = {
+        GREEDY: Competitor(_ours(model), GREEDY),
+        "jacobi, looked up": Competitor(_ours(model, draft="lookup"), GREEDY),
+    }
+    if name == PACKAGED[0] and ADAPTER.is_dir():
+        # Another model, whose own greedy tokens count.
+        forced = models.load(name, adapter=ADAPTER)
+        own = "autoregressive, adapted"
+        found |= {own: Competitor(_ours(forced), own), "jacobi, adapted": Competitor(_ours(forced, draft="model"), own)}
+    file = packaged(name) if name in PACKAGED else Path(name)
+    if file.suffix == ".gguf" and importlib.util.find_spec("transformers") is not None:
+        found["transformers"] = Competitor(_theirs(file, model.end_tokens), GREEDY)
+    return found
+
+
+def _ours(model: Any, **options: Any) -> Callable[[list[int], int], Answer]:
+    method = decoding.find("jacobi" if options else GREEDY)
+
+    def answer(prompt: list[int], max_new_tokens: int) -> Answer:
+        result = decoding.generate(model, prompt, method, max_new_tokens=max_new_tokens, **options)
+        return Answer(result.tokens.tolist(), result.stats.forwards, result.stats.seconds)
+
+    return answer
+
+
+def _theirs(file: Path, end_tokens: tuple[int, ...]) -> Callable[[list[int], int], Answer]:
+    """The `generate` of transformers, greedy, on the same file in the same precision."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    with contextlib.redirect_stderr(io.StringIO()):  # a bar of progress in the middle of ours
+        model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.eval()
+
+    def answer(prompt: list[int], max_new_tokens: int) -> Answer:
+        ids = torch.tensor([prompt])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            written = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=list(end_tokens),
+                pad_token_id=end_tokens[0],
+            )
+        seconds = time.perf_counter() - started
+        tokens = written[0, len(prompt) :].tolist()
+        return Answer(tokens, len(tokens), seconds)
+
+    return answer
+
+
+def _table(competitors: dict[str, Competitor], answers: dict[str, Answer], wrong: set[str], rounds: int) -> Table:
+    title = f"threads {torch.get_num_threads()}, batch 1, median of {rounds} rounds in turns, prompt included"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=title, title_justify="left", title_style="dim")
+    table.add_column("", no_wrap=True)
+    for heading in ("tokens", "forwards", "tokens/\nforward", "seconds", "tokens/s", "\nspeed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("same\ntokens")
+    base = answers["transformers" if "transformers" in answers else GREEDY]
+    for name, (tokens, forwards, seconds) in answers.items():
+        count = len(tokens)
+        speed = (count / seconds) / (len(base.tokens) / base.seconds)
+        is_greedy = competitors[name].greedy == name
+        verdict = Text("no", "bold red") if name in wrong else Text("is greedy" if is_greedy else "yes")
+        figures = (str(count), str(forwards), f"{count / forwards:.2f}", f"{seconds:.2f}", f"{count / seconds:.1f}")
+        table.add_row(name, *figures, f"{speed:.2f}x", verdict)
+    return table

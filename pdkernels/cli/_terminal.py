@@ -1,0 +1,82 @@
+"""What the commands share: text as it comes, errors in one sentence, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pdkernels.models.tokenizers import Tokenizer
+
+ACCEPTED = "bold green"
+GIVEN = "default"
+PROMPT = "dim"
+LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("given by the model itself", GIVEN))
+
+# Below this many parameters handing work to other threads costs more than they save.
+_TINY = 20_000_000
+
+
+class Stream:
+    """Prints tokens as they come: what was drafted and accepted in colour, what the model had to give itself plain."""
+
+    def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
+        self._console = console
+        self._text = tokenizer.incremental()
+
+    def __call__(self, sequence: int, ids: list[int], accepted: int) -> None:
+        self._print(self._text.feed(ids[:accepted]), ACCEPTED)
+        self._print(self._text.feed(ids[accepted:]), GIVEN)
+
+    def finish(self) -> None:
+        """Print what waited for the rest of a character, and end the line."""
+        self._print(self._text.flush(), GIVEN)
+        self._console.print()
+
+    def _print(self, text: str, style: str) -> None:
+        if text:
+            self._console.print(Text(visible(text), style), end="", soft_wrap=True)
+            self._console.file.flush()
+
+
+def visible(text: str) -> str:
+    """`text` without characters that would steer the terminal: models may write those too."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for character in text
+    )
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is about the input, in our words; any other is a fault of ours."""
+    kinds = (ValueError, TypeError, NotImplementedError, ImportError)
+    return isinstance(error, kinds) and str(error).startswith(("pdkernels.", "pdkernels: "))
+
+
+def tell(error: BaseException) -> None:
+    """An error's sentence, on stderr."""
+    Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """What the user can mend is one sentence and exit code 2."""
+    try:
+        yield
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        if not is_ours(error):
+            raise
+        tell(error)
+        raise typer.Exit(2) from None
+
+
+def use_threads(threads: int | None, language_models: Sequence[Any]) -> None:
+    """As many as asked for; one for tiny models, else what torch takes."""
+    tiny = all(sum(parameter.numel() for parameter in model.parameters()) < _TINY for model in language_models)
+    if threads is not None or tiny:
+        torch.set_num_threads(threads or 1)
