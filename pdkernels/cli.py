@@ -199,6 +199,10 @@ def _run(
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
+    if chosen.plans:  # their tokens do not come in the order of the text, and not all are text
+        result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
+        console.print(Text(_visible(result.text), _ACCEPTED), soft_wrap=True)
+        return result
     stream = _Stream(console, model.tokenizer)
     result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()

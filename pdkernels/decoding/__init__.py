@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from pdkernels._renamed import MOVED_OPTIONS, RENAMED_OPTIONS, renamed
 from pdkernels._validation import check, check_flag, check_type
+from pdkernels.decoding._lanes import chunk_lanes
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
 from pdkernels.decoding._plan import BAD_PLANS, BadPlan
 from pdkernels.decoding._prompts import Prompts
@@ -49,6 +50,7 @@ __all__ = [
     "RecurrentStep",
     "TraceStep",
     "available",
+    "chunk_lanes",
     "default_option",
     "find",
     "generate",
@@ -167,7 +169,8 @@ def generate(
         max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
         end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.
         on_tokens: called as ``on_tokens(sequence, ids, accepted)`` whenever a sequence of the batch has new tokens;
-            the first `accepted` of `ids` were accepted drafts, the others the model gave itself.
+            the first `accepted` of `ids` were accepted drafts, the others the model gave itself. Method "planned" also hands on chunks,
+            as `ChunkTokens`, in the order in which they are complete.
         trace: keep every draft, its predictions and what was accepted in ``stats.trace``.
         overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``, "warn" goes on.
         infill: fill mask tokens inside prompts too, for methods on models that see both sides. The result then has the whole

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Literal, get_args
 
 import torch
@@ -279,13 +280,14 @@ class Rounds:
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
         table = sent(step.lines, self._device)
-        canvas, positions, offsets, segment, windows, quota, number = table.split(step.widths, 1)
+        canvas, places, positions, offsets, segment, windows, quota, number = table.split(step.widths, 1)
         layouts = tuple((lengths, False) for lengths in step.layouts)
         hidden = self._model.hidden(
             canvas,
             cache=cache,
             counts=torch.zeros_like(number[:, 0]),
             mask=_tail(layouts, options.sparse, self._device),
+            positions=places if step.gaps else None,
         )
         shift = int(options.tags.predicts == "next")
         rows = (positions - shift).clamp(min=0)
@@ -301,7 +303,7 @@ class Rounds:
             sure = (scores.double() >= options.threshold) & there
             reached = torch.zeros_like(quota).scatter_add_(1, segment, sure.to(quota.dtype))
             limits = {"quota": torch.minimum(quota, reached).clamp_(min=1)}
-        canvas = canvas.clone()
+        canvas = canvas.clone()  # the op writes to no memory that it reads too
         unmask_(
             canvas,
             found.ids,
@@ -325,13 +327,16 @@ class _StepTable:
         self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
         masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
         rows, most, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
-        self.widths = [rows, most, most, most, 2 * chunks, chunks, 1]
+        self.widths = [rows, rows, most, most, most, 2 * chunks, chunks, 1]
+        self.gaps = any(len(own) < len(text.chunks) for text, own in zip(texts, live))
         self.lines = []
         for text, own, quota in zip(texts, live, quotas):
             canvas: list[int] = []
+            places: list[int] = []  # of these rows, from the cached length on
             positions: list[int] = []
             segment: list[int] = []
             windows: list[int] = []
+            starts = [0, *accumulate(len(content) + 2 for content in text.chunks)]
             for number, chunk in enumerate(own):
                 content = text.chunks[chunk]
                 first = len(canvas) + 1
@@ -340,9 +345,10 @@ class _StepTable:
                 positions += found
                 segment += [number] * len(found)
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
-            offsets = [text.cached + position for position in positions]
+                places += range(starts[chunk], starts[chunk + 1])
+            offsets = [text.cached + places[position] for position in positions]
             spare, empty = most - len(positions), chunks - len(own)
-            line = [*canvas, *[tags.pad] * (rows - len(canvas))]
+            line = [*canvas, *[tags.pad] * (rows - len(canvas)), *places, *[0] * (rows - len(places))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
             line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, text.number + 1]
             self.lines.append(line)

@@ -115,6 +115,18 @@ class PlanningModel(BlockModel, Protocol):
     @property
     def plan_tokens(self) -> PlanTokens | None: ...
 
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        mask: Any = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """`positions` ``(batch, T)``: offsets from the cached length of rows that are not stored."""
+        ...
+
 
 class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):
     """For linear and quadratic self-speculation: the model drafts too, maybe with an adapter."""

@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         stored and whose logits mean nothing. A `mask` (as above) says instead what the T rows see of each other; all of them
         see the whole prefix. Then `counts` says how many rows are stored, 0 for a forward that only reads, and rows behind
         those are like others: seen where the mask shows them, with logits that mean what they should. `positions` are offsets
-        from `cache.lengths` in 0..T-1; K and V are stored in the order of the rows all the same.
+        from `cache.lengths` in 0..T-1, or, where nothing is stored, below the capacity; K and V are stored in the order of the rows all the same.
 
         The cache is read where it lies, pages included. In fp64, with heads that are no multiple of 8 in 16 .. 256 and under a
         bool `mask` it is copied, in every layer and forward: give decoders plans.
@@ -411,11 +411,12 @@ class Transformer(nn.Module):
             offsets = torch.arange(rows, device=cache.lengths.device)
         elif lengths is not None and offsets.numel():
             low, high = (int(value) for value in offsets.aminmax())
+            limit = rows if counts is None or counts.any() else cache.capacity
             check(
-                low >= 0 and high < rows,
+                low >= 0 and high < limit,
                 "Transformer",
                 "positions",
-                f"lie in [0, {rows}) with a cache",
+                f"lie in [0, {limit}) with a cache",
                 f"{low}..{high}",
                 "There they count from the cached length.",
             )

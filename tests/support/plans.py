@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pdkernels.decoding import Method
+from pdkernels.decoding import Method, generate
 from pdkernels.models import PlanTokens, Transformer, TransformerConfig, load
 from pdkernels.reference.planned import PlannedResult, planned
 from pdkernels.reference.sampling import without
-from tests.support.base import streams
+from tests.support.base import CachedFake, streams
 
 WORDS, END, MASK = range(10, 15), 15, 22
 TAGS = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1)
@@ -26,10 +27,10 @@ def _bigrams() -> Tensor:
     digits, words = list(range(10)), list(WORDS)
     bias[END, OPEN] = bias[SYNC, OPEN] = 9.0
     bias[OPEN, words], bias[OPEN, digits[1:6]] = 6.0, 4.0
-    bias[10:15, 1:6], bias[10:15, 10:15] = 6.0, 4.0
+    bias[10:15, 1:6], bias[10:15, 10:15] = torch.tensor([5.0, 6.0, 6.5, 6.0, 5.5]), 4.0
     bias[digits, CLOSE] = 8.0
     bias[0:10, 0:2] = 4.0
-    bias[CLOSE, OPEN], bias[CLOSE, SYNC], bias[CLOSE, END] = 6.5, 6.2, 6.3
+    bias[CLOSE, OPEN], bias[CLOSE, SYNC], bias[CLOSE, END] = 7.5, 7.2, 6.0
     return bias
 
 
@@ -48,7 +49,7 @@ def planning_model(seed: int, predicts: str = "own", head_dim: int = 8, dtype: s
         intermediate_size=24,
         tied_head=False,
     )
-    tags = PlanTokens(*TAGS.control, digits=TAGS.digits, unit=1, predicts=predicts)  # type: ignore[arg-type]
+    tags = PlanTokens(*TAGS.control, digits=TAGS.digits, unit=2, predicts=predicts)  # type: ignore[arg-type]
     model = Transformer(config, mask_token=MASK, plan_tokens=tags, end_tokens=(END,)).double()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,6 +72,48 @@ def example(method: Method) -> Any:
     if method.plans and model.plan_tokens is None:
         model.plan_tokens = PlanTokens(*range(1, 7), digits=range(48, 58))  # type: ignore[union-attr]
     return model
+
+
+class Scripted(CachedFake):
+    """Writes plans from a list, one token each time it is asked for one, and `guess` wherever a mask is.
+
+    It would rather say control tokens and masks there. For one sequence; its hidden states are logits.
+    """
+
+    device, dtype = torch.device("cpu"), torch.float32
+    mask_token, end_tokens = MASK, (END,)
+
+    def __init__(
+        self, script: list[int], guess: int = 10, plan_tokens: PlanTokens = TAGS, tokenizer: Any = None
+    ) -> None:
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, predicts="next", attention="causal")
+        self.left, self.guess, self.plan_tokens, self.tokenizer = list(script), guess, plan_tokens, tokenizer
+        self.fed: list[list[int]] = []
+
+    def __call__(self, *arguments: Any, rows: Any = None, **options: Any) -> Tensor:
+        return self.hidden(*arguments, **options)
+
+    def hidden(
+        self, tokens: Tensor, *, cache: Any, counts: Any = None, mask: Any = None, positions: Any = None
+    ) -> Tensor:
+        self.fed.append(tokens[0].tolist())
+        out = torch.zeros(*tokens.shape, VOCABULARY)
+        if counts is not None and not counts.any():
+            out[..., [MASK, END, *TAGS.control]] = 9.0
+            out[..., TAGS.pad] = 0.0
+            out[..., self.guess] = 3.0
+        else:
+            out[..., self.left.pop(0)] = 5.0
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+
+def written(script: list[int], **options: Any) -> tuple[list[int], Any]:
+    """The new tokens of a scripted model, and the report."""
+    result = generate(Scripted(script), [11], "planned", **({"max_new_tokens": 60} | options))
+    return result.tokens.tolist(), result.stats.plans[0]
 
 
 def plain(model: Transformer) -> Any:
