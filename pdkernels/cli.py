@@ -201,7 +201,7 @@ def _run(
     console.print(Text(_visible(prompt), _PROMPT), end="", soft_wrap=True)
     if chosen.plans:  # their tokens do not come in the order of the text, and not all are text
         result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
-        console.print(Text(_visible(result.text), _ACCEPTED), soft_wrap=True)
+        console.print(Text(_visible(result.text or ""), _ACCEPTED), soft_wrap=True)
         return result
     stream = _Stream(console, model.tokenizer)
     result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)

@@ -62,7 +62,8 @@ class PlannedText:
         self._prompt = session.prompts[sequence]
         self._limit = session.limits[sequence]
         self.phase: Literal["plan", "fill", "done"] = "plan" if self._limit else "done"
-        self.rows, self.round_lengths = list(self._prompt), ()
+        self.rows = list(self._prompt)
+        self.round_lengths: tuple[int, ...] = ()
         self.chunks: list[list[int]] = []
         self.cached = self.number = 0
         self._plan: list[int] = []

@@ -112,7 +112,8 @@ def decode(
     checked_flag(_OP, "sparse", sparse)
     checked_number(_OP, "steps_ratio", steps_ratio, 1.0)
     check(steps_ratio > 0, _OP, "steps_ratio", "be above 0", steps_ratio)
-    check_choice(_OP, "order", order, (None, *get_args(Order)))
+    if order is not None:
+        check_choice(_OP, "order", order, get_args(Order))
     if threshold is not None:
         checked_number(_OP, "threshold", threshold)
         by_confidence = order in (None, "confidence")

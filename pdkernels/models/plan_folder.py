@@ -26,13 +26,15 @@ def plan_tokens_of(
 ) -> tuple[PlanTokens, tuple[int, ...]] | None:
     """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None where one is missing."""
     id_of = _names(folder, tokenizer, vocab_size)
-    control = [id_of(name) for name in NAMES]
-    if None in control:
+    control = [token for token in map(id_of, NAMES) if token is not None]
+    if len(control) < len(NAMES):
         return None
-    digits = [id_of(str(digit)) for digit in range(10)]
-    known = list(PUBLISHED.digits) if None in digits else digits  # added_tokens.json names no ordinary token
+    digits = [token for token in (id_of(str(digit)) for digit in range(10)) if token is not None]
+    if len(digits) < 10:  # added_tokens.json names no ordinary token
+        digits = list(PUBLISHED.digits)
+    opening, closing, topic, topic_end, sync, pad = control
     with read_from("tokenizer.json" if isinstance(tokenizer, JsonTokenizer) else _ADDED):
-        made = PlanTokens(*control, digits=known, predicts=PUBLISHED.predicts)  # type: ignore[arg-type]
+        made = PlanTokens(opening, closing, topic, topic_end, sync, pad, digits, predicts=PUBLISHED.predicts)
     end = id_of(END_NAME)
     return made, () if end is None else (end,)
 
@@ -47,6 +49,6 @@ def _names(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Callab
         token: Any = None if fields is None else fields.get(name)
         if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
             fail(OP, f"{_ADDED}: {name}", f"be an id below vocab_size ({vocab_size})", shown(token))
-        return token  # type: ignore[no-any-return]
+        return None if token is None else int(token)
 
     return added
