@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkernels.decoding import generate
+from pdkernels.decoding import generate, planned
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.plans import END, MASK, assert_same, planning_model, references
 
@@ -93,3 +94,25 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(batch, sparse, seed
         assert alone.stats.trace is not None and together.stats.trace is not None
         assert alone.stats.trace[0] == together.stats.trace[index]
         assert alone.stats.forwards == alone.stats.plans[0].critical_path
+
+
+def test_one_plans_while_another_fills_and_a_third_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step; each gives what it gives alone."""
+    texts: list[planned.PlannedText] = []
+    seen: set[tuple[str, ...]] = set()
+
+    class Watched(planned.PlannedText):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            texts.append(self)
+
+        def quotas(self, live: Any) -> list[int]:
+            seen.add(tuple(text.phase for text in texts))
+            return super().quotas(live)
+
+    monkeypatch.setattr(planned, "PlannedText", Watched)
+    model, batch = planning_model(1), [[11, 3, END], [12, 12, 12, END], [10, END]]
+    options: dict[str, Any] = {"temperature": 0.7, "seed": 1, "sparse": True, "cache": "drop_finished"}
+    result = generate(model, batch, METHOD, max_new_tokens=64, page_size=3, trace=True, **options)
+    assert any(len(set(phases)) == 3 for phases in seen)
+    assert_same(result, references(model, batch, 64, **options))
