@@ -31,7 +31,7 @@ from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
-from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_told, use_threads, visible
+from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_told, use_threads, visible
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
@@ -145,6 +145,10 @@ def _run(
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
+    if chosen.plans:  # their tokens do not come in the order of the text, and not all are text
+        result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
+        console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
+        return result
     stream = Stream(console, model.tokenizer)
     result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from pdkernels.models.plan_tokens import PlanTokens
+
 
 class Config(Protocol):
     """Sizes. `max_positions`, if there is one, is the longest text that the model was trained for."""
@@ -105,6 +107,25 @@ class BlockModel(CausalModel, Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class PlanningModel(BlockModel, Protocol):
+    """For `planned`: a causal forward for plans, and chunks that see what a mask shows; and the control tokens of plans."""
+
+    @property
+    def plan_tokens(self) -> PlanTokens | None: ...
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        *,
+        cache: Any,
+        counts: Tensor | None = None,
+        mask: Any = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """`positions` ``(batch, T)``: offsets from the cached length of rows that are not stored."""
+        ...
 
 
 class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):

@@ -78,6 +78,17 @@ def test_no_character_steers_the_terminal() -> None:
     assert visible("a\x1b[2Jb\r\x07\x9b\n\té") == "a\ufffd[2Jb\ufffd\ufffd\ufffd\n\té"
 
 
+def test_a_planned_text_is_printed_without_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plans(session: Session) -> None:
+        session.emit(0, [1, 72, 105], 0)
+        session.text_of = lambda tokens: bytes(tokens[1:]).decode()
+
+    monkeypatch.setitem(METHODS, "plans", Method("plans", plans, plans=True))
+    monkeypatch.setattr(Method, "supports", lambda *_: True)
+    result = run(*GENERATE, "--method", "plans")
+    assert result.exit_code == 0 and "def f(Hi\n" in result.stdout
+
+
 def test_check_compares_with_greedy() -> None:
     result = run(*GENERATE, "--method", "autoregressive", "--method", "jacobi", "--check")
     assert result.exit_code == 0
@@ -138,7 +149,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
     ("arguments", "text"),
     [
         (["--method", "jacoby"], "method must name a decoding method, got 'jacoby'. Known: autoregressive, jacobi"),
-        (["--method", "planned"], "Available: autoregressive, jacobi"),
+        (["--method", "planned"], "model must have plan_tokens, got Transformer."),
         (["--method", "block_diffusion"], "mask_token must be given for a model that has none of its own"),
         (["--block-size", "0"], "block_size must be at least 1, got 0."),
         (["--block-size", "4", "--window", "4"], "window must stand alone"),

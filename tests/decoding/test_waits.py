@@ -15,6 +15,7 @@ import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from tests.decoding.test_devices import CASES, MASKED, PROMPTS, model_of
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
+from tests.support.plans import END, example, planning_model
 
 pytestmark = without_gpu
 
@@ -36,13 +37,13 @@ def gpu() -> Iterator[None]:
 
 
 @cache
-def on_gpu(name: str) -> Any:
-    return pd.models.load(name).to("cuda")
+def on_gpu(method: str) -> Any:
+    return example(pd.decoding.find(method)).to("cuda")
 
 
 def watched(method: str, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
     name = model_of(method)
-    model = on_gpu(name)
+    model = on_gpu(method)
     with waits(model.embedding) as log:
         stats = pd.decoding.generate(
             model, PROMPTS, method, max_new_tokens=16 if name == MASKED else 8, **options
@@ -87,7 +88,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
 )
 def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], stops: bool) -> None:
     """A token comes with the first check behind it, which is one of a token begun in vain if it was the last."""
-    model, method = on_gpu(model_of("recurrent_adaptive")), "recurrent_adaptive"
+    model, method = on_gpu("recurrent_adaptive"), "recurrent_adaptive"
     free = pd.decoding.generate(model, PROMPTS, method, max_new_tokens=4, end_tokens=(), **options).tokens
     ends = tuple({int(tokens[-1]) for tokens in free}) if stops else ()
     log, stats = watched(method, {**options, "end_tokens": ends})
@@ -169,3 +170,20 @@ def test_what_counts_as_waiting() -> None:
             with waits(table) as log:
                 action()
             assert log == expected, action
+
+
+def test_chunks_of_several_sequences_wait_once_a_step() -> None:
+    """For plans, chunks that enter the cache and open chunks together."""
+    model = planning_model.__wrapped__(1, "own", 16, "float32").to("cuda")
+    prompts, options = (
+        [[11, 3, END], [12, 12, 12, END], [10, END]],
+        {"temperature": 0.7, "seed": 1, "max_new_tokens": 40},
+    )
+    for _ in range(2):  # plans of masks are made on the host, but once
+        with waits(model.embedding) as log:
+            stats = pd.decoding.generate(model, prompts, "planned", **options).stats
+    forwards = [n for n, event in enumerate(log) if event == "forward"]
+    assert "read" not in log[: forwards[0]] and "upload" not in log[forwards[1] :]
+    assert stats.plans is not None
+    steps = max(report.critical_path for report in stats.plans)
+    assert log.count("read") == steps < stats.forwards

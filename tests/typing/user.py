@@ -59,9 +59,10 @@ def models_of_ones_own(transformer: pd.models.Transformer, recurrent: pd.models.
     causal: list[pd.models.CausalModel] = [own, transformer, recurrent]
     masked: list[pd.models.BidirectionalModel] = [own, transformer]
     tri_mode: pd.models.SelfSpeculativeModel = transformer
+    planning: pd.models.PlanningModel = transformer
     by_blocks: pd.models.BlockCausalModel = transformer
     waves: pd.models.RecurrentWaveModel = recurrent
-    assert causal and masked and tri_mode and by_blocks and waves
+    assert causal and masked and tri_mode and planning and by_blocks and waves
     any_form = pd.decoding.generate(own, {"input_ids": [1, 2]}, max_new_tokens=2)
     assert any_form.stats
     return pd.decoding.generate(own, torch.tensor([[1, 4]]), "llada", mask_token=4, infill=True, overflow="warn").tokens
@@ -70,6 +71,12 @@ def models_of_ones_own(transformer: pd.models.Transformer, recurrent: pd.models.
 def a_name_that_only_the_run_knows(name: str, options: dict[str, int]) -> Tensor:
     method: pd.decoding.Method = pd.decoding.find(name)
     return pd.decoding.generate(model, [1], method, max_new_tokens=4, **options).tokens
+
+
+def a_plan() -> str:
+    result = pd.decoding.generate(model, [1], "planned", sparse=True, threshold=0.9, order="confidence", joiner=" ")
+    assert result.stats.plans is not None and result.stats.plans[0].critical_path > 0
+    return pd.decoding.chunk_lanes([pd.decoding.ChunkStep(0, [[3]], {(0, 0): 4})])
 
 
 def facts() -> list[str]:

@@ -1,0 +1,137 @@
+"""Parsers, schedules and lengths of planned diffusion: the released tables, and the reference on random arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdkernels.decoding._chunks import candidates, quota, steps_of
+from pdkernels.decoding._plan import BadPlan, fitted, items_as_published, items_by_last_number, text_pieces
+from pdkernels.reference import planned as reference
+from tests.support.plans import CLOSE, OPEN, SYNC, TAGS
+
+W, X = 10, 11  # words
+
+
+def numbers(parse: Callable[..., Any], tokens: list[int]) -> list[int] | str:
+    try:
+        return [item.number for item in parse(tokens, TAGS)]
+    except (BadPlan, reference.BadPlan) as bad:
+        return str(bad)
+
+
+def item(*tokens: int) -> list[int]:
+    return [OPEN, *tokens, CLOSE]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "published", "last"),
+    [
+        (item(W, 4), [4], [4]),
+        (item(W, 1, 2), [12], [12]),
+        (item(W, 1, 0, 0), [10], [100]),
+        (item(W, X, 1, X, 4), [1], [4]),
+        (item(W, X, 1, 0, X, 3), [10], [3]),
+        (item(W, 0), [0], [0]),
+        (item(W), "no number", "no number"),
+        ([OPEN, W, 4], [], "not closed"),
+        ([OPEN, W, 4, OPEN, W, 2, CLOSE], [4], "nested"),
+        ([W, *item(W, 4), X, *item(X, 2), W], [4, 2], [4, 2]),
+        ([*item(W, 9), SYNC, *item(W, 4)], [4], [9, 4]),
+        ([W, CLOSE, *item(W, 4)], [4], "not opened"),
+        ([], [], []),
+        (item(3), [3], [3]),
+        (item(W, 3, X), [3], [3]),
+    ],
+)
+def test_the_parsers(tokens: list[int], published: Any, last: Any) -> None:
+    for parse in (items_as_published, reference.parse_published):
+        assert numbers(parse, tokens) == published
+    for parse in (items_by_last_number, reference.parse_last_number):
+        assert numbers(parse, tokens) == last
+
+
+@given(tokens=st.lists(st.sampled_from([OPEN, CLOSE, SYNC, 0, 1, 2, W, X]), max_size=16))
+def test_parsers_equal_the_reference(tokens: list[int]) -> None:
+    for mine, plain in (
+        (items_as_published, reference.parse_published),
+        (items_by_last_number, reference.parse_last_number),
+    ):
+        found, expected = numbers(mine, tokens), numbers(plain, tokens)
+        assert found == expected
+        if isinstance(found, list):
+            assert [each.topic for each in mine(tokens, TAGS)] == [each.topic for each in plain(tokens, TAGS)]
+
+
+def commits(masks: int, steps: int, schedule: Any) -> list[int]:
+    found: list[int] = []
+    while masks:
+        found.append(quota(masks, len(found), steps, schedule))
+        assert found[-1] == reference.quota(masks, len(found) - 1, steps, schedule) >= 1
+        masks -= found[-1]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "longest", "middle"),
+    [
+        (1.0, 40, [1] * 40, [1] * 20),
+        (0.75, 30, [1] * 21 + [2] * 8 + [3], [1] * 20),
+        (0.5, 20, [1] + [2] * 18 + [3], [1] * 20),
+        (0.25, 10, [3] + [4] * 8 + [5], [1] + [2] * 8 + [3]),
+    ],
+)
+def test_the_released_schedule(ratio: float, steps: int, longest: list[int], middle: list[int]) -> None:
+    """Chunks of 40, 20 and 10 tokens."""
+    assert steps_of(40, ratio, "published") == steps
+    assert commits(40, steps, "published") == longest
+    assert commits(20, steps, "published") == middle
+    assert commits(10, steps, "published") == [1] * 10
+
+
+def test_even_shares() -> None:
+    assert commits(40, 20, "even") == [2] * 20 and commits(40, 30, "even") == [2] * 10 + [1] * 20
+    assert commits(7, 3, "even") == [3, 2, 2] and commits(2, 5, "even") == [1, 1]
+
+
+@given(
+    masks=st.integers(0, 60),
+    longest=st.integers(0, 60),
+    ratio=st.floats(0.01, 1.0),
+    schedule=st.sampled_from(["published", "even"]),
+    step=st.integers(0, 70),
+    refused=st.integers(0, 80),
+)
+def test_schedules_equal_the_reference(masks, longest, ratio, schedule, step, refused) -> None:
+    steps = steps_of(longest, ratio, schedule)
+    assert steps == reference.steps_of(longest, ratio, schedule) and (steps >= 1) == (longest >= 1)
+    if masks <= longest:
+        found = commits(masks, steps, schedule)
+        assert sum(found) == masks and len(found) <= steps
+    if masks:
+        assert (
+            1
+            <= candidates(masks, step, steps, refused)
+            == reference.threshold_quota(masks, step, steps, refused)
+            <= masks
+        )
+
+
+@given(lengths=st.lists(st.integers(0, 30) | st.just(10**9), max_size=6), room=st.integers(0, 80))
+def test_lengths_that_fit(lengths: list[int], room: int) -> None:
+    cut = fitted(lengths, room)
+    assert cut == reference.fitted(lengths, room)
+    if cut is not None and cut != lengths:
+        assert sum(cut) + 2 * len(cut) == room
+
+
+def test_text_without_plans() -> None:
+    begin, end, pad = TAGS.chunk_open, TAGS.chunk_close, TAGS.pad
+    assert text_pieces([W, X, 3], TAGS, ()) == [[W, X, 3]]
+    assert text_pieces([*item(W, 1), begin, pad, pad, end], TAGS, ()) == []
+    assert text_pieces([W, *item(X, 1), X, begin, W, pad, W, end, SYNC, 3], TAGS, ()) == [[W], [X], [W, W], [3]]
+    assert text_pieces([W, 15, X], TAGS, {15}) == [[W, X]]
