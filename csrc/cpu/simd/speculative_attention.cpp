@@ -181,13 +181,25 @@ void attend_splits(const SpeculativeArgs& args) {
   if (splits > 1) merge_splits<T>(args, splits);
 }
 
+// A few lanes, as one new token has, need one vector of them only.
+template <class T>
+void attend_narrow_or_wide(const SpeculativeArgs& args) {
+  const int64_t lanes = smaller(args.block_q, args.q_len) * (args.q_heads / args.kv_heads);
+  return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1>>(args) : attend_splits<T, VectorTiles>(args);
+}
+
 }  // namespace
 
 void speculative_attention(const SpeculativeArgs& args) {
   switch (args.element) {
-    case Element::kFloat: return attend_splits<float, VectorTiles>(args);
-    case Element::kHalf: return attend_splits<Half, VectorTiles>(args);
-    case Element::kBfloat16: return attend_splits<Bfloat16, Bfloat16Tiles>(args);
+    case Element::kFloat: return attend_narrow_or_wide<float>(args);
+    case Element::kHalf: return attend_narrow_or_wide<Half>(args);
+    case Element::kBfloat16:
+#ifdef PDK_AMX  // its products are others: all numbers of rows take them
+      return attend_splits<Bfloat16, AmxTiles>(args);
+#else
+      return attend_narrow_or_wide<Bfloat16>(args);
+#endif
   }
 }
 
