@@ -48,7 +48,7 @@ def main(prompts: int) -> None:
             before = total.get((method, dtype), (0, 0))
             total[method, dtype] = (before[0] + compared, before[1] + wrong)
     for (method, dtype), (compared, wrong) in total.items():
-        print(f"{method:28} {str(dtype):16} {compared} prompts, {wrong} differ from greedy")
+        print(f"{method:28} {dtype!s:16} {compared} prompts, {wrong} differ from greedy")
     sys.exit(any(wrong for _, wrong in total.values()))
 
 

@@ -84,7 +84,9 @@ def cuts(draw: st.DrawFn, length: int) -> list[int]:
 
 @settings(max_examples=40)
 @given(data=st.data(), config=configs(), dtype=st.sampled_from(DTYPES[:2]), length=st.integers(2, 24))
-def test_any_model_in_any_parts(data: st.DataObject, config: TransformerConfig, dtype: torch.dtype, length: int) -> None:
+def test_any_model_in_any_parts(
+    data: st.DataObject, config: TransformerConfig, dtype: torch.dtype, length: int
+) -> None:
     model, tokens = a_model(config, dtype), some_tokens(2, length)
     expected = feed(model, tokens, [1] * length)
     page_size, room = data.draw(st.sampled_from([0, 1, 5, 16])), data.draw(st.sampled_from([0, 3]))

@@ -174,30 +174,39 @@ void linear_of(const LinearArgs& args) {
   // Strips of one length, in whole steps, short enough for sums within the error budget.
   const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
   const int64_t depth = rounded_up((args.width + strips - 1) / strips, 2 * kLanes);
-  // Panels that share what is read of a block. More would not fit into the cache.
-  constexpr int64_t kPanels = 64;
+  // Panels whose rows and sums stay in the second-level cache while all blocks are multiplied with them.
+  constexpr int64_t kPanels = 16;
   for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
     auto* sums = reinterpret_cast<Sums*>(thread_scratch(smaller(panels, kPanels) * static_cast<int64_t>(sizeof(Sums))));
-    for (int64_t block = from; block < to; ++block) {
-      const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
-      const W* own = weight + first * args.weight_stride;
-      const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
-      const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
-      const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
-      Ahead ahead{next, next + bytes, bytes / (64 * strips * panels * (kBlock / kOutputs[kRows])) + 1};
-      for (int64_t group = 0; group < panels; group += kPanels) {
-        const int64_t last = smaller(group + kPanels, panels);
+    for (int64_t group = 0; group < panels; group += kPanels) {
+      const int64_t last = smaller(group + kPanels, panels);
+      for (int64_t block = from; block < to; ++block) {
+        const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
+        const W* own = weight + first * args.weight_stride;
+        const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
+        const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
+        const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
+        Ahead ahead{next, next + bytes, bytes / (64 * strips * (last - group) * (kBlock / kOutputs[kRows])) + 1};
+        const auto add = [&](int64_t p, int64_t begin, Sums& to) {
+          multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
+                           args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
+        };
+        const auto end = [&](int64_t p, Sums& of) {
+          finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, of.at);
+        };
+        if (strips == 1) {
+          for (int64_t p = group; p < last; ++p) {
+            sums[0] = Sums{};
+            add(p, 0, sums[0]);
+            end(p, sums[0]);
+          }
+          continue;
+        }
         for (int64_t p = group; p < last; ++p) sums[p - group] = Sums{};
         for (int64_t begin = 0; begin < args.width; begin += depth) {
-          for (int64_t p = group; p < last; ++p) {
-            multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
-                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width), sums[p - group].at,
-                             ahead);
-          }
+          for (int64_t p = group; p < last; ++p) add(p, begin, sums[p - group]);
         }
-        for (int64_t p = group; p < last; ++p) {
-          finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, sums[p - group].at);
-        }
+        for (int64_t p = group; p < last; ++p) end(p, sums[p - group]);
       }
     }
   });
