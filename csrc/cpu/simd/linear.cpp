@@ -132,17 +132,33 @@ void multiply_rows(int64_t count, const float* x, int64_t x_stride, const W* wei
   multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
 }
 
-// The sums of the lanes of `count` outputs, one in each lane: transposed, all are added up at once, in halves.
-PDK_INLINE Vec sums_of(const Vec (*sums)[kRows], int64_t row, int64_t count) {
-  Ints lanes[kLanes] = {};
-  for (int64_t o = 0; o < count; ++o) lanes[o] = reinterpret_cast<const Ints&>(sums[o][row]);
-  transpose(lanes);
-  Vec total[kLanes];
-  for (int i = 0; i < kLanes; ++i) total[i] = reinterpret_cast<const Vec&>(lanes[i]);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) total[i] += total[i + half];
+// x[i] becomes the sum of x[i] and x[i + kDistance] over pairs of lanes that far apart, the first one's in the lanes
+// without kDistance and the second one's in those with it, for i below kDistance; and so on down to a distance of 1.
+template <int kDistance>
+PDK_INLINE void add_lanes(Ints (&x)[kLanes]) {
+  if constexpr (kDistance > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kDistance; ++i) {
+      exchange<kDistance>(x[i], x[i + kDistance]);
+      x[i] = reinterpret_cast<Ints>(reinterpret_cast<Vec>(x[i]) + reinterpret_cast<Vec>(x[i + kDistance]));
+    }
+    add_lanes<kDistance / 2>(x);
   }
-  return total[0];
+}
+
+// The sums of the lanes of kLanes outputs, or the first `count` of them, one in each lane: each adds its halves, then
+// their halves.
+template <class Lanes>
+PDK_INLINE Vec sums_of(const Vec (*sums)[kRows], int64_t row, Lanes lanes) {
+  Ints x[kLanes];
+  if constexpr (__is_same(Lanes, Whole)) {
+#pragma GCC unroll 16
+    for (int o = 0; o < kLanes; ++o) x[o] = reinterpret_cast<const Ints&>(sums[o][row]);
+  } else {
+    for (int o = 0; o < kLanes; ++o) x[o] = o < lanes.count ? reinterpret_cast<const Ints&>(sums[o][row]) : Ints{};
+  }
+  add_lanes<kLanes / 2>(x);
+  return reinterpret_cast<Vec>(x[0]);
 }
 
 template <class T>
@@ -151,7 +167,7 @@ void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, i
   for (int64_t r = 0; r < count; ++r) {
     T* out = args.out.row<T>(row + r);
     for_vectors(first, first + outputs, [&](int64_t at, auto lanes) {
-      const Vec sum = sums_of(sums + (at - first), r, smaller(kLanes, first + outputs - at));
+      const Vec sum = sums_of(sums + (at - first), r, lanes);
       store(out + at, bias == nullptr ? sum : sum + load(bias + at, lanes), lanes);
     });
   }
