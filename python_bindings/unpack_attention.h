@@ -109,7 +109,7 @@ inline void unpack_prefix(const SameDevice& device, const Tensor& k_cache, const
   args.v_cache = view(v_cache);
   STD_TORCH_CHECK(element_of(k_cache) == args.element, "pdkernels: the cache must have the dtype of q");
   args.lengths = index_view(device, lengths, 1, args.batch);
-  args.splits = count_splits(args.pages.capacity());
+  args.splits = count_splits(args.pages.capacity() + args.q_len);
   args.op = "speculative_attention";
   args.append_rows = 0;
 }

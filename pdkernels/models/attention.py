@@ -1,12 +1,10 @@
 """What each new token sees, and the attention over it.
 
 A forward on a cache is `speculative_attention_append_`: the prefix is read where it lies, in pages or not, the new K and V are stored
-behind it, and the plan of the new tokens knows nothing of its length. Two kinds of forwards go another way:
-
-- A lone row behind equally long prefixes of a contiguous cache, on the CPU: PyTorch's attention over a view of the cache, which
-  takes two thirds of the time there (the kernels put many rows side by side).
-- What the kernels do not take (fp64, heads that are no multiple of 8 in 16 .. 256) and masks that come as bool tensors: PyTorch's
-  attention over a copy of the prefix with the new tokens behind it, under a dense mask. For tests and small experiments.
+behind it, and the plan of the new tokens knows nothing of its length. It is so for any number of rows, since on the CPU a causal
+row gets the same bits in all forwards. What the kernels do not take (fp64, heads that are no multiple of 8 in 16 .. 256) and masks
+that come as bool tensors go another way: PyTorch's attention over a copy of the prefix with the new tokens behind it, under a dense
+mask. For tests and small experiments.
 """
 
 from __future__ import annotations
@@ -92,9 +90,6 @@ def cached_visibility(
 
     `lengths` is the host's copy of the cache's, where it has one: on a CPU.
     """
-    plain = mask is None and rows == 1 and counts is None and cache.block_table is None
-    if plain and lengths is not None and lengths.count(lengths[0]) == len(lengths):
-        return Visibility(None, prefix=lengths[0])
     if cache.dtype in KERNEL_DTYPES and takes_head_dim(cache.head_dim) and not isinstance(mask, torch.Tensor):
         return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
     if mask is None:
@@ -179,8 +174,6 @@ def attend_stored(
         return speculative_attention(
             q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
         )
-    if visibility.mask is None:
-        return attend(q, *cache.layer(layer, visibility.prefix + 1), visibility)
     # From the forward and not from the cache, which need not keep, or have room for, all new tokens.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
     return attend(q, keys, values, visibility)

@@ -1,6 +1,7 @@
-"""What lies between the matrix products of a model.
+"""The matrix products of a model and what lies between them.
 
-Inference runs it as one op each. Those have no gradient and know no fp64, so training and proofs take plain PyTorch.
+Inference runs it as one op each. Those have no gradient and know no fp64, so training and proofs take plain PyTorch. Rows have
+nothing in common in any of them: a row gets the same bits alone and among others.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkernels._validation import KERNEL_DTYPES
+from pdkernels.ops.linear import linear as product
 from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 
@@ -18,6 +20,20 @@ def enabled(x: torch.Tensor) -> bool:
     """Whether the ops take the place of plain PyTorch. Under autocast dtypes mix, which they do not."""
     mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """``x @ weight^T + bias``. On CUDA, where a product of few rows is not ours yet, it is PyTorch's in any case."""
+    if x.device.type == "cpu" and enabled(x):
+        return product(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def add_linear(added: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``added + x @ weight^T`` of two `(batch, rows, width)`."""
+    if x.device.type == "cpu" and enabled(x):
+        return added + product(x, weight)
+    return torch.addmm(added.flatten(0, 1), x.flatten(0, 1), weight.T).view_as(added)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pdkernels._validation import check
-from pdkernels.models.fused import add_norm, gated, rms_norm
+from pdkernels.models.fused import add_norm, gated, linear, rms_norm
 
 if TYPE_CHECKING:
     from pdkernels.models.config import TransformerConfig
@@ -86,7 +85,7 @@ class Layer(nn.Module):
         config = self.config
         middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
         rows = {"qkv": slice(None), "qk": slice(middle), "v": slice(middle, None)}[part]
-        flat = F.linear(normed, self.qkv[rows], None if bias is None else bias[rows])
+        flat = linear(normed, self.qkv[rows], None if bias is None else bias[rows])
         heads: torch.Tensor = flat.unflatten(-1, (-1, config.head_dim))
         if self.q_norm is None or self.k_norm is None or part == "v":
             return heads
@@ -96,18 +95,18 @@ class Layer(nn.Module):
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
         """What attention adds to the residual, of `mixed` `(batch, rows, heads, head_dim)`."""
         mixed = mixed.flatten(-2)
-        out = F.linear(mixed, self.output, self.output_bias)
+        out = linear(mixed, self.output, self.output_bias)
         if adapted is None:
             return out
         assert self.adapter_in is not None and self.adapter_out is not None
-        return out + F.linear(F.linear(mixed, self.adapter_in), self.adapter_out) * adapted
+        return out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
 
     def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the second half adds to the residual `x`."""
         return self._mlp(rms_norm(x, self.mlp_norm, self.config.norm_eps))
 
     def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
-        return F.linear(gated(F.linear(normed, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
+        return linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down, self.down_bias)
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:

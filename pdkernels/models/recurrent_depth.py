@@ -26,7 +26,7 @@ from pdkernels.cache import Cache
 from pdkernels.models.attention import cached_visibility, check_tokens, uncached_visibility
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import RecurrentDepthConfig
-from pdkernels.models.fused import add_norm, rms_norm
+from pdkernels.models.fused import add_linear, add_norm, linear, rms_norm
 from pdkernels.models.recurrent_layer import ForwardContext, RecurrentLayer
 from pdkernels.models.rope import RopeTables, Rotation
 from pdkernels.models.transformer import select_rows
@@ -249,7 +249,7 @@ class RecurrentDepth(nn.Module):
 
     def embedding_term(self, embedding: torch.Tensor) -> torch.Tensor:
         """What e adds to the core's input, the same in all recurrences: ``e @ W_e^T``, `(batch, T, hidden_size)`."""
-        return F.linear(embedding, self.adapter[:, self.config.hidden_size :])
+        return linear(embedding, self.adapter[:, self.config.hidden_size :])
 
     def core(self, state: torch.Tensor, term: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The state after one more recurrence; `state` and `term`, the embedding's, are `(batch, T, hidden_size)`."""
@@ -261,7 +261,7 @@ class RecurrentDepth(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A recurrence up to its last norm: ``core(...) == rms_norm(x + residual) * exit_weight`` for the two it returns."""
         hidden = self.config.hidden_size
-        x = torch.addmm(term.flatten(0, 1), state.flatten(0, 1), self.adapter[:, :hidden].T).view_as(term)
+        x = add_linear(term, state, self.adapter[:, :hidden])
         return self._run_parts(self.core_layers, x, context, self.config.prelude_layers)
 
     def coda(
@@ -272,7 +272,7 @@ class RecurrentDepth(nn.Module):
         x = self._run(self.coda_layers, x, context, self.config.prelude_layers + self.config.core_layers)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
-        return F.linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
+        return linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
 
     def _run(
         self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int

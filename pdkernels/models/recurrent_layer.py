@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from pdkernels.cache import Cache
 from pdkernels.models import fused
 from pdkernels.models.attention import Visibility, attend, attend_cached, attend_stored
 from pdkernels.models.config import RecurrentDepthConfig
-from pdkernels.models.fused import add_norm, gated
+from pdkernels.models.fused import add_norm, gated, linear
 from pdkernels.models.rope import Rotation, apply_rope
 from pdkernels.ops.transformer_ops import apply_rope_append_
 
@@ -53,10 +52,10 @@ class RecurrentLayer(nn.Module):
         self, x: torch.Tensor, normed: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What stands before norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` that of the cache."""
-        qkv = F.linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
+        qkv = linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
         mixed = self._attention(qkv, context, slot).flatten(-2)
-        h, normed = add_norm(F.linear(mixed, self.output), x, self.norm_2, self.norm_3, self.config.norm_eps)
-        return F.linear(gated(F.linear(normed, self.gate_up)), self.down), h
+        h, normed = add_norm(linear(mixed, self.output), x, self.norm_2, self.norm_3, self.config.norm_eps)
+        return linear(gated(linear(normed, self.gate_up)), self.down), h
 
     def _attention(self, qkv: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
         """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""

@@ -30,7 +30,7 @@ from pdkernels.models.attention import (
 )
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.fused import add_norm, rms_norm
+from pdkernels.models.fused import add_norm, linear, rms_norm
 from pdkernels.models.layer import Layer
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The language model head: logits `(..., vocab_size)` of rows of `hidden`."""
         head = self.embedding if self.head is None else self.head
-        return F.linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
+        return linear(rms_norm(hidden, self.norm, self.config.norm_eps), head)
 
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         """`pdkernels.token_statistics`, with its `options`, of the `logits` of rows of `hidden`, which are never stored."""

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from pdkernels._validation import check_floats, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
+from pdkernels.ops.linear import linear_op
 from pdkernels.ops.token_statistics import (
     OPTIONS,
     RESULTS,
@@ -56,8 +56,8 @@ def linear_token_statistics(
 
     Means what ``token_statistics(F.linear(hidden, weight), ...)`` means, for memory that does not grow with rows times V. On CUDA
     the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so that two may tie or
-    change places); with `top_p` or `min_p`, and on the CPU, rows go by blocks of at most 2**24 logits through ``F.linear`` and
-    the kernel of `token_statistics`.
+    change places); with `top_p` or `min_p`, and on the CPU, rows go by blocks of at most 2**24 logits through a product
+    (``F.linear`` on CUDA, `linear` on the CPU) and the kernel of `token_statistics`.
 
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
@@ -76,7 +76,7 @@ def linear_token_statistics(
             steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic. On CUDA and without filters a row's result does not depend on other rows; elsewhere the
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other rows, but on CUDA with filters, where the
     product is PyTorch's, whose last bits may depend on how many rows there are.
 
     Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online normalizer
@@ -138,10 +138,14 @@ def _cpu(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
     return _by_blocks(hidden, weight, given)
 
 
+def _product(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear_op(hidden, weight) if hidden.device.type == "cpu" else torch.nn.functional.linear(hidden, weight)
+
+
 def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
     """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a row of more."""
     if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
-        results: tuple[Tensor, ...] = token_statistics_op(linear(hidden, weight), *options)
+        results: tuple[Tensor, ...] = token_statistics_op(_product(hidden, weight), *options)
         return results
     shape = rows_shape(hidden, options.row_index)
     hidden = hidden.reshape(-1, hidden.shape[-1])
@@ -172,7 +176,7 @@ def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor
             steps=None if steps is None else steps[piece],
             seeds=None if seeds is None else seeds[piece],
         )
-        blocks.append(token_statistics_op(linear(block, weight), *placed))
+        blocks.append(token_statistics_op(_product(block, weight), *placed))
     results = blocks[0] if len(blocks) == 1 else tuple(torch.cat(parts) for parts in zip(*blocks))
     return tuple(x.view((*shape, *x.shape[1:])) for x in results)
 

@@ -99,8 +99,9 @@ def speculative_attention(
             reference has both).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
-    batch; pages give the bits of a contiguous cache of their capacity. ``torch.compile`` sees one op, and neither it nor a CUDA
-    graph notices that prefixes grow.
+    batch; pages give the bits of a contiguous cache of their capacity. On the CPU a row that sees all keys up to its own has the same
+    bits whether these are cached or new, and however many new tokens there are. ``torch.compile`` sees one op, and neither it nor
+    a CUDA graph notices that prefixes grow.
 
     Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); splits of a
     prefix merged by their log-sum-exps after Flash-Decoding (Dao et al., 2023).

@@ -7,11 +7,21 @@ import os
 import pytest
 import torch
 
+from pdkernels.masks import SegmentMask, causal
 from pdkernels.reference.speculative_attention import speculative_attention as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.ops.attention_cases import DTYPES
 from tests.ops.kv_cases import copy_of
-from tests.ops.speculative_cases import TAILS, Inputs, Results, assert_stored, make_inputs, make_rows, with_room
+from tests.ops.speculative_cases import (
+    TAILS,
+    Inputs,
+    Results,
+    assert_stored,
+    in_pages,
+    make_inputs,
+    make_rows,
+    with_room,
+)
 
 SHAPES = [(16, 2, 2), (40, 4, 2), (64, 7, 1), (128, 2, 1)]
 PAGES = [0, 1, 16]
@@ -64,3 +74,30 @@ def test_rows_are_stored(level_ops: object, dtype: torch.dtype, page_size: int) 
     results = level_ops.speculative_attention_append_(*written[:6], *parts, written.block_table, *rows)
     assert all(torch.equal(a, b) for a, b in zip(results, run(level_ops, inputs, "quadratic")))
     assert_stored(written[3:5], inputs, rows)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_causal_row_has_bits_of_its_own(level_ops: object, dtype: torch.dtype) -> None:
+    """Whatever is cached, however many rows there are, in pages or not, and beside rows that see something else."""
+    inputs, length = make_inputs(150, [0], slots=150, heads=4, kv_heads=2, head_dim=40, dtype=dtype), 150
+    scale = inputs.q.shape[-1] ** -0.5
+    whole = Results(*level_ops.speculative_attention(*inputs[:6], *causal(length).plan(48, 64).arguments, scale))
+
+    def cached(first: int, rows: int, page_size: int, mask: SegmentMask) -> Results:
+        """`rows` from `first` on after all earlier ones; rows of the mask behind those are the last ones again."""
+        index = torch.arange(first, first + mask.q_len).clamp(max=length - 1)
+        caches = [torch.full_like(x, torch.nan) for x in inputs[1:3]]
+        for cache, new in zip(caches, inputs[1:3]):
+            cache[:, :first] = new[:, :first]
+        given = Inputs(*(x[:, index] for x in inputs[:3]), *caches, torch.tensor([first]))
+        given = in_pages(given, page_size) if page_size else given
+        plan = (*mask.plan(32, 48).arguments, scale, given.block_table)
+        out, lse = level_ops.speculative_attention(*given[:6], *plan)
+        return Results(out[:, :rows], lse[:, :, :rows])
+
+    cases = [(first, 1, 0, causal(1)) for first in (0, 31, 127, 128, 149)]
+    cases += [(100, 50, 7, causal(50)), (120, 6, 0, TAILS["quadratic"]), (127, 9, 16, causal(9))]
+    for first, rows, page_size, mask in cases:
+        found = cached(first, rows, page_size, mask)
+        assert torch.equal(found.out, whole.out[:, first : first + rows])
+        assert torch.equal(found.lse, whole.lse[:, :, first : first + rows])

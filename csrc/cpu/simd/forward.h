@@ -47,12 +47,11 @@ struct Memory {
 // scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied
 // with.
 //
-// Exact scores are rounded before the largest is subtracted, and masked ones become -inf: these are stored. The others
-// are read again.
+// Exact scores are rounded before the largest is subtracted: these are stored. The others are scaled again, and fused
+// with the subtraction in masked blocks as in others, so that what a lane sees does not depend on the other lanes.
 template <class Tiles, bool kExact>
 void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
   constexpr int kVectors = Tiles::kVectors;
-  const auto stored = [](const Block& block) { return kExact || block.visible != nullptr; };
   Vec largest[kVectors], sum[kVectors] = {};
   for (int v = 0; v < kVectors; ++v) largest[v] = panel.largest[v];
   for (int b = 0; b < num_blocks; ++b) {
@@ -62,7 +61,7 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
       for (int v = 0; v < kVectors; ++v, ++row) {
         Vec score = rounded(*row * scale);
         if (visible != nullptr) score = choose(visible[j * kVectors + v], score, splat(-kInfinity));
-        if (stored(blocks[b])) *row = score;
+        if (kExact) *row = score;
         largest[v] = larger(score, largest[v]);
       }
     }
@@ -78,11 +77,16 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
     float* block = scores + b * kBlock * Tiles::kPanel;
     const Vec* row = reinterpret_cast<const Vec*>(block);
     const int count = blocks[b].count;
-    const float unit = stored(blocks[b]) ? 1 : scale;
+    const Ints* visible = blocks[b].visible;
+    const auto weight = [&](int j, int v) {
+      const Vec score = row[j * kVectors + v];
+      if constexpr (kExact) return exponential<true>(score - base[v]);
+      const Vec all = exponential<false>(score * scale - base[v]);
+      return visible == nullptr ? all : choose(visible[j * kVectors + v], all, Vec{});
+    };
     for (int j = 0; j < count; j += 2) {
       for (int v = 0; v < kVectors; ++v) {
-        const Vec even = exponential<kExact>(row[j * kVectors + v] * unit - base[v]);
-        const Vec odd = j + 1 < count ? exponential<kExact>(row[(j + 1) * kVectors + v] * unit - base[v]) : Vec{};
+        const Vec even = weight(j, v), odd = j + 1 < count ? weight(j + 1, v) : Vec{};
         sum[v] += even + odd;
         Tiles::put_weights(block, j, v, even, odd);
       }
@@ -134,12 +138,12 @@ void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t
              [&](int64_t key, int64_t count, const uint32_t* bitmap, int64_t column) {
                const TokenPointers<const T> keys(args.k, batch, key, kv_head, count),
                    values(args.v, batch, key, kv_head, count);
-               consume(keys.at, values.at, count, bitmap, column);
+               consume(keys.at, values.at, count, bitmap, args.bitmaps.words_per_row, column);
              });
 }
 
-// One query tile of one KV head. `chunks` calls what it is given with (keys, values, how many, bitmap, first column)
-// for all the chunks that the tile sees; `done` gets each panel when it has seen them.
+// One query tile of one KV head. `chunks` calls what it is given with (keys, values, how many, bitmap, words of its
+// rows, first column) for all the chunks that the tile sees; `done` gets each panel when it has seen them.
 template <class T, class Tiles, class Chunks, class Done>
 void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
             const Chunks& chunks, const Done& done) {
@@ -155,7 +159,8 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
           Lanes::from(first + i * Tiles::kPanel, smaller(Tiles::kPanel, lanes - i * Tiles::kPanel), tokens);
       start<T>(args, batch, head, token, memory.panels[i]);
     }
-    chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap, int64_t column) {
+    chunks([&](const T* const* keys, const T* const* values, int64_t count, const uint32_t* bitmap,
+               int64_t words_per_row, int64_t column) {
       Tiles::pack(keys, count, args.head_dim, memory.keys);
       Tiles::pack(values, count, args.head_dim, memory.values);
       const bool plain = adds_nothing_hidden(values, count, args.head_dim, bitmap);
@@ -163,8 +168,7 @@ void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t t
         Panel<Tiles>& panel = memory.panels[i];
         Block blocks[kChunk / kBlock];
         Vec factor[Tiles::kVectors];
-        const int n = blocks_of_rows<Tiles>(bitmap, args.bitmaps.words_per_row, panel.lanes, column, count, blocks,
-                                            memory.visible);
+        const int n = blocks_of_rows<Tiles>(bitmap, words_per_row, panel.lanes, column, count, blocks, memory.visible);
         if (n == 0) continue;
         Tiles::scores(memory.keys.rows, panel.queries, args.head_dim, blocks, n, memory.scores);
         softmax_step<Tiles, kExact>(panel, blocks, n, args.scale, memory.scores, factor);

@@ -132,17 +132,33 @@ void multiply_rows(int64_t count, const float* x, int64_t x_stride, const W* wei
   multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
 }
 
-// The sums of the lanes of `count` outputs, one in each lane: transposed, all are added up at once, in halves.
-PDK_INLINE Vec sums_of(const Vec (*sums)[kRows], int64_t row, int64_t count) {
-  Ints lanes[kLanes] = {};
-  for (int64_t o = 0; o < count; ++o) lanes[o] = reinterpret_cast<const Ints&>(sums[o][row]);
-  transpose(lanes);
-  Vec total[kLanes];
-  for (int i = 0; i < kLanes; ++i) total[i] = reinterpret_cast<const Vec&>(lanes[i]);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) total[i] += total[i + half];
+// x[i] becomes the sum of x[i] and x[i + kDistance] over pairs of lanes that far apart, the first one's in the lanes
+// without kDistance and the second one's in those with it, for i below kDistance; and so on down to a distance of 1.
+template <int kDistance>
+PDK_INLINE void add_lanes(Ints (&x)[kLanes]) {
+  if constexpr (kDistance > 0) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kDistance; ++i) {
+      exchange<kDistance>(x[i], x[i + kDistance]);
+      x[i] = reinterpret_cast<Ints>(reinterpret_cast<Vec>(x[i]) + reinterpret_cast<Vec>(x[i + kDistance]));
+    }
+    add_lanes<kDistance / 2>(x);
   }
-  return total[0];
+}
+
+// The sums of the lanes of kLanes outputs, or the first `count` of them, one in each lane: each adds its halves, then
+// their halves.
+template <class Lanes>
+PDK_INLINE Vec sums_of(const Vec (*sums)[kRows], int64_t row, Lanes lanes) {
+  Ints x[kLanes];
+  if constexpr (__is_same(Lanes, Whole)) {
+#pragma GCC unroll 16
+    for (int o = 0; o < kLanes; ++o) x[o] = reinterpret_cast<const Ints&>(sums[o][row]);
+  } else {
+    for (int o = 0; o < kLanes; ++o) x[o] = o < lanes.count ? reinterpret_cast<const Ints&>(sums[o][row]) : Ints{};
+  }
+  add_lanes<kLanes / 2>(x);
+  return reinterpret_cast<Vec>(x[0]);
 }
 
 template <class T>
@@ -151,7 +167,7 @@ void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, i
   for (int64_t r = 0; r < count; ++r) {
     T* out = args.out.row<T>(row + r);
     for_vectors(first, first + outputs, [&](int64_t at, auto lanes) {
-      const Vec sum = sums_of(sums + (at - first), r, smaller(kLanes, first + outputs - at));
+      const Vec sum = sums_of(sums + (at - first), r, lanes);
       store(out + at, bias == nullptr ? sum : sum + load(bias + at, lanes), lanes);
     });
   }
@@ -174,30 +190,39 @@ void linear_of(const LinearArgs& args) {
   // Strips of one length, in whole steps, short enough for sums within the error budget.
   const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
   const int64_t depth = rounded_up((args.width + strips - 1) / strips, 2 * kLanes);
-  // Panels that share what is read of a block. More would not fit into the cache.
-  constexpr int64_t kPanels = 64;
+  // Panels whose rows and sums stay in the second-level cache while all blocks are multiplied with them.
+  constexpr int64_t kPanels = 16;
   for_ranges(blocks, kBlock * args.width * smaller(panels, 4), [&](int64_t from, int64_t to) {
     auto* sums = reinterpret_cast<Sums*>(thread_scratch(smaller(panels, kPanels) * static_cast<int64_t>(sizeof(Sums))));
-    for (int64_t block = from; block < to; ++block) {
-      const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
-      const W* own = weight + first * args.weight_stride;
-      const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
-      const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
-      const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
-      Ahead ahead{next, next + bytes, bytes / (64 * strips * panels * (kBlock / kOutputs[kRows])) + 1};
-      for (int64_t group = 0; group < panels; group += kPanels) {
-        const int64_t last = smaller(group + kPanels, panels);
+    for (int64_t group = 0; group < panels; group += kPanels) {
+      const int64_t last = smaller(group + kPanels, panels);
+      for (int64_t block = from; block < to; ++block) {
+        const int64_t first = block * kBlock, outputs = smaller(kBlock, args.outputs - first);
+        const W* own = weight + first * args.weight_stride;
+        const char* next = reinterpret_cast<const char*>(own + kBlock * args.weight_stride);
+        const int64_t size = args.rows > 2 ? smaller(kBlock, args.outputs - first - kBlock) * args.weight_stride : 0;
+        const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
+        Ahead ahead{next, next + bytes, bytes / (64 * strips * (last - group) * (kBlock / kOutputs[kRows])) + 1};
+        const auto add = [&](int64_t p, int64_t begin, Sums& to) {
+          multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
+                           args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
+        };
+        const auto end = [&](int64_t p, Sums& of) {
+          finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, of.at);
+        };
+        if (strips == 1) {
+          for (int64_t p = group; p < last; ++p) {
+            sums[0] = Sums{};
+            add(p, 0, sums[0]);
+            end(p, sums[0]);
+          }
+          continue;
+        }
         for (int64_t p = group; p < last; ++p) sums[p - group] = Sums{};
         for (int64_t begin = 0; begin < args.width; begin += depth) {
-          for (int64_t p = group; p < last; ++p) {
-            multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
-                             args.weight_stride, outputs, begin, smaller(begin + depth, args.width), sums[p - group].at,
-                             ahead);
-          }
+          for (int64_t p = group; p < last; ++p) add(p, begin, sums[p - group]);
         }
-        for (int64_t p = group; p < last; ++p) {
-          finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, sums[p - group].at);
-        }
+        for (int64_t p = group; p < last; ++p) end(p, sums[p - group]);
       }
     }
   });

@@ -1,41 +1,122 @@
-// Speculative attention: a work item is one query tile of one KV head over one split of the prefix; the first split has
-// the tail.
+// Speculative attention: a work item is one query tile of one KV head over one split of the positions.
+//
+// A row that sees all keys up to its own gets the same bits whether these are cached or new, and however many other
+// rows there are: lanes have nothing in common, a key that a lane does not see adds an exact 0 to its sums, and chunks
+// and splits are cut at positions that are the same for all.
 #include "pdkernels/speculative_attention.h"
 #include "forward.h"
 
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The chunks of cached tokens [begin, end) of a sequence, as attend() wants them.
+constexpr int64_t kWords = kChunk / 32;  // of a bitmap row over one chunk
+
+PDK_INLINE int64_t larger_of(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// Bits [first, last) of a word, clipped to it.
+PDK_INLINE uint32_t ones(int64_t first, int64_t last) {
+  first = larger_of(first, 0), last = smaller(last, 32);
+  return first >= last ? 0 : ~0u >> (32 - (last - first)) << first;
+}
+
+// 32 bits of a bitmap row from `column` on, which may lie before the row.
+PDK_INLINE uint32_t bits_from(const uint32_t* row, int64_t words, int64_t column) {
+  const int64_t word = column >> 5, shift = column & 31;
+  const auto at = [&](int64_t i) { return i >= 0 && i < words ? row[i] : 0; };
+  return shift == 0 ? at(word) : at(word) >> shift | at(word + 1) << (32 - shift);
+}
+
+// The first new token behind all those that a query tile sees.
+inline int64_t tail_end(const SpeculativeArgs& args, int64_t batch, int64_t tile) {
+  int64_t end = 0;
+  for (const TilePair range : args.of_q.full(batch, tile)) end = larger_of(end, range.second);
+  for (const TilePair other : args.of_q.others(batch, tile)) end = larger_of(end, other.first + 1);
+  return smaller(end * args.block_k, args.kv_len);
+}
+
+enum class Seen { kNone, kSome, kAll };
+
+// What a query tile sees of a chunk whose first key is new token `column`, or a cached one where that is negative.
+// Where it is not simply all or nothing, `bitmap` gets kWords words for each row.
+inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, int64_t column, int64_t count,
+                      uint32_t* bitmap) {
+  const int64_t end = column + count, block = args.block_k, words = args.bitmaps.words_per_row;
+  const int64_t rows = smaller(args.block_q, args.q_len - tile * args.block_q);
+  uint32_t same[kWords];  // visible to all rows
+  bool any = column < 0;
+  for (int64_t w = 0; w < kWords; ++w) same[w] = ones(0, -column - 32 * w);
+  const auto add = [&](int64_t first, int64_t last) {
+    any |= first < end && last > column;
+    for (int64_t w = 0; w < kWords; ++w) same[w] |= ones(first - column - 32 * w, last - column - 32 * w);
+  };
+  for (const TilePair range : args.of_q.full(batch, tile)) add(range.first * block, range.second * block);
+  for (const TilePair other : args.of_q.others(batch, tile)) {
+    const int64_t first = other.first * block, last = smaller(first + block, args.kv_len);
+    if (other.second < 0) {
+      add(first, last);
+    } else {
+      any |= first < end && last > column;
+    }
+  }
+  if (!any) return Seen::kNone;
+  bool all = true;
+  for (int64_t w = 0; w < kWords; ++w) all &= (~same[w] & ones(0, count - 32 * w)) == 0;
+  if (all) return Seen::kAll;
+  for (int64_t r = 0; r < rows; ++r) __builtin_memcpy(bitmap + r * kWords, same, sizeof(same));
+  for (const TilePair other : args.of_q.others(batch, tile)) {
+    const int64_t first = other.first * block;
+    if (other.second < 0 || first >= end || first + block <= column) continue;
+    const uint32_t* row = args.bitmaps.of(other.second);
+    for (int64_t r = 0; r < rows; ++r, row += words) {
+      for (int64_t w = 0; w < kWords; ++w) bitmap[r * kWords + w] |= bits_from(row, words, column + 32 * w - first);
+    }
+  }
+  return Seen::kSome;
+}
+
+// The keys of a sequence at positions [begin, end), cached or new, in chunks that attend() takes. A chunk begins at a
+// multiple of kChunk whatever part of the sequence is cached: which sums are added up first depends on positions alone.
 template <class T, class Consume>
-void for_cached(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t begin, int64_t end,
-                const Consume& consume) {
+void for_positions(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, int64_t tile, int64_t begin,
+                   int64_t end, uint32_t* bitmap, const Consume& consume) {
+  const int64_t length = args.lengths.load(batch);
+  end = smaller(end, length + tail_end(args, batch, tile));
   for (int64_t first = begin; first < end; first += kChunk) {
     const int64_t count = smaller(kChunk, end - first);
+    const Seen seen =
+        first + count <= length ? Seen::kAll : see_chunk(args, batch, tile, first - length, count, bitmap);
+    if (seen == Seen::kNone) continue;
     const T *keys[kChunk], *values[kChunk];
     for (int64_t i = 0; i < count; ++i) {
-      const Slot at = args.pages.locate(batch, first + i);
-      keys[i] = args.k_cache.row<const T>(at.page, at.slot, kv_head);
-      values[i] = args.v_cache.row<const T>(at.page, at.slot, kv_head);
+      const int64_t position = first + i;
+      if (position < length) {
+        const Slot at = args.pages.locate(batch, position);
+        keys[i] = args.k_cache.row<const T>(at.page, at.slot, kv_head);
+        values[i] = args.v_cache.row<const T>(at.page, at.slot, kv_head);
+      } else {
+        keys[i] = args.k.row<const T>(batch, position - length, kv_head);
+        values[i] = args.v.row<const T>(batch, position - length, kv_head);
+      }
     }
-    consume(keys, values, count, nullptr, 0);
+    consume(keys, values, count, seen == Seen::kAll ? nullptr : bitmap, kWords, 0);
   }
 }
 
-// Softmax over all splits: each has its own result and log-sum-exp, summed up in the order of the splits.
+// Softmax over all splits: each has its own result and log-sum-exp, summed up in the order of the splits. A single one
+// that is not empty keeps its bits, as if it had been written at once.
 template <class T>
-void merge_splits(const SpeculativeArgs& args) {
+void merge_splits(const SpeculativeArgs& args, int64_t splits) {
   const int64_t rows = args.batch * args.q_heads * args.q_len, dim = args.head_dim;
   parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
       const int64_t batch = row / (args.q_heads * args.q_len), head = row / args.q_len % args.q_heads,
                     token = row % args.q_len;
       float largest = -kInfinity, total = 0, sums[256] = {};
-      for (int64_t s = 0; s < args.splits; ++s) {
+      for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         largest = lse > largest ? lse : largest;
       }
-      for (int64_t s = 0; s < args.splits; ++s) {
+      for (int64_t s = 0; s < splits; ++s) {
         const float lse = args.parts_lse[s * rows + row];
         if (lse == -kInfinity) continue;
         const float weight = __builtin_expf(lse - largest);
@@ -63,22 +144,29 @@ void append_rows(const SpeculativeArgs& args, int64_t batch, int64_t kv_head, in
   }
 }
 
+// Splits that any sequence reaches into. The others would add nothing.
+inline int64_t used_splits(const SpeculativeArgs& args) {
+  int64_t longest = 0;
+  for (int64_t b = 0; b < args.batch; ++b) longest = larger_of(longest, args.lengths.load(b));
+  return count_splits(longest + args.q_len);
+}
+
 template <class T, class Tiles>
 void attend_splits(const SpeculativeArgs& args) {
-  const int64_t bytes = Memory<Tiles>(nullptr, args.head_dim).bytes;
-  const int64_t heads = args.batch * args.kv_heads, split = split_tokens(args.pages.capacity());
+  const int64_t scratch = Memory<Tiles>(nullptr, args.head_dim).bytes;
+  const int64_t heads = args.batch * args.kv_heads, splits = used_splits(args);
   const int64_t rows = args.batch * args.q_heads * args.q_len;
-  for_items<Tiles>(heads * args.of_q.num_tiles * args.splits, bytes, [&](int64_t item, char* base) {
+  const int64_t bytes = scratch + args.block_q * kWords * static_cast<int64_t>(sizeof(uint32_t));
+  for_items<Tiles>(heads * args.of_q.num_tiles * splits, bytes, [&](int64_t item, char* base) {
     const int64_t batch = item % heads / args.kv_heads, kv_head = item % args.kv_heads;
     const int64_t tile = item / heads % args.of_q.num_tiles, s = item / heads / args.of_q.num_tiles;
-    const int64_t end = smaller(args.lengths.load(batch), (s + 1) * split);
     if (s == 0) append_rows<T>(args, batch, kv_head, tile);
     Memory<Tiles> memory(base, args.head_dim);
+    auto* bitmap = reinterpret_cast<uint32_t*>(base + scratch);
     const auto chunks = [&](const auto& consume) {
-      for_cached<T>(args, batch, kv_head, s * split, end, consume);
-      if (s == 0) for_keys<T>(args, batch, kv_head, tile, consume);
+      for_positions<T>(args, batch, kv_head, tile, split_begin(s), split_begin(s + 1), bitmap, consume);
     };
-    if (args.splits == 1) {
+    if (splits == 1) {
       attend<T>(args, batch, kv_head, tile, memory, chunks, [&](int64_t head, int64_t token, Panel<Tiles>& panel) {
         finish<T>(args, args.out, args.lse, batch, head, token, panel);
       });
@@ -90,16 +178,28 @@ void attend_splits(const SpeculativeArgs& args) {
       finish<float>(args, part, args.parts_lse + s * rows, batch, head, token, panel);
     });
   });
-  if (args.splits > 1) merge_splits<T>(args);
+  if (splits > 1) merge_splits<T>(args, splits);
+}
+
+// A few lanes, as one new token has, need one vector of them only.
+template <class T>
+void attend_narrow_or_wide(const SpeculativeArgs& args) {
+  const int64_t lanes = smaller(args.block_q, args.q_len) * (args.q_heads / args.kv_heads);
+  return lanes <= kLanes ? attend_splits<T, VectorTilesOf<1>>(args) : attend_splits<T, VectorTiles>(args);
 }
 
 }  // namespace
 
 void speculative_attention(const SpeculativeArgs& args) {
   switch (args.element) {
-    case Element::kFloat: return attend_splits<float, VectorTiles>(args);
-    case Element::kHalf: return attend_splits<Half, VectorTiles>(args);
-    case Element::kBfloat16: return attend_splits<Bfloat16, Bfloat16Tiles>(args);
+    case Element::kFloat: return attend_narrow_or_wide<float>(args);
+    case Element::kHalf: return attend_narrow_or_wide<Half>(args);
+    case Element::kBfloat16:
+#ifdef PDK_AMX  // its products are others: all numbers of rows take them
+      return attend_splits<Bfloat16, AmxTiles>(args);
+#else
+      return attend_narrow_or_wide<Bfloat16>(args);
+#endif
   }
 }
 

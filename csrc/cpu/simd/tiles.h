@@ -52,12 +52,13 @@ struct Operand {
 };
 
 // Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as
-// floats.
-struct VectorTiles {
-  static constexpr int kVectors = 2;
+// floats. A lane's sums are the same whatever the number of vectors.
+template <int kCount>
+struct VectorTilesOf {
+  static constexpr int kVectors = kCount;
   static constexpr int kPanel = kVectors * kLanes;
   // Rows of one group of accumulators: what the registers hold, 16 of them or 32.
-  static constexpr int kGroup = kLanes == 16 ? 8 : 6;
+  static constexpr int kGroup = kLanes == 16 || kVectors == 1 ? 8 : 6;
   using Packed = float;
 
   // Room for the largest head, the same for all, so that rows are addressed by constants; and an odd number of cache
@@ -159,13 +160,16 @@ struct VectorTiles {
 
   template <int64_t kStride, int kRows>
   static PDK_INLINE void add_products(Vec (&sums)[kRows][kVectors], const float* column, const float* panel) {
-    const Vec first = vectors(panel)[0], second = vectors(panel)[1];
+    Vec lanes[kVectors];
+    for (int v = 0; v < kVectors; ++v) lanes[v] = vectors(panel)[v];
 #pragma GCC unroll 16
     for (int i = 0; i < kRows; ++i) {
-      sums[i][0] += column[i * kStride] * first;
-      sums[i][1] += column[i * kStride] * second;
+#pragma GCC unroll 2
+      for (int v = 0; v < kVectors; ++v) sums[i][v] += column[i * kStride] * lanes[v];
     }
   }
 };
+
+using VectorTiles = VectorTilesOf<2>;
 
 }  // namespace pdkernels::cpu::PDK_ISA

@@ -8,21 +8,24 @@
 
 namespace pdkernels {
 
-// The prefix is attended to in splits, so that a long one keeps many threads busy even for a single sequence. How many
-// there are follows from the capacity alone: a sequence gets the same bits in any batch and at any length of the
-// others.
+// Keys are attended to in splits, so that a long prefix keeps many threads busy even for a single sequence. Where a
+// split begins follows from its number alone, so that a row gets the same bits whatever part of its keys is cached and
+// however much room there is. The first kEvenSplits have kSplitTokens each; after them come 32 of twice the size, 32 of
+// four times, and so on: every doubling of the capacity adds 32 splits.
 constexpr int64_t kSplitTokens = 4096;
-constexpr int64_t kMaxSplits = 64;
+constexpr int64_t kEvenSplits = 64;
 
-inline int64_t split_tokens(int64_t capacity) {
-  const int64_t even = (capacity + kMaxSplits - 1) / kMaxSplits;
-  return even > kSplitTokens ? (even + 127) / 128 * 128 : kSplitTokens;
+constexpr int64_t split_begin(int64_t split) {
+  if (split < kEvenSplits) return split * kSplitTokens;
+  const int64_t doublings = (split - kEvenSplits) / (kEvenSplits / 2), inside = split % (kEvenSplits / 2);
+  return (kEvenSplits / 2 + inside) * kSplitTokens << (doublings + 1);
 }
 
-inline int64_t count_splits(int64_t capacity) {
-  const int64_t tokens = split_tokens(capacity);
-  const int64_t splits = (capacity + tokens - 1) / tokens;
-  return splits > 1 ? splits : 1;
+// Splits that hold so many positions, at least one.
+inline int64_t count_splits(int64_t positions) {
+  int64_t splits = 1;
+  while (split_begin(splits) < positions) ++splits;
+  return splits;
 }
 
 struct SpeculativeArgs
@@ -30,7 +33,7 @@ struct SpeculativeArgs
   HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
   PageMap pages;
   IndexView lengths;
-  int64_t splits;
+  int64_t splits;    // of the capacity and the new tokens
   float* parts;      // (splits, batch, q_len, q_heads, head_dim), where there is more than one split
   float* parts_lse;  // (splits, batch, q_heads, q_len)
 

@@ -1,0 +1,56 @@
+"""All methods that promise the tokens of greedy decoding, on random models: `python -m tests.decoding.lossless_sweep 1000`.
+
+Random weights are the hard case: nothing is certain, so logits are close to each other and in bfloat16 often tie.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from pdkernels.decoding import generate
+from tests.support.tri_mode import small_transformer
+
+METHODS: dict[str, list[dict[str, Any]]] = {
+    "jacobi": [{"block_size": 8}, {"block_size": 5}],
+    "jacobi_multiblock": [{"block_size": 6}, {"block_size": 4, "blocks": 3}],
+    "linear_self_speculation": [{"block_size": 6}, {"block_size": 4, "threshold": 0.1}],
+    "quadratic_self_speculation": [{"block_size": 4}, {"block_size": 5}],
+}
+BATCH, NEW, VOCABULARY = 10, 24, 40
+
+
+def differences(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
+    """For each method of each batch of prompts, its name, how many sequences were compared and how many differ.
+
+    A model serves one batch. Greedy decoding takes prompts one at a time; the others take turns at batches and pages.
+    """
+    for at in range(0, prompts, BATCH):
+        model = small_transformer(seed + at, VOCABULARY, adapter=at % 20 == 0, head_dim=16).to(dtype)
+        generator = torch.Generator().manual_seed(seed + at)
+        count = min(BATCH, prompts - at)
+        lengths = torch.randint(1, 40, (count,), generator=generator).tolist()
+        texts = [torch.randint(VOCABULARY - 1, (length,), generator=generator).tolist() for length in lengths]
+        greedy = [generate(model, text, max_new_tokens=NEW, end_tokens=()).tokens for text in texts]
+        for method, variants in METHODS.items():
+            options = variants[at // BATCH % 2] | {"page_size": (None, 7, 16)[at // BATCH % 3]}
+            found = generate(model, texts, method, max_new_tokens=NEW, end_tokens=(), **options).tokens
+            yield method, count, sum(not torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
+
+
+def main(prompts: int) -> None:
+    total = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for method, compared, wrong in differences(prompts, dtype):
+            before = total.get((method, dtype), (0, 0))
+            total[method, dtype] = (before[0] + compared, before[1] + wrong)
+    for (method, dtype), (compared, wrong) in total.items():
+        print(f"{method:28} {dtype!s:16} {compared} prompts, {wrong} differ from greedy")
+    sys.exit(any(wrong for _, wrong in total.values()))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
