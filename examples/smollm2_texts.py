@@ -124,12 +124,13 @@ def answered(
             for chat, answer in zip(batch, answers, strict=True)
         ]
         if file is not None:
-            _write(file, [tuple(text) for text in texts])
+            write(file, [tuple(text) for text in texts])
         advance(len(batch))
     return texts
 
 
-def _write(file: Path, value: object) -> None:
+def write(file: Path, value: object) -> None:
+    """As a whole or not at all."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_name(f"{file.name}.{os.getpid()}")
     try:

@@ -24,7 +24,7 @@ import typer
 from smollm2_texts import Text, answered, prompts
 from torch import Tensor, nn
 from train_tiny_trimode import cosine
-from training_run import Resume, Run, Score, console, save_adapter, start_checkpoint
+from training_run import Resume, Run, Score, console, output_pairs, save_adapter, start_checkpoint
 
 import pdkernels as pd
 from pdkernels.masks import Segment, SegmentMask, TilePlan
@@ -199,12 +199,7 @@ def main(
         run.optimise(
             "drafter", trained, parameters, steps, cosine(steps, lr), drafting, look=look, look_every=look_every
         )
-        row = trained.mask.detach()
-        pairs = {
-            f"model.layers.{index}.self_attn.o_proj": (layer.adapter_in, layer.adapter_out)
-            for index, layer in enumerate(model.layers)
-        }
-        save_adapter(run, pairs, row)
+        save_adapter(run, output_pairs(model), trained.mask)
         if score:
             console.print(
                 f"{expected(model, trained.mask, unseen, masks)}; decoded: {decoded(start, output, unseen, masks)}"

@@ -72,6 +72,15 @@ def start_checkpoint(name: str, drafter: Path | None = None) -> Transformer:
     return model
 
 
+def output_pairs(model: Transformer) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs of attention's output projections, by their published names."""
+    pairs = {}
+    for index, layer in enumerate(model.layers):
+        assert layer.adapter_in is not None and layer.adapter_out is not None
+        pairs[f"model.layers.{index}.self_attn.o_proj"] = (layer.adapter_in, layer.adapter_out)
+    return pairs
+
+
 def save_adapter(run: Run, pairs: Mapping[str, tuple[Tensor, Tensor]], mask: Tensor | None = None) -> None:
     """The end of a training of low-rank pairs, by published names without ``.weight``: a folder of PEFT's, replaced as a whole."""
     folder, unfinished = run.output, run.output.with_name(f"{run.output.name}.{os.getpid()}")

@@ -45,10 +45,11 @@ def chats(model: Transformer, count: int, longest: int, seed: int, *, held_out: 
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    module = import_module("train_smollm2_drafter")
-    monkeypatch.setattr(module, "prompts", chats)
-    return module
+def scripts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    found = {name: import_module(f"train_smollm2_{name}") for name in ("drafter", "jacobi")}
+    for module in found.values():
+        monkeypatch.setattr(module, "prompts", chats)
+    return found
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
@@ -64,43 +65,82 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_interrupt)
 
 
-def options(folder: Path, output: Path) -> dict[str, Any]:
-    sizes = dict(steps=4, count=2, texts=5, held_out=3, answer=12, masks=3, rank=2, look_every=3)
-    return {"start": str(folder), "output": output, "lr": 0.05, **sizes}
+SMALL: dict[str, dict[str, Any]] = {
+    "drafter": dict(answer=12, masks=3, look_every=3),
+    "jacobi": dict(answer=16, block_size=4, look_every=3),
+}
 
 
-def test_a_training_and_what_loads(
-    script: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def options(name: str, folder: Path, output: Path) -> dict[str, Any]:
+    sizes = dict(steps=4, count=2, texts=5, held_out=3, rank=2)
+    return {"start": str(folder), "output": output, "lr": 0.05, **sizes, **SMALL[name]}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_resumed_training_is_one_that_was_never_stopped(
+    name: str,
+    scripts: dict[str, Any],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    script.main(**options(folder, whole))
+    main, whole, parts = scripts[name].main, tmp_path / "whole", tmp_path / "parts"
+    main(**options(name, folder, whole))
     told = " ".join(capsys.readouterr().out.split())
-    assert "3 of 3 answers are those of greedy decoding" in told and "drafter 3: " in told
+    assert "3 of 3 answers are those of greedy decoding" in told and f"{name} 3: " in told and "held out: " in told
 
     with monkeypatch.context() as patched:
         interrupt(patched, 2)
         with pytest.raises(typer.Exit) as stopped:
-            script.main(**options(folder, parts), score=False)
+            main(**options(name, folder, parts), score=False)
     assert stopped.value.exit_code == 130 and not parts.exists()
     torch.manual_seed(99)
-    script.main(**options(folder, parts), resume=True, score=False)
+    main(**options(name, folder, parts), resume=True, score=False)
     names = ["adapter_config.json", "adapter_model.safetensors", "mask_token.safetensors"]
+    names = names if name == "drafter" else names[:2]
     assert sorted(os.listdir(whole)) == sorted(os.listdir(parts)) == names and not list(tmp_path.glob("*resume*"))
-    for name in names[1:]:
-        resumed, expected = load_file(parts / name), load_file(whole / name)
+    for file in names[1:]:
+        resumed, expected = load_file(parts / file), load_file(whole / file)
         assert resumed.keys() == expected.keys() and all(resumed[key].equal(expected[key]) for key in expected)
+        assert all(tensor.dtype == torch.bfloat16 for tensor in resumed.values())
 
-    base, model = pd.models.load(folder), pd.models.load(folder, drafter=whole)
-    tokens = torch.tensor([[3, 1, 4, 1, 5]])
+    base, tokens = pd.models.load(folder), torch.tensor([[3, 1, 4, 1, 5]])
+    if name == "jacobi":
+        changed = pd.models.load(folder, adapter=whole)
+        assert not changed(tokens).equal(base(tokens)) and not changed.has_adapter
+        return
+    model = pd.models.load(folder, drafter=whole)
     assert model.has_adapter and model.mask_token == base.config.vocab_size
     torch.testing.assert_close(model(tokens)[..., :-1], base(tokens), rtol=0, atol=0)
-    assert not model(tokens, adapted=True)[..., :-1].equal(base(tokens)), "it learnt something"
+    assert not model(tokens, adapted=True)[..., :-1].equal(base(tokens))
 
 
-def test_drafts_are_those_of_the_decoder(script: Any, folder: Path, tmp_path: Path) -> None:
+def test_a_training_goes_on_with_its_drafter(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    scripts["drafter"].main(**options("drafter", folder, first), score=False)
+    longer = {**options("drafter", folder, second), "steps": 1, "lr": 0.0, "drafter": first}
+    scripts["drafter"].main(**longer, score=False)
+    for file in ("adapter_model.safetensors", "mask_token.safetensors"):
+        before, after = load_file(first / file), load_file(second / file)
+        assert all(before[name].equal(after[name]) for name in before)
+
+
+def test_models_that_no_drafter_is_for(scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    for start, sentence in (
+        ("tiny-recurrent", "--start must name a transformer, got tiny-recurrent."),
+        ("tiny-trimode", "--start must name a model without a mask token, got tiny-trimode."),
+        ("nothing", "--start: pdkernels.models.load: name_or_path must name a model"),
+    ):
+        with pytest.raises(typer.Exit):
+            scripts["drafter"].main(start=start)
+        assert f"error: {sentence}" in " ".join(capsys.readouterr().err.split())
+
+
+def test_drafts_are_those_of_the_decoder(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     """What training counts as accepted is what quadratic self-speculation accepts from the same place."""
-    masks, output = 3, tmp_path / "drafter"
-    script.main(**{**options(folder, output), "lr": 0.3, "steps": 12}, score=False)
+    script, masks, output = scripts["drafter"], 3, tmp_path / "drafter"
+    script.main(**{**options("drafter", folder, output), "lr": 0.3, "steps": 12}, score=False)
     model = pd.models.load(folder, drafter=output)
     plain = pd.models.load(folder)
     plain.attach_adapter_([(layer.adapter_in, layer.adapter_out) for layer in model.layers])
@@ -129,8 +169,8 @@ def test_drafts_are_those_of_the_decoder(script: Any, folder: Path, tmp_path: Pa
     assert len(lengths) > 1
 
 
-def test_texts_come_once_per_pass(script: Any) -> None:
-    seen = [index for number in range(7) for index in script.turn(number, 3, 7, 5)]
+def test_texts_come_once_per_pass(scripts: dict[str, Any]) -> None:
+    seen = [index for number in range(7) for index in scripts["drafter"].turn(number, 3, 7, 5)]
     assert [sorted(seen[first : first + 7]) for first in (0, 7, 14)] == [list(range(7))] * 3
     assert seen[:7] != seen[7:14]
 
