@@ -131,9 +131,14 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
 
 
 def named_adapter(name_or_folder: str | Path) -> Path:
-    """The folder of an adapter of the package; any other name is that of a folder."""
-    packaged = sorted(path.name for path in PACKAGED.glob("*") if path.is_dir())
-    return PACKAGED / name_or_folder if str(name_or_folder) in packaged else Path(name_or_folder)
+    """The folder of an adapter. Text may name one of the package, a path never does."""
+    packaged = isinstance(name_or_folder, str) and name_or_folder in available_adapters()
+    return PACKAGED / name_or_folder if packaged else Path(name_or_folder)
+
+
+def available_adapters() -> tuple[str, ...]:
+    """Names of the adapters in the package."""
+    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{_CONFIG}")))
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:
