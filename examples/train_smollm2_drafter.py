@@ -192,7 +192,7 @@ def main(
         return step(model, trained.mask, chosen, masks)
 
     def look() -> str:
-        return expected(model, trained.mask, unseen[:12], masks)
+        return expected(model, trained.mask, unseen[:8], masks)
 
     with run.stoppable():
         parameters = list(trained.parameters())

@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 from pdkernels.models import ByteTokenizer, Transformer, zoo
@@ -94,9 +94,10 @@ def save_adapter(run: Run, pairs: Mapping[str, tuple[Tensor, Tensor]], mask: Ten
     unfinished.mkdir(parents=True)
     try:
         (unfinished / "adapter_config.json").write_text(json.dumps({**fields, "bias": "none"}, indent=2) + "\n")
-        save_file(tensors, unfinished / "adapter_model.safetensors", metadata={"format": "pt"})
+        # Written here: safetensors' own files are for their owner alone.
+        (unfinished / "adapter_model.safetensors").write_bytes(serialized(tensors, metadata={"format": "pt"}))
         if mask is not None:
-            save_file({"embedding": mask.detach().bfloat16().contiguous()}, unfinished / MASK_FILE)
+            (unfinished / MASK_FILE).write_bytes(serialized({"embedding": mask.detach().bfloat16().contiguous()}))
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(unfinished, folder)
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 
 import pdkernels as pd
 from pdkernels.models import Transformer
+from pdkernels.models.packaged import packaged
 from tests.models.test_zoo import write
 from tests.support.checkpoints import LLAMA, random_checkpoint
 
@@ -100,6 +102,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
     names = ["adapter_config.json", "adapter_model.safetensors", "mask_token.safetensors"]
     names = names if name == "drafter" else names[:2]
     assert sorted(os.listdir(whole)) == sorted(os.listdir(parts)) == names and not list(tmp_path.glob("*resume*"))
+    assert {stat.S_IMODE(file.stat().st_mode) & 0o444 for file in whole.iterdir()} == {0o444}
     for file in names[1:]:
         resumed, expected = load_file(parts / file), load_file(whole / file)
         assert resumed.keys() == expected.keys() and all(resumed[key].equal(expected[key]) for key in expected)
@@ -188,3 +191,23 @@ def test_questions_are_about_different_functions() -> None:
     known, unseen = set(module.questions(0)), set(module.questions(0, held_out=True))
     assert len(known) > 1000 and len(unseen) > 40 and not known & unseen
     assert module.questions(0, held_out=True) == module.questions(0, held_out=True)
+
+
+@pytest.mark.slow
+def test_the_shipped_drafter() -> None:
+    """It drafts what SmolLM2 says, and leaves what it says alone."""
+    try:
+        packaged("smollm2-135m-instruct")
+    except ImportError as error:
+        pytest.skip(str(error))
+    base = pd.models.load("smollm2-135m-instruct")
+    model = pd.models.load("smollm2-135m-instruct", drafter="smollm2-drafter")
+    options: dict[str, Any] = {"label_shift": 1, "in_group": "causal", "max_new_tokens": 40}
+    tokens, forwards = 0, 0
+    for question in import_module("smollm2_texts").questions(0, held_out=True)[:6]:
+        chat = [{"role": "user", "content": question}]
+        greedy = pd.decoding.generate(base, chat, max_new_tokens=40)
+        found = pd.decoding.generate(model, chat, "quadratic_self_speculation", block_size=2, **options)
+        assert found.tokens.equal(greedy.tokens)
+        tokens, forwards = tokens + found.stats.tokens, forwards + found.stats.forwards
+    assert tokens > 1.2 * forwards
