@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -102,39 +102,45 @@ def prompts(model: Transformer, count: int, longest: int, seed: int, *, held_out
     return chats
 
 
+class Kept:
+    """A list that grows in a file. What was made from other prompts or with other settings is not taken up."""
+
+    def __init__(self, file: Path, chats: Sequence[list[int]], **settings: object) -> None:
+        self.file, self.chats, self.items = file, chats, list[Any]()
+        self.settings = {name: str(value) for name, value in settings.items()}
+        if file.exists():
+            saved = torch.load(file, weights_only=True)
+            made = [list(chat) for chat in saved["chats"]]
+            if saved["settings"] == self.settings and made[: len(chats)] == list(chats[: len(made)]):
+                self.items = saved["items"][: len(chats)]
+
+    def missing(self, batch: int) -> Iterator[list[list[int]]]:
+        """The prompts for which items are still to be added, `batch` at a time."""
+        while len(self.items) < len(self.chats):
+            yield list(self.chats[len(self.items) : len(self.items) + batch])
+
+    def add(self, items: Iterable[tuple[Any, ...]]) -> None:
+        self.items += [tuple(item) for item in items]
+        saved = {"settings": self.settings, "chats": self.chats[: len(self.items)], "items": self.items}
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self.file.with_name(f"{self.file.name}.{os.getpid()}")
+        try:
+            torch.save(saved, unfinished)
+            os.replace(unfinished, self.file)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
 def answered(
-    model: Transformer,
-    chats: Sequence[list[int]],
-    max_new_tokens: int,
-    file: Path | None = None,
-    advance: Callable[[int], None] = lambda count: None,
+    model: Transformer, start: str, chats: Sequence[list[int]], longest: int, file: Path, advance: Callable[[int], None]
 ) -> list[Text]:
-    """The chats with the model's greedy answers. `file` keeps what is answered, so that nothing is answered twice."""
-    texts: list[Text] = []
-    if file is not None and file.exists():
-        kept = torch.load(file, weights_only=True)
-        same = [ids[:length].tolist() for ids, length in kept] == chats[: len(kept)]
-        texts = [Text(*text) for text in kept] if same else []
-    advance(len(texts))
-    while len(texts) < len(chats):
-        batch = chats[len(texts) : len(texts) + BATCH]
-        answers = generate(model, batch, max_new_tokens=max_new_tokens).tokens
-        texts += [
-            Text(torch.cat([torch.tensor(chat), answer]), len(chat))
-            for chat, answer in zip(batch, answers, strict=True)
-        ]
-        if file is not None:
-            write(file, [tuple(text) for text in texts])
+    """The chats with the model's greedy answers of up to `longest` tokens. `file` keeps them: nothing is answered twice."""
+    kept = Kept(file, chats, start=start, longest=longest)
+    advance(len(kept.items))
+    for batch in kept.missing(BATCH):
+        answers = generate(model, batch, max_new_tokens=longest).tokens
+        kept.add(
+            (torch.cat([torch.tensor(chat), answer]), len(chat)) for chat, answer in zip(batch, answers, strict=True)
+        )
         advance(len(batch))
-    return texts
-
-
-def write(file: Path, value: object) -> None:
-    """As a whole or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        torch.save(value, unfinished)
-        os.replace(unfinished, file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    return [Text(*item) for item in kept.items]

@@ -150,7 +150,9 @@ def decoded(start: str, folder: Path, texts: list[Text], masks: int) -> str:
 def main(
     output: Annotated[Path, typer.Option(help="The folder that the drafter goes into.")] = Path("smollm2-drafter"),
     start: Annotated[str, typer.Option(help="Name, folder or file of the model.")] = NAME,
-    drafter: Annotated[Path | None, typer.Option(help="A drafter of the same rank to go on with.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="Name or folder of a drafter of the same rank to go on with.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Steps of the optimizer.")] = 700,
     count: Annotated[int, typer.Option(help="Texts per step.")] = 1,
     texts: Annotated[int, typer.Option(help="Questions that the model answers.")] = 192,
@@ -172,7 +174,7 @@ def main(
     run = Run(output, resume, settings, threads)
     model = start_checkpoint(start)
     known, unseen = (
-        answers(run, model, name, prompts(model, number, longest, seed, held_out=name == "held-out"), answer)
+        answers(run, model, start, name, prompts(model, number, longest, seed, held_out=name == "held-out"), answer)
         for name, number in (("training", texts), ("held-out", held_out))
     )
     before = None if drafter is None else start_checkpoint(start, drafter)
@@ -206,10 +208,10 @@ def main(
             )
 
 
-def answers(run: Run, model: Transformer, name: str, chats: list[list[int]], longest: int) -> list[Text]:
+def answers(run: Run, model: Transformer, start: str, name: str, chats: list[list[int]], longest: int) -> list[Text]:
     file = run.output.with_name(f"{run.output.name}.{name}.texts.pt")
     with run.stoppable(), run.scoring(len(chats), f"{name} answers") as advance:
-        return answered(model, chats, longest, file, advance)
+        return answered(model, start, chats, longest, file, advance)
 
 
 def turn(number: int, count: int, texts: int, seed: int) -> list[int]:

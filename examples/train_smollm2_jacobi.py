@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from itertools import cycle
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from smollm2_texts import prompts, write
+from smollm2_texts import Kept, prompts
 from torch import Tensor, nn
 from train_smollm2_drafter import NAME, SCALE, turn
 from train_tiny_trimode import TILE, cosine
@@ -43,23 +43,30 @@ BATCH = 32
 
 
 def collect(
-    run: Run, model: Transformer, name: str, chats: list[list[int]], block_size: int, longest: int, seed: int
+    run: Run,
+    model: Transformer,
+    start: str,
+    name: str,
+    chats: list[list[int]],
+    block_size: int,
+    longest: int,
+    seed: int,
 ) -> list[Trajectory]:
     """Every state of every block of the answers. A file beside the output keeps them, so that nothing is decoded twice."""
     file = run.output.with_name(f"{run.output.name}.{name}.trajectories.pt")
-    kept: list[Any] = torch.load(file, weights_only=True) if file.exists() else []
-    same = [prompt.tolist() for prompt, _ in kept] == chats[: len(kept)]
-    trajectories = [Trajectory(*parts) for parts in kept] if same else []
+    kept = Kept(file, chats, start=start, block_size=block_size, longest=longest, seed=seed)
     with run.stoppable(), run.scoring(len(chats), f"{name} trajectories") as advance:
-        advance(len(trajectories))
-        while (done := len(trajectories)) < len(chats):
-            batch = [torch.tensor(chat) for chat in chats[done : done + BATCH]]
-            trajectories += collect_trajectories(
-                model, batch, block_size=block_size, max_new_tokens=longest, seed=seed + done, batch_size=BATCH
+        advance(len(kept.items))
+        for batch in kept.missing(BATCH):
+            first = seed + len(kept.items)
+            ids = [torch.tensor(chat) for chat in batch]
+            kept.add(
+                collect_trajectories(
+                    model, ids, block_size=block_size, max_new_tokens=longest, seed=first, batch_size=BATCH
+                )
             )
-            write(file, [tuple(trajectory) for trajectory in trajectories])
             advance(len(batch))
-    return trajectories
+    return [Trajectory(*item) for item in kept.items]
 
 
 def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[Tensor, dict[str, float]]:
@@ -124,8 +131,8 @@ def main(
     known, unseen = (
         prompts(model, number, longest, seed, held_out=part) for number, part in ((texts, False), (held_out, True))
     )
-    trajectories = collect(run, model, "training", known, block_size, answer, seed)
-    judged = collect(run, model, "held-out", unseen, block_size, answer, seed)
+    trajectories = collect(run, model, start, "training", known, block_size, answer, seed)
+    judged = collect(run, model, start, "held-out", unseen, block_size, answer, seed)
     trained = nn.ParameterList(attach_drafter_(model, rank, scale=SCALE, generator=torch.Generator().manual_seed(seed)))
     conditionings, end = cycle(("noisy", "clean")), model.end_tokens[0] if model.end_tokens else None
 

@@ -59,7 +59,7 @@ def start_model(name: str, *, masks: bool = False) -> Transformer:
     return model
 
 
-def start_checkpoint(name: str, drafter: Path | None = None) -> Transformer:
+def start_checkpoint(name: str, drafter: str | None = None) -> Transformer:
     """The checkpoint that an adapter is trained for: a name, a folder or a GGUF file; in fp32, and nothing of it is trained."""
     try:
         model = zoo.load(name, dtype=torch.float32, drafter=drafter)

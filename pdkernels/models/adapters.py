@@ -94,7 +94,8 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         found = folder.is_dir()
     except (OSError, ValueError):
         found = False
-    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)))
+    remedy = f"Adapters of the package: {', '.join(available_adapters())}."
+    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, _CONFIG)
     if fields is None:
         fail(OP, "adapter", f"hold {_CONFIG}", f"none in {folder}")

@@ -122,7 +122,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
 def test_a_training_goes_on_with_its_drafter(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     scripts["drafter"].main(**options("drafter", folder, first), score=False)
-    longer = {**options("drafter", folder, second), "steps": 1, "lr": 0.0, "drafter": first}
+    longer = {**options("drafter", folder, second), "steps": 1, "lr": 0.0, "drafter": str(first)}
     scripts["drafter"].main(**longer, score=False)
     for file in ("adapter_model.safetensors", "mask_token.safetensors"):
         before, after = load_file(first / file), load_file(second / file)
@@ -170,6 +170,18 @@ def test_drafts_are_those_of_the_decoder(scripts: dict[str, Any], folder: Path, 
                 lengths.add(step.accepted)
             place += step.accepted
     assert len(lengths) > 1
+
+
+def test_nothing_is_answered_twice(tmp_path: Path) -> None:
+    module, file, chats = import_module("smollm2_texts"), tmp_path / "kept.pt", [[1, 2], [3], [4, 5], [6]]
+    kept = module.Kept(file, chats[:3], longest=8)
+    for batch in kept.missing(2):
+        kept.add((torch.tensor(chat), len(chat)) for chat in batch)
+    assert [length for _, length in kept.items] == [2, 1, 2]
+    more = module.Kept(file, chats, longest=8)
+    assert len(more.items) == 3 and list(next(more.missing(2))) == [[6]]
+    assert len(module.Kept(file, chats[:2], longest=8).items) == 2
+    assert module.Kept(file, chats, longest=9).items == [] and module.Kept(file, chats[1:], longest=8).items == []
 
 
 def test_texts_come_once_per_pass(scripts: dict[str, Any]) -> None:
