@@ -7,10 +7,12 @@ before had drawn and gives the weights of a training that was never stopped, bit
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeAlias
@@ -21,9 +23,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 from safetensors import SafetensorError
+from safetensors.torch import save as serialized
 from torch import Tensor
 
 from pdkernels.models import ByteTokenizer, Transformer, zoo
+from pdkernels.models.adapters import MASK_FILE
 
 Output: TypeAlias = Annotated[Path, typer.Option(help="Where the weights go, once they are trained.")]
 Resume: TypeAlias = Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")]
@@ -53,6 +57,54 @@ def start_model(name: str, *, masks: bool = False) -> Transformer:
     if masks and model.mask_token is None:
         fail(f"--start must name a model with a mask token, got {name}.")
     return model
+
+
+def start_checkpoint(name: str, drafter: str | None = None) -> Transformer:
+    """The checkpoint that an adapter is trained for: a name, a folder or a GGUF file; in fp32, and nothing of it is trained."""
+    try:
+        model = zoo.load(name, dtype=torch.float32, drafter=drafter)
+    except (ValueError, TypeError, NotImplementedError, ImportError) as error:
+        fail(f"--start: {error}")
+    if not isinstance(model, Transformer):
+        fail(f"--start must name a transformer, got {name}.")
+    if drafter is None and model.mask_token is not None:
+        fail(f"--start must name a model without a mask token, got {name}.")
+    return model
+
+
+def output_pairs(model: Transformer) -> dict[str, tuple[Tensor, Tensor]]:
+    """The pairs of attention's output projections, by their published names."""
+    pairs = {}
+    for index, layer in enumerate(model.layers):
+        assert layer.adapter_in is not None and layer.adapter_out is not None
+        pairs[f"model.layers.{index}.self_attn.o_proj"] = (layer.adapter_in, layer.adapter_out)
+    return pairs
+
+
+def save_adapter(run: Run, pairs: Mapping[str, tuple[Tensor, Tensor]], mask: Tensor | None = None) -> None:
+    """The end of a training of low-rank pairs, by published names without ``.weight``: a folder of PEFT's, replaced as a whole."""
+    folder, unfinished = run.output, run.output.with_name(f"{run.output.name}.{os.getpid()}")
+    tensors = {}
+    for name, (a, b) in pairs.items():
+        for half, tensor in (("A", a), ("B", b)):
+            tensors[f"base_model.model.{name}.lora_{half}.weight"] = tensor.detach().bfloat16().contiguous()
+    rank = len(next(iter(pairs.values()))[0])
+    modules = sorted({name.rpartition(".")[2] for name in pairs})
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": modules}
+    unfinished.mkdir(parents=True)
+    try:
+        (unfinished / "adapter_config.json").write_text(json.dumps({**fields, "bias": "none"}, indent=2) + "\n")
+        # Written here: safetensors' own files are for their owner alone.
+        (unfinished / "adapter_model.safetensors").write_bytes(serialized(tensors, metadata={"format": "pt"}))
+        if mask is not None:
+            (unfinished / MASK_FILE).write_bytes(serialized({"embedding": mask.detach().bfloat16().contiguous()}))
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    run.kept.unlink(missing_ok=True)
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+    console.print(f"saved {folder} ({size:.2f} MB) after {run.seconds():.0f} s", soft_wrap=True)
 
 
 def save(run: Run, model: torch.nn.Module, description: str, **facts: object) -> None:
@@ -146,11 +198,11 @@ class Run:
             partial_file.unlink(missing_ok=True)
 
     @contextmanager
-    def scoring(self, total: int) -> Iterator[Advance]:
-        """A bar for what takes long after the training; what it gives is called with how many of the `total` are done."""
-        columns = (TextColumn("scoring"), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    def scoring(self, total: int, name: str = "scoring") -> Iterator[Advance]:
+        """A bar for what takes long besides the steps; what it gives is called with how many of the `total` are done."""
+        columns = (TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-            task = progress.add_task("scoring", total=total)
+            task = progress.add_task(name, total=total)
 
             def advance(count: int) -> None:
                 progress.advance(task, count)

@@ -130,6 +130,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
+    tracked += (ROOT / "pdkernels").rglob("adapter_config.json")
     expected = {str(path.relative_to(ROOT)) for path in tracked}
     expected |= {
         f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
@@ -161,7 +162,7 @@ def test_sdist_holds_all_sources(tmp_path: Path) -> None:
     sources = [
         path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")
     ]
-    wanted = {".py", ".pyi", ".h", ".cpp", ".cu", ".safetensors", ".typed"}
+    wanted = {".py", ".pyi", ".h", ".cpp", ".cu", ".safetensors", ".json", ".typed"}
     missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
     assert not missing
 

@@ -19,6 +19,8 @@ from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.layout import DTYPES, Layout
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MASK_FILE, _MASK = "mask_token.safetensors", "embedding"
+PACKAGED = Path(__file__).parent / "weights" / "adapters"
 _PREFIX = "base_model.model."
 # Kinds of LoRA that compute something else than W + scale * B @ A.
 _OTHERWISE = (
@@ -92,7 +94,8 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         found = folder.is_dir()
     except (OSError, ValueError):
         found = False
-    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)))
+    remedy = f"Adapters of the package: {', '.join(available_adapters())}."
+    check(found, OP, "adapter", "be a folder that exists", shown(str(folder)), remedy)
     fields = read_fields(folder, _CONFIG)
     if fields is None:
         fail(OP, "adapter", f"hold {_CONFIG}", f"none in {folder}")
@@ -126,6 +129,31 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
         for name, pair in halves.items()
     }
     return Adapter(pairs, {name: tensors[stored] for name, stored in whole.items()}, folder.name)
+
+
+def named_adapter(name_or_folder: str | Path) -> Path:
+    """The folder of an adapter. Text may name one of the package, a path never does."""
+    packaged = isinstance(name_or_folder, str) and name_or_folder in available_adapters()
+    return PACKAGED / name_or_folder if packaged else Path(name_or_folder)
+
+
+def available_adapters() -> tuple[str, ...]:
+    """Names of the adapters in the package."""
+    return tuple(sorted(path.parent.name for path in PACKAGED.glob(f"*/{_CONFIG}")))
+
+
+def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:
+    """The embedding ``(hidden_size,)`` of a mask token that a drafter's folder brings to a checkpoint without one, or None."""
+    folder = Path(folder)
+    if member(folder, MASK_FILE) is None:
+        return None
+    weights = Weights(folder, [MASK_FILE])
+    check(list(weights.stored) == [_MASK], OP, MASK_FILE, f"hold {_MASK} alone", some(weights.stored))
+    actual = weights.stored[_MASK]
+    check(actual.shape == (hidden_size,), OP, f"{MASK_FILE}: {_MASK}", f"have shape ({hidden_size},)", actual.shape)
+    if actual.dtype not in DTYPES:
+        raise NotImplementedError(message(OP, f"{MASK_FILE}: {_MASK}", f"be {', '.join(DTYPES)}", actual.dtype))
+    return weights.tensors()[_MASK]
 
 
 def _refuse_other_kinds(fields: Fields) -> None:

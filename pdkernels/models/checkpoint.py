@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -27,3 +28,8 @@ class Checkpoint(NamedTuple):
     end_tokens: tuple[int, ...]
     mask_token: int | None = None
     plan_tokens: PlanTokens | None = None
+
+    def with_mask_token(self) -> Checkpoint:
+        """The same one with one more id, which is the mask token's."""
+        size = self.config.vocab_size
+        return self._replace(config=replace(self.config, vocab_size=size + 1), mask_token=size)

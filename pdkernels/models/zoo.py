@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 
 from pdkernels._validation import check, check_type, fail, message
 from pdkernels.models import gguf, hf, huginn, llada
-from pdkernels.models.adapters import read_adapter
+from pdkernels.models.adapters import MASK_FILE, named_adapter, read_adapter, read_mask_token
 from pdkernels.models.chat import folder_template
 from pdkernels.models.checkpoint import Checkpoint, Config
 from pdkernels.models.fields import OP, Fields, demand, shown
@@ -69,7 +69,8 @@ def load(
         device: where the weights go.
         adapter: a folder with a LoRA adapter of PEFT, which is merged into the weights.
         drafter: the same for an adapter of attention's output projections, which stays apart: only rows that a forward adapts
-            take it, as self-speculation's drafts do (`Transformer.attach_adapter_`).
+            take it, as self-speculation's drafts do (`Transformer.attach_adapter_`). Its folder may bring a mask token to a
+            model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package.
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
@@ -103,16 +104,33 @@ def load(
         gguf.read(Path(given), dtype) if file else _folder_checkpoint(_folder(given, name_or_path is not given), dtype)
     )
     # Before the weights: what is wrong with an adapter then costs nothing.
-    merge = None if adapter is None else read_adapter(adapter, found.layout)
-    draft = None if drafter is None else read_adapter(drafter, found.layout).drafting(found.layout)
+    merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
+    draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
     state = found.state()
     if merge is not None:
         state = merge.merged(state, found.layout, found.dtype)
     for index, (a, b) in enumerate(draft or ()):
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
+    if mask is not None:
+        found = found.with_mask_token()
+        # A row of its own, which is in no text: no other row of a forward without masks changes.
+        for name in ("embedding", "head"):
+            if name in state:
+                state[name] = torch.cat([state[name], mask.to(state[name])[None]])
     return _assemble(
         found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
     )
+
+
+def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
+    """The pairs of every layer, and the embedding of the mask token that the drafter brings."""
+    pairs = read_adapter(folder, found.layout).drafting(found.layout)
+    mask = read_mask_token(folder, found.config.hidden_size)
+    has = found.mask_token is not None
+    check(
+        mask is None or not has, OP, f"drafter {folder.name}", "bring no mask token to a model that has one", MASK_FILE
+    )
+    return pairs, mask
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from pdkernels import models
 from pdkernels.decoding import generate
+from pdkernels.models import adapters
 from tests.models.test_zoo import write
 from tests.support.checkpoints import BIASED, LLAMA, MINISTRAL3, QWEN2, State, plain_logits, random_checkpoint
 
@@ -199,6 +200,70 @@ def test_a_drafter_in_a_snapshot_of_a_hub_cache(base: tuple[Path, State], tmp_pa
     (inside / "adapter_config.json").symlink_to("../../../../outside.json")
     with pytest.raises(ValueError, match=r"adapter_config.json must be a file inside the folder, got a link to "):
         models.load(folder, drafter=inside)
+
+
+def mask_token(folder: Path, **tensors: torch.Tensor) -> None:
+    save_file(tensors, folder / "mask_token.safetensors")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_drafter_brings_a_mask_token(tied: bool, tmp_path: Path) -> None:
+    fields = {**LLAMA, "tie_word_embeddings": tied}
+    state = random_checkpoint(fields, dtype=torch.float32)
+    write(tmp_path, fields, state)
+    drafter = save(tmp_path / "lora", lora(state, ["model.layers.0.self_attn.o_proj"]))
+    row = torch.randn(20, generator=torch.Generator().manual_seed(2))
+    mask_token(drafter, embedding=row.bfloat16())
+    base = models.load(tmp_path, dtype=torch.float64)
+    model = models.load(tmp_path, dtype=torch.float64, drafter=drafter)
+    assert (model.mask_token, model.config.vocab_size, base.mask_token) == (19, 20, None)
+    assert torch.equal(model.embedding[19], row.bfloat16().double())
+    tokens = torch.tensor([TOKENS])
+    torch.testing.assert_close(model(tokens)[..., :19], base(tokens), rtol=1e-12, atol=1e-12)
+    greedy = generate(base, TOKENS, max_new_tokens=20).tokens
+    options = dict(block_size=3, label_shift=1, in_group="causal", max_new_tokens=20)
+    assert generate(model, TOKENS, "quadratic_self_speculation", **options).tokens.equal(greedy)
+    assert generate(model, TOKENS, max_new_tokens=20).tokens.equal(greedy)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sentence"),
+    [
+        ({"embedding": torch.zeros(21)}, "mask_token.safetensors: embedding must have shape (20,), got (21,)."),
+        ({"embedding": torch.zeros(20, dtype=torch.int8)}, "mask_token.safetensors: embedding must be float64, "),
+        ({"row": torch.zeros(20)}, "mask_token.safetensors must hold embedding alone, got row."),
+    ],
+)
+def test_mask_tokens_that_are_none(
+    tensors: dict[str, torch.Tensor], sentence: str, base: tuple[Path, State], tmp_path: Path
+) -> None:
+    folder, state = base
+    drafter = save(tmp_path / "lora", lora(state, ["model.layers.0.self_attn.o_proj"]))
+    mask_token(drafter, **tensors)
+    with pytest.raises((ValueError, NotImplementedError)) as caught:
+        models.load(folder, drafter=drafter)
+    assert str(caught.value).startswith(f"pdkernels.models.load: {sentence}")
+
+
+def test_a_model_has_one_mask_token(base: tuple[Path, State], tmp_path: Path) -> None:
+    folder, state = base
+    write(folder, {**LLAMA, "mask_token_id": 3}, state)
+    drafter = save(tmp_path / "lora", lora(state, ["model.layers.0.self_attn.o_proj"]))
+    mask_token(drafter, embedding=torch.zeros(20))
+    with pytest.raises(ValueError, match="drafter lora must bring no mask token to a model that has one, got mask_tok"):
+        models.load(folder, drafter=drafter)
+
+
+def test_adapters_by_name(base: tuple[Path, State], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, state = base
+    monkeypatch.setattr(adapters, "PACKAGED", tmp_path)
+    save(tmp_path / "mine", lora(state, ["model.layers.0.self_attn.o_proj"]))
+    assert adapters.available_adapters() == ("mine",)
+    assert models.load(folder, drafter="mine").has_adapter
+    assert not torch.equal(logits(folder, adapter="mine"), logits(folder))
+    # A path is that of a folder, whatever its name.
+    with pytest.raises(ValueError, match="adapter must be a folder that exists, got 'mine'"):
+        models.load(folder, drafter=Path("mine"))
 
 
 # ---- what is refused
