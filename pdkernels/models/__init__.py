@@ -9,6 +9,7 @@ from pdkernels.models.config import TransformerConfig
 from pdkernels.models.hf import from_hf_config, from_hf_state_dict, to_hf_state_dict
 from pdkernels.models.huginn import from_huginn_config, from_huginn_state_dict, to_huginn_config, to_huginn_state_dict
 from pdkernels.models.llada import from_llada_config, from_llada_state_dict, to_llada_state_dict
+from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.protocols import (
     BidirectionalModel,
     BlockCausalModel,
@@ -41,6 +42,7 @@ __all__ = [
     "LanguageModel",
     "LinearScaling",
     "Llama3Scaling",
+    "PlanTokens",
     "RecurrentDepth",
     "RecurrentDepthConfig",
     "RecurrentModel",

@@ -9,6 +9,7 @@ import torch
 
 from pdkernels.models.config import RecurrentDepthConfig, TransformerConfig
 from pdkernels.models.layout import Layout
+from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.tokenizers import Tokenizer
 
 Config: TypeAlias = TransformerConfig | RecurrentDepthConfig
@@ -25,3 +26,4 @@ class Checkpoint(NamedTuple):
     tokenizer: Tokenizer | None
     end_tokens: tuple[int, ...]
     mask_token: int | None = None
+    plan_tokens: PlanTokens | None = None

@@ -66,3 +66,16 @@ class PlanTokens:
 
 PUBLISHED = PlanTokens(151667, 151668, 151669, 151670, 151671, 151672, digits=range(15, 25), predicts="next")
 """Those of the released checkpoints: Dream with six added tokens."""
+
+
+def checked_plan_tokens(
+    op: str, tokens: PlanTokens | None, vocab_size: int, mask_token: int | None
+) -> PlanTokens | None:
+    """Those of a model with this vocabulary and mask token."""
+    if tokens is None:
+        return None
+    check_type(isinstance(tokens, PlanTokens), op, "plan_tokens", "be PlanTokens or None", type(tokens).__name__)
+    ids = (*tokens.control, *tokens.digits)
+    check(max(ids) < vocab_size, op, "plan_tokens", f"be ids below vocab_size ({vocab_size})", max(ids))
+    check(mask_token not in ids, op, "plan_tokens", "differ from the mask token", mask_token)
+    return tokens

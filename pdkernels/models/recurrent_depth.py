@@ -63,6 +63,7 @@ class RecurrentDepth(nn.Module):
     """
 
     mask_token = None
+    plan_tokens = None
 
     def __init__(
         self, config: RecurrentDepthConfig, *, tokenizer: Tokenizer | None = None, end_tokens: Sequence[int] = ()

@@ -130,6 +130,11 @@ class JsonTokenizer:
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size())
 
+    def id_of(self, token: str) -> int | None:
+        """The id of a whole entry of the vocabulary; None where there is no such entry."""
+        found = self._tokenizer.token_to_id(token)
+        return None if found is None else int(found)
+
     def encode(self, text: str) -> list[int]:
         _check_text("JsonTokenizer.encode", text)
         with naming(self._name, "encode the text"):

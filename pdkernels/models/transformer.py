@@ -32,6 +32,7 @@ from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
 from pdkernels.models.fused import add_norm, rms_norm
 from pdkernels.models.layer import Layer
+from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
 from pdkernels.models.rope import RopeTables, Rotation
 from pdkernels.ops.linear_token_statistics import linear_token_statistics
@@ -47,7 +48,8 @@ class Transformer(nn.Module):
     """A decoder-only language model on our KV caches.
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
-    the id of an open place, for models that were trained to fill those in. Parameters may be fp64, fp32, bf16 or fp16
+    the id of an open place, for models that were trained to fill those in; `plan_tokens` (or None) are the control tokens of
+    one that plans its text. Parameters may be fp64, fp32, bf16 or fp16
     (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
@@ -75,6 +77,7 @@ class Transformer(nn.Module):
         tokenizer: Tokenizer | None = None,
         end_tokens: Sequence[int] = (),
         mask_token: int | None = None,
+        plan_tokens: PlanTokens | None = None,
     ) -> None:
         super().__init__()
         op = "Transformer"
@@ -88,6 +91,7 @@ class Transformer(nn.Module):
         self.tokenizer = tokenizer
         self.end_tokens = tuple(end_tokens)
         self.mask_token = mask_token
+        self.plan_tokens = checked_plan_tokens(op, plan_tokens, config.vocab_size, mask_token)
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.layers = cast(Sequence[Layer], nn.ModuleList(Layer(config) for _ in range(config.layers)))
         self.norm = nn.Parameter(torch.empty(config.hidden_size))

@@ -23,6 +23,8 @@ from pdkernels.models.folder import Weights, member, read_fields
 from pdkernels.models.hf import ARCHITECTURES, MASK_TOKENS, from_hf_config
 from pdkernels.models.layout import DTYPES, Layout
 from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.plan_folder import plan_tokens_of
+from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, YarnScaling
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
@@ -71,7 +73,7 @@ def load(
 
     Returns:
         A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
-        the `mask_token` that their file names.
+        the `mask_token` that their file names, and those that plan their texts their `plan_tokens`.
 
     Raises:
         ValueError: no such name or folder, a file that is broken, or tensors that do not fit the configuration.
@@ -108,12 +110,14 @@ def load(
         state = merge.merged(state, found.layout, found.dtype)
     for index, (a, b) in enumerate(draft or ()):
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
-    return _assemble(found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token)
+    return _assemble(
+        found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
+    )
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
-    """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token and `facts`
-    go into the metadata. An older file is replaced as a whole or not at all."""
+    """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token, control
+    tokens of plans and `facts` go into the metadata. An older file is replaced as a whole or not at all."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
     metadata["architecture"] = type(model).__name__
@@ -123,6 +127,8 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     metadata["config"] = json.dumps(fields)
     if model.mask_token is not None:
         metadata["mask_token"] = str(model.mask_token)
+    if model.plan_tokens is not None:
+        metadata["plan_tokens"] = json.dumps(asdict(model.plan_tokens))
     path.parent.mkdir(parents=True, exist_ok=True)
     # A file with the usual permissions, which replaces an older one only when it is whole.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
@@ -142,12 +148,12 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     if scaling is not None:
         fields["rope_scaling"] = _SCALINGS[scaling.pop("rule", YarnScaling.__name__)](**scaling)
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
+    plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
     # Before there was a second architecture, none was written down.
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer()
-    return _assemble(
-        config, load_file(path), dtype or torch.float32, device, tokenizer, tokenizer.end_tokens, mask_token
-    )
+    ends, dtype = tokenizer.end_tokens, dtype or torch.float32
+    return _assemble(config, load_file(path), dtype, device, tokenizer, ends, mask_token, plan_tokens)
 
 
 def _usable(device: torch.device | str) -> torch.device:
@@ -199,9 +205,16 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     mask_token = fields.token("mask_token_id", config.vocab_size, MASK_TOKENS.get(str(kind)))
     text = member(folder, "tokenizer.json")
     tokenizer = None if text is None else JsonTokenizer(text, end_tokens=ends, chat_template=folder_template(folder))
+    plans = plan_tokens_of(folder, tokenizer, config.vocab_size) if kind == "Dream" else None
+    plan_tokens, plan_ends = plans or (None, ())
+    ends = tuple(dict.fromkeys((*ends, *plan_ends)))
     weights = Weights(folder)
     layout.stored(weights.stored)
-    return Checkpoint(config, layout, dtype, lambda: layout.gather(weights.tensors()), tokenizer, ends, mask_token)
+
+    def state() -> dict[str, torch.Tensor]:
+        return layout.gather(weights.tensors())
+
+    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens)
 
 
 def _described(fields: Fields) -> tuple[Config, Layout]:
@@ -228,6 +241,7 @@ def _assemble(
     tokenizer: Tokenizer | None,
     end_tokens: Iterable[int],
     mask_token: int | None = None,
+    plan_tokens: PlanTokens | None = None,
 ) -> Model:
     # On the meta device the model costs no memory until it takes over the loaded tensors.
     model: Model
@@ -235,7 +249,13 @@ def _assemble(
         if isinstance(config, RecurrentDepthConfig):
             model = RecurrentDepth(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens))
         else:
-            model = Transformer(config, tokenizer=tokenizer, end_tokens=tuple(end_tokens), mask_token=mask_token)
+            model = Transformer(
+                config,
+                tokenizer=tokenizer,
+                end_tokens=tuple(end_tokens),
+                mask_token=mask_token,
+                plan_tokens=plan_tokens,
+            )
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
         # Stored pairs hold their scale already.
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]

@@ -1,0 +1,52 @@
+"""The control tokens of a planning checkpoint: the released format is Dream with six added tokens, known by their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pdkernels._validation import fail
+from pdkernels.models.fields import OP, read_from, shown
+from pdkernels.models.folder import read_fields
+from pdkernels.models.plan_tokens import PUBLISHED, PlanTokens
+from pdkernels.models.tokenizers import JsonTokenizer, Tokenizer
+
+NAMES = ("<async>", "</async>", "<promise>-<topic>", "</topic>", "<sync/>", "[PAD]")
+"""In the order of `PlanTokens.control`."""
+
+END_NAME = "<|im_end|>"
+"""What ends a planned text; the end tokens of Dream's own configuration do not have to name it."""
+
+_ADDED = "added_tokens.json"
+
+
+def plan_tokens_of(
+    folder: Path, tokenizer: Tokenizer | None, vocab_size: int
+) -> tuple[PlanTokens, tuple[int, ...]] | None:
+    """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None where one is missing."""
+    id_of = _names(folder, tokenizer, vocab_size)
+    control = [id_of(name) for name in NAMES]
+    if None in control:
+        return None
+    digits = [id_of(str(digit)) for digit in range(10)]
+    known = list(PUBLISHED.digits) if None in digits else digits  # added_tokens.json names no ordinary token
+    with read_from("tokenizer.json" if isinstance(tokenizer, JsonTokenizer) else _ADDED):
+        made = PlanTokens(*control, digits=known, predicts=PUBLISHED.predicts)  # type: ignore[arg-type]
+    end = id_of(END_NAME)
+    return made, () if end is None else (end,)
+
+
+def _names(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Callable[[str], int | None]:
+    """What the vocabulary says of names: that of tokenizer.json, or the tokens that were added to one in another form."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.id_of
+    fields = read_fields(folder, _ADDED)
+
+    def added(name: str) -> int | None:
+        token: Any = None if fields is None else fields.get(name)
+        if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+            fail(OP, f"{_ADDED}: {name}", f"be an id below vocab_size ({vocab_size})", shown(token))
+        return token  # type: ignore[no-any-return]
+
+    return added
