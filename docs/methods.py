@@ -14,7 +14,7 @@ from pdkernels.decoding.methods import METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "decoding.md"
-REGISTRY = ROOT / "pdkernels" / "decoding" / "methods.py"
+REGISTRY = ROOT / "pdkernels" / "decoding" / "signatures.py"
 
 REQUEST = {
     "max_new_tokens": "int",

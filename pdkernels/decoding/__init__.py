@@ -6,27 +6,37 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from pdkernels._renamed import MOVED_OPTIONS, RENAMED_OPTIONS, renamed
-from pdkernels._validation import check, check_flag, check_type, message
+from pdkernels._validation import check, check_flag, check_type
 from pdkernels.decoding._method import FAMILIES, SHARED, Method, family_of
+from pdkernels.decoding._plan import BAD_PLANS, BadPlan
 from pdkernels.decoding._prompts import Prompts
 from pdkernels.decoding._request import Overflow, check_model, finished, open_session
 from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MOST_POSITIONS
-from pdkernels.decoding.methods import METHODS, PLANNED, Generate
+from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import (
     AdaptiveStep,
+    ChunkStep,
+    ChunkTokens,
     DecodeResult,
     DecodeStats,
     DenoiseStep,
     LinearStep,
     MaskedStep,
     OnTokens,
+    PlanReport,
+    PlanRound,
     RecurrentStep,
     TraceStep,
 )
+from pdkernels.decoding.signatures import Generate
 
 __all__ = [
+    "BAD_PLANS",
     "AdaptiveStep",
+    "BadPlan",
+    "ChunkStep",
+    "ChunkTokens",
     "DecodeResult",
     "DecodeStats",
     "DenoiseStep",
@@ -34,6 +44,8 @@ __all__ = [
     "MaskedStep",
     "Method",
     "OnTokens",
+    "PlanReport",
+    "PlanRound",
     "RecurrentStep",
     "TraceStep",
     "available",
@@ -69,10 +81,6 @@ def find(method: str) -> Method:
     """
     check_type(isinstance(method, str), _OP, "method", "be a str", type(method).__name__)
     offered = ", ".join(METHODS)
-    if method in PLANNED:
-        raise NotImplementedError(
-            message(_OP, "method", "be one this version has", repr(method), f"Available: {offered}.")
-        )
     check(method in METHODS, _OP, "method", "name a decoding method", repr(method), f"Known: {offered}.")
     return METHODS[method]
 
@@ -174,7 +182,6 @@ def generate(
         ValueError: an unknown method, an empty prompt, one that is too long, ids outside the vocabulary, an option out of range,
             a model whose logits are NaN.
         TypeError: an unknown option, an argument of the wrong type, a model that lacks a member that the method needs.
-        NotImplementedError: a method this version does not have yet.
 
     The forward over the prompt counts as a forward. Methods that are lossless (`is_lossless`) change only what tokens cost: at
     temperature 0 (and `ensemble_weight` 1) they give those of greedy autoregressive decoding, on logits that do not depend on

@@ -136,6 +136,7 @@ class Method:
         models: the trained models that show it; none: its family's example.
         widths: values of `block_size` that an evaluation shows; None is the fastest one.
         shown: whether an evaluation that is not told which methods to compare shows it.
+        plans: whether it is for models with `plan_tokens` alone.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Method:
     models: tuple[str, ...] = ()
     widths: tuple[int | None, ...] = ()
     shown: bool = True
+    plans: bool = False
 
     @property
     def asks(self) -> type:
@@ -190,6 +192,10 @@ class Method:
 
     def supports(self, model: object) -> bool:
         """Whether it is for models of this kind."""
+        return self.fits_family(model) and not (self.plans and getattr(model, "plan_tokens", None) is None)
+
+    def fits_family(self, model: object) -> bool:
+        """Whether the model belongs to a family that it runs on; it may still lack members."""
         return not {self.family, *self.also}.isdisjoint(families_of(model))
 
 

@@ -27,7 +27,7 @@ def check_model(model: Any, method: Method, paged: bool) -> None:
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
     # A method says itself which other models it wants.
-    asked = method.asks if method.supports(model) else LanguageModel
+    asked = method.asks if method.fits_family(model) else LanguageModel
     if absent := missing(model, asked):
         needed = f"have {absent} (pdkernels.models.{asked.__name__}) for method {method.name!r}"
         raise TypeError(message(_OP, "model", needed, f"{actual} without it", _PAGE))
@@ -112,12 +112,14 @@ def finished(session: Session, single: bool, method: str, decode: Callable[[], i
         accepted=session.accepted,
         trace=session.trace,
         recurrences=session.recurrences if session.counts_recurrences else None,
+        plans=session.plans,
     )
     written = session.written
     ids = [torch.tensor(sequence, dtype=torch.int64) for sequence in written]
     text = None
     if session.model.tokenizer is not None:
-        text = [session.model.tokenizer.decode(sequence) for sequence in written]
+        decode_text = session.text_of or session.model.tokenizer.decode
+        text = [decode_text(sequence) for sequence in written]
     if single:
         return DecodeResult(ids[0], None if text is None else text[0], stats)
     return DecodeResult(ids, text, stats)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from pdkernels._validation import message
-from pdkernels.decoding.result import OnTokens, TraceStep
+from pdkernels.decoding.result import OnTokens, PlanReport, TraceStep
 
 
 def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -77,6 +77,8 @@ class Session:
         self.given = 0  # of `tokens`, how many were in the prompts
         self.forwards = 0
         self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
+        self.plans: list[PlanReport] | None = None  # by methods that plan
+        self.text_of: Callable[[list[int]], str] | None = None  # where it is not what the tokenizer makes of all tokens
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 
@@ -146,9 +148,13 @@ class Session:
         if new and min(new) < 0:
             self.fail_not_numbers(sequence)
         self.tokens[sequence] += new
+        self.tell(sequence, list(new), accepted_drafts)
+
+    def tell(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
+        """Hands tokens to whoever listens; a list of theirs."""
         if self._on_tokens is not None:
             started = time.perf_counter()
-            self._on_tokens(sequence, list(new), accepted_drafts)
+            self._on_tokens(sequence, new, accepted_drafts)
             self.callback_seconds += time.perf_counter() - started
 
     def fail_not_numbers(self, sequence: int) -> NoReturn:

@@ -9,7 +9,8 @@ from typing import Generic, NamedTuple
 import torch
 from typing_extensions import TypeVar
 
-# on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts)
+# on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts); a `ChunkTokens` instead of a list
+# comes when its chunk is complete, maybe before chunks that are in front of it in the text
 OnTokens = Callable[[int, list[int], int], None]
 
 
@@ -66,6 +67,56 @@ class RecurrentStep(NamedTuple):
     frozen: int  # predictions[:frozen] became text, and the cursor moved by as much
 
 
+class ChunkStep(NamedTuple):
+    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All counts start at 0."""
+
+    round: int
+    canvas: list[list[int]]  # the chunks' contents before, without their tags; open positions hold the mask token
+    committed: dict[tuple[int, int], int]  # (chunk, position) -> token
+
+
+class ChunkTokens(list[int]):
+    """A finished chunk, its two tags included, as `on_tokens` gets it."""
+
+    def __init__(self, ids: list[int], chunk: int) -> None:
+        super().__init__(ids)
+        self.chunk = chunk
+        """Which one of the whole text; they are numbered from 0 in the order of the text."""
+
+
+class PlanRound(NamedTuple):
+    """One round of planned diffusion."""
+
+    plan: list[int]
+    """Its tokens, without the one that ended it."""
+    topics: list[list[int]]
+    """Of each item, without its number."""
+    lengths: list[int]
+    """Tokens of each chunk, without tags."""
+    steps: int
+    """Forwards that filled the chunks."""
+    stop: str
+    """What ended the plan: "sync", "end", or "length" where there was no room for more of it."""
+
+
+class PlanReport(NamedTuple):
+    """What became of one sequence of planned diffusion."""
+
+    rounds: list[PlanRound]
+    reason: str
+    """What ended the text: "end" (token), "length", "rounds", or what was wrong with its last plan (`BAD_PLANS`)."""
+    forwards: dict[str, int]
+    """In which it took part: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to the cache and
+    starts the next plan."""
+    rows: dict[str, int]
+    """Tokens that went through the model in these forwards."""
+
+    @property
+    def critical_path(self) -> int:
+        """Forwards that had to wait for each other."""
+        return sum(self.forwards.values())
+
+
 Trace = (
     list[list[TraceStep]]
     | list[list[LinearStep]]
@@ -73,6 +124,7 @@ Trace = (
     | list[list[MaskedStep]]
     | list[list[AdaptiveStep]]
     | list[list[RecurrentStep]]
+    | list[list[ChunkStep]]
 )
 
 
@@ -94,6 +146,7 @@ class DecodeStats:
         trace: per sequence, one `TraceStep` (or the method's own form of it) per judged draft; None unless asked for.
         recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
             None for a method that does not decide about them.
+        plans: per sequence, what it planned and how that went; None for methods without plans.
     """
 
     method: str
@@ -104,6 +157,7 @@ class DecodeStats:
     accepted: list[list[int]]
     trace: Trace | None = None
     recurrences: int | None = None
+    plans: list[PlanReport] | None = None
 
     @property
     def tokens_per_second(self) -> float:

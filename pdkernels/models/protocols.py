@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, get_type_hints
 import torch
 from torch import Tensor, nn
 
+from pdkernels.models.plan_tokens import PlanTokens
+
 
 class Config(Protocol):
     """Sizes. `max_positions`, if there is one, is the longest text that the model was trained for."""
@@ -105,6 +107,13 @@ class BlockModel(CausalModel, Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+class PlanningModel(BlockModel, Protocol):
+    """For `planned`: a causal forward for plans, and chunks that see what a mask shows; and the control tokens of plans."""
+
+    @property
+    def plan_tokens(self) -> PlanTokens | None: ...
 
 
 class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):

@@ -14,6 +14,7 @@ import torch
 
 import pdkernels as pd
 from tests.harness.pretended_gpu import Pretended, pretended_gpu, without_gpu
+from tests.support.plans import example
 
 PROMPTS = ["482 + 967 = ?", "7 + 12 = ?"]
 MASKED = "tiny-masked"
@@ -52,7 +53,7 @@ def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.D
     name = model_of(method)
     limit = 16 if name == MASKED else 8
     return pd.decoding.generate(
-        pd.models.load(name).to(device), PROMPTS, method, max_new_tokens=limit, end_tokens=(), **options
+        example(pd.decoding.find(method)).to(device), PROMPTS, method, max_new_tokens=limit, end_tokens=(), **options
     )
 
 

@@ -142,11 +142,6 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": 3}, TypeError, GENERATE + "method must be a str, got int."),
     ({"method": "jacoby"}, ValueError, GENERATE + "method must name a decoding method, got 'jacoby'. " + NAMES),
     (
-        {"method": "planned"},
-        NotImplementedError,
-        GENERATE + f"method must be one this version has, got 'planned'. Available: {', '.join(available())}.",
-    ),
-    (
         {"method": "autoregressive", "block_size": 4},
         TypeError,
         GENERATE

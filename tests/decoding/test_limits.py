@@ -12,6 +12,7 @@ import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
 from pdkernels.decoding import available, find, generate
 from pdkernels.decoding.methods import METHODS
+from tests.support.plans import example
 
 HUGE = 10**12
 MOST = 2**24
@@ -35,7 +36,7 @@ MOST = 2**24
     ],
 )
 def test_sizes_are_clamped_to_the_request(method: str, options: dict[str, Any]) -> None:
-    model = pd.models.load(METHODS[method].example)
+    model = example(METHODS[method])
     result = generate(model, [52, 43, 49], method, max_new_tokens=3, end_tokens=(), **options)
     assert len(result.tokens) == 3
     if pd.decoding.is_lossless(method):
@@ -58,7 +59,7 @@ def test_sizes_are_clamped_to_the_request(method: str, options: dict[str, Any]) 
     ],
 )
 def test_sizes_are_refused(method: str, options: dict[str, Any], text: str) -> None:
-    model = copy.copy(pd.models.load(METHODS[method].example))
+    model = copy.copy(example(METHODS[method]))
     if options.get("page_size") == MOST:
         model.new_cache = lambda b, c, kind, page_size: PagedKVCache(64, b, b, page_size, 64, 128)
     with pytest.raises(ValueError) as raised:
@@ -110,7 +111,7 @@ def test_what_does_not_fit_is_refused(call: Any, text: str) -> None:
 
 
 def broken(method: str) -> Any:
-    model = copy.deepcopy(pd.models.load(METHODS[method].example))
+    model = copy.deepcopy(example(METHODS[method]))
     for parameter in model.parameters():
         parameter.fill_(torch.nan)
     return model

@@ -14,6 +14,7 @@ from docs import methods as made
 from pdkernels import _renamed
 from pdkernels.decoding._method import FAMILIES, SHARED, described
 from pdkernels.decoding.methods import METHODS
+from tests.support.plans import example
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OPTIONS = [(method, option) for method in METHODS.values() for option in method.options.values()]
@@ -58,7 +59,7 @@ def test_first_method_of_a_family_is_its_baseline() -> None:
         "masked": "llada",
     }
     assert set(first) == set(FAMILIES)
-    assert all(method.supports(pd.models.load(method.example)) for method in METHODS.values())
+    assert all(method.supports(example(method)) for method in METHODS.values())
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_first_method_of_a_family_is_its_baseline() -> None:
 )
 def test_options_with_choices_take_no_other_string(method: str, option: str) -> None:
     found = pd.decoding.find(method)
-    model = pd.models.load(found.example)
+    model = example(found)
     with pytest.raises(ValueError, match=f"{option} must be .*, got 'neither'") as raised:
         pd.decoding.generate(model, [1], found, max_new_tokens=1, **{option: "neither"})
     assert all(repr(choice) in str(raised.value) for choice in found.options[option].choices)

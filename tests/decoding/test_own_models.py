@@ -18,6 +18,7 @@ from pdkernels.models import from_callable
 from pdkernels.models.protocols import missing, requirements
 from tests.support.causal import SCRIPTS, FakeModel
 from tests.support.masked import MASK, VOCABULARY, small_masked
+from tests.support.plans import example
 from tests.support.tri_mode import small_transformer
 
 PROMPTS = [[1, 2, 3], [4], [5, 6]]
@@ -149,7 +150,7 @@ class Called(Without):
 @pytest.mark.parametrize("method", available())
 def test_every_missing_member_is_named(method: str) -> None:
     known = METHODS[method]
-    model = pd.models.load(known.example)
+    model = example(known)
     assert missing(model, known.asks) == ""
     for path, keywords in requirements(known.asks):
         if path in {("config",), ("config", "mean_recurrence"), ("config", "attention"), ("config", "predicts")}:

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdkernels.decoding import available, generate, is_lossless, method_options, stream, supports
+from pdkernels.decoding import available, find, generate, is_lossless, method_options, stream, supports
 from pdkernels.models.recurrent_depth import RecurrentDepth
 from pdkernels.reference.block_diffusion import block_diffusion
 from pdkernels.reference.linear_self_speculation import linear_self_speculation
 from pdkernels.reference.quadratic_self_speculation import quadratic_self_speculation
 from tests.support.masked import small_masked
+from tests.support.plans import planning_model
 from tests.support.recurrent import models
 from tests.support.tri_mode import Cached, Call, Table, small_transformer
 
@@ -30,6 +31,8 @@ DRAWS: dict[str, dict[str, Any]] = {
 
 @cache
 def model_for(method: str) -> Any:
+    if find(method).plans:
+        return planning_model(1)
     causal = small_transformer(1)
     if supports(method, causal):
         return causal

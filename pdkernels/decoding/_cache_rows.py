@@ -1,0 +1,51 @@
+"""Some sequences of a cache, for forwards that leave the others out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pdkernels.ops.kv_cache import kv_append_
+
+
+class CacheRows:
+    """The sequences `index` ``(batch,)`` of `cache`, which shares its memory with them: what is stored here is stored there.
+
+    A contiguous cache is one with a page for each sequence. Lengths are as they were when this was made; `cache.commit_` changes
+    those of the whole.
+    """
+
+    def __init__(self, cache: Any, index: Tensor) -> None:
+        self._cache, self._index = cache, index
+        self.k, self.v, self.capacity, self.layers = cache.k, cache.v, cache.capacity, cache.layers
+        self.kv_heads, self.head_dim, self.dtype, self.device = (
+            cache.kv_heads,
+            cache.head_dim,
+            cache.dtype,
+            cache.device,
+        )
+        self.batch = len(index)
+        self.lengths: Tensor = cache.lengths.index_select(0, index)
+        table = cache.block_table
+        self.block_table: Tensor = index[:, None] if table is None else table.index_select(0, index)
+
+    def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
+        """As that of the whole cache."""
+        rows = self.k[layer], self.v[layer], k_new, v_new, self.lengths
+        kv_append_(*rows, counts=counts, block_table=self.block_table)
+
+    def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
+        """As that of the whole cache, but a copy."""
+        k, v = self._cache.layer(layer, length)
+        return k.index_select(0, self._index), v.index_select(0, self._index)
+
+
+def rows_of(cache: Any, sequences: Sequence[int]) -> Any:
+    """The cache itself, or some of its sequences, ascending."""
+    if len(sequences) == len(cache.lengths):
+        return cache
+    index = torch.tensor(sequences, dtype=torch.int64).to(cache.lengths.device, non_blocking=True)
+    return CacheRows(cache, index)

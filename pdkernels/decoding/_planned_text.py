@@ -1,0 +1,238 @@
+"""One sequence of planned diffusion on the host: what it has written, and what its next forward is.
+
+The host reads every token anyway, one poll a step, so the rounds, the chunks and their schedules are plain lists here. The device
+holds the cache alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from pdkernels._validation import message
+from pdkernels.decoding._chunks import Schedule, candidates, quota, steps_of
+from pdkernels.decoding._plan import BadPlan, Item, fitted, items_as_published, items_by_last_number
+from pdkernels.decoding._session import Session
+from pdkernels.decoding.result import ChunkStep, ChunkTokens, PlanReport, PlanRound
+from pdkernels.models.plan_tokens import PlanTokens
+
+Rule = Literal["threshold", "published"]
+Keeping = Literal["exact", "drop_finished", "published"]
+Parser = Literal["last_number", "published"]
+OnBadPlan = Literal["stop", "raise"]
+RULES, CACHES, PARSERS, BAD_PLAN_WAYS = (get_args(kind) for kind in (Rule, Keeping, Parser, OnBadPlan))
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What the caller asked for, checked."""
+
+    tags: PlanTokens
+    mask_token: int
+    ends: tuple[int, ...]
+    sparse: bool
+    steps_ratio: float
+    schedule: Schedule
+    threshold: float | None
+    rule: Rule
+    unit: float
+    """Masks for each unit of a number, the scale included."""
+    cache: Keeping
+    parser: Parser
+    on_bad_plan: OnBadPlan
+    max_rounds: int | None
+
+
+class PlannedText:
+    """A sequence. It feeds `rows` while it plans (the token drawn last; at first the prompt; after a round its chunks and the sync
+    token), and its chunks while it fills them.
+
+    Attributes:
+        phase: what its next forward is.
+        rows: what a plan forward feeds.
+        round_lengths: of the chunks among `rows`, tags included; empty where they are plain text.
+        chunks: contents of the round's chunks.
+        cached: tokens in the cache, as far as the host has asked for.
+        number: forwards that it took part in.
+    """
+
+    def __init__(self, session: Session, sequence: int, options: PlanOptions) -> None:
+        self._session, self.sequence, self._options = session, sequence, options
+        self._prompt = session.prompts[sequence]
+        self._limit = session.limits[sequence]
+        self.phase: Literal["plan", "fill", "done"] = "plan" if self._limit else "done"
+        self.rows, self.round_lengths = list(self._prompt), ()
+        self.chunks: list[list[int]] = []
+        self.cached = self.number = 0
+        self._plan: list[int] = []
+        self._items: list[Item] = []
+        self._numbered = 0  # chunks of earlier rounds
+        self._step = self._steps = 0
+        self._refused: list[int] = []
+        self._stale: list[list[int]] = []
+        self.report = PlanReport([], "length", dict.fromkeys(("plan", "chunks", "refresh"), 0), {})
+        self.report.rows.update(self.report.forwards)
+
+    # Planning
+
+    def planned(self, token: int) -> None:
+        """A plan forward gave `token`."""
+        self._count("refresh" if self.round_lengths else "plan", len(self.rows))
+        self.cached += len(self.rows)
+        self.rows, self.round_lengths = [token], ()
+        if token < 0:
+            self._session.fail_not_numbers(self.sequence)
+        if token == self._options.tags.sync or token in self._options.ends:
+            self._begin_chunks(token)
+            return
+        self._plan.append(token)
+        self._session.emit(self.sequence, [token], 0)
+        if self._left == 0:
+            self._end("length", "length")
+
+    @property
+    def _left(self) -> int:
+        return self._limit - len(self._session.tokens[self.sequence])
+
+    def _begin_chunks(self, stop: int) -> None:
+        """The plan is complete: its chunks are laid out."""
+        self._stop, options = stop, self._options
+        try:
+            self._items = self._parsed()
+        except BadPlan as bad:
+            if options.on_bad_plan == "raise":
+                actual = f"{bad.reason!r} in round {len(self.report.rounds)} of sequence {self.sequence}"
+                words = message("decoding.planned", "plan", "say what to write", actual, "Pass on_bad_plan='stop'.")
+                raise BadPlan(bad.reason, words) from None
+            self._session.emit(self.sequence, [stop], 0)
+            self._end(bad.reason, self._stop_name)
+            return
+        asked = [int(item.number * options.unit) for item in self._items]
+        lengths = fitted(asked, self._left - 1)
+        if lengths is None:
+            self._session.emit(self.sequence, [stop], 0)
+            self._end("length", self._stop_name)
+            return
+        self._cut = lengths != asked
+        self.chunks = [[options.mask_token] * length for length in lengths]
+        self._stale = [list(chunk) for chunk in self.chunks]
+        self._refused = [0] * len(lengths)
+        self._step, self._steps = 0, steps_of(max(lengths, default=0), options.steps_ratio, options.schedule)
+        self.phase = "fill"
+        for chunk, length in enumerate(lengths):
+            if length == 0:
+                self._tell(chunk)
+        if self._steps == 0:
+            self._end_round()
+
+    def _parsed(self) -> list[Item]:
+        if self._options.parser == "published":
+            return items_as_published(self._prompt + self._session.tokens[self.sequence], self._options.tags)
+        items = items_by_last_number(self._plan, self._options.tags)
+        if not self._plan and self._stop_name == "sync" and self.report.rounds:
+            last = self.report.rounds[-1]
+            if not last.plan and not last.lengths:
+                raise BadPlan("no items")
+        return items
+
+    @property
+    def _stop_name(self) -> str:
+        return "sync" if self._stop == self._options.tags.sync else "end"
+
+    # Filling
+
+    @property
+    def live(self) -> list[int]:
+        """The chunks whose rows a step computes."""
+        every = range(len(self.chunks))
+        if self._options.cache == "exact" or self._step == 0:
+            return list(every)
+        return [chunk for chunk in every if self._is_open(chunk)]
+
+    def _is_open(self, chunk: int) -> bool:
+        return self._options.mask_token in self.chunks[chunk]
+
+    def quotas(self, live: Sequence[int]) -> list[int]:
+        """How many masks of each of these chunks the next step commits, or, with the published threshold rule, looks at."""
+        options, found = self._options, []
+        for chunk in live:
+            masks = self.chunks[chunk].count(options.mask_token)
+            if options.threshold is None:
+                found.append(quota(masks, self._step, self._steps, options.schedule))
+            elif options.rule == "published":
+                found.append(candidates(masks, self._step, self._steps, self._refused[chunk]))
+            else:
+                found.append(1)
+        return found
+
+    def filled(self, live: Sequence[int], contents: Sequence[list[int]], looked_at: Sequence[int]) -> None:
+        """A step left `contents` in the chunks `live`; `looked_at` are the numbers that `quotas` gave."""
+        mask, committed = self._options.mask_token, dict[tuple[int, int], int]()
+        self._count("chunks", sum(len(content) + 2 for content in contents))
+        before, done = self.chunks, []
+        self.chunks = [list(chunk) for chunk in before]
+        for chunk, content, most in zip(live, contents, looked_at, strict=True):
+            new = {place: token for place, token in enumerate(content) if before[chunk][place] == mask != token}
+            committed |= {(chunk, place): token for place, token in new.items()}
+            if not new:
+                continue
+            self._refused[chunk] = most - len(new)
+            self._stale[chunk] = before[chunk]
+            self.chunks[chunk] = content
+            if mask not in content:
+                done.append(chunk)
+        self._session.accepted[self.sequence].append(len(committed))
+        if self._session.trace is not None:
+            step = ChunkStep(len(self.report.rounds), before, committed)
+            self._session.trace[self.sequence].append(step)
+        self._step += 1
+        for chunk in done:
+            self._tell(chunk)
+        if not any(map(self._is_open, range(len(self.chunks)))):
+            self._end_round()
+
+    def _tell(self, chunk: int) -> None:
+        """A chunk is complete."""
+        told = ChunkTokens(self._scaffold([self.chunks[chunk]]), self._numbered + chunk)
+        self._session.tell(self.sequence, told, len(self.chunks[chunk]))
+
+    def _scaffold(self, contents: Sequence[Sequence[int]]) -> list[int]:
+        tags = self._options.tags
+        return [token for content in contents for token in (tags.chunk_open, *content, tags.chunk_close)]
+
+    def _end_round(self) -> None:
+        """All chunks are complete. Their final rows enter the cache together with the sync token, in the forward that it needs anyway."""
+        self._session.tokens[self.sequence] += self._scaffold(self.chunks)
+        self._session.emit(self.sequence, [self._stop], 0)
+        options = self._options
+        entering = self._stale if options.cache == "published" else self.chunks
+        self.rows = [*self._scaffold(entering), self._stop]
+        self.round_lengths = tuple(len(chunk) + 2 for chunk in self.chunks)
+        lengths = [len(chunk) for chunk in self.chunks]
+        self._numbered += len(self.chunks)
+        last = len(self.report.rounds) + 1 == options.max_rounds
+        if self._stop_name == "end" or self._cut or last or self._left == 0:
+            self._end(
+                "end" if self._stop_name == "end" else "rounds" if last and not self._cut else "length", "", lengths
+            )
+            return
+        self._record(lengths, self._stop_name)
+        self.phase = "plan"
+
+    # The record
+
+    def _count(self, phase: str, rows: int) -> None:
+        self.number += 1
+        self.report.forwards[phase] += 1
+        self.report.rows[phase] += rows
+
+    def _record(self, lengths: list[int], stop: str) -> None:
+        topics = [item.topic for item in self._items]
+        self.report.rounds.append(PlanRound(self._plan, topics, lengths, self._step if lengths else 0, stop))
+        self._plan, self._items, self.chunks = [], [], []
+
+    def _end(self, reason: str, stop: str, lengths: list[int] | None = None) -> None:
+        self._record(lengths or [], stop or self._stop_name)
+        self.report = self.report._replace(reason=reason)
+        self.phase = "done"

@@ -1,0 +1,359 @@
+"""Planned diffusion: a plan is written token by token, then the chunks that it asks for are filled in together, by confidence.
+
+Source: "Planned Diffusion" and its released decoder. The plain form is reference/planned.py; both take the same forwards, draw the
+same tokens and fill the same positions.
+
+A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them. The finished
+ones enter the cache together with the sync token, whose forward starts the next plan: it is exact, and no forward more.
+
+Sequences of a batch are in rounds of their own. Each step has a forward for those that plan, one for those whose finished chunks
+enter the cache, and one for those that fill chunks, as far as there are any, and one read of the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Literal, get_args
+
+import torch
+
+from pdkernels._validation import check, check_choice, check_type
+from pdkernels.backends import backend_of
+from pdkernels.decoding._cache_rows import rows_of
+from pdkernels.decoding._chunks import Schedule
+from pdkernels.decoding._plan import joined, text_pieces
+from pdkernels.decoding._planned_text import (
+    BAD_PLAN_WAYS,
+    CACHES,
+    PARSERS,
+    RULES,
+    Keeping,
+    OnBadPlan,
+    Parser,
+    PlannedText,
+    PlanOptions,
+    Rule,
+)
+from pdkernels.decoding._sampling import (
+    OWN,
+    Seed,
+    checked_flag,
+    checked_mask_token,
+    checked_number,
+    checked_sampling,
+    checked_size,
+    likeliest,
+    noise,
+    statistics,
+    without_,
+)
+from pdkernels.decoding._session import Session, sent
+from pdkernels.masks import Stage, TilePlan, pack, planned
+from pdkernels.models.plan_tokens import PlanTokens
+from pdkernels.ops import TokenStatistics, token_statistics, unmask_
+from pdkernels.ops.token_statistics import MAX_SUPPRESSED
+
+_OP = "decoding.planned"
+
+Order = Literal["entropy", "confidence", "margin"]
+
+
+def decode(
+    session: Session,
+    *,
+    sparse: bool = False,
+    steps_ratio: float = 1.0,
+    order: Order | None = None,
+    threshold: float | None = None,
+    rule: Rule = "threshold",
+    schedule: Schedule = "published",
+    length_scale: float = 1.0,
+    unit: int | None = None,
+    cache: Keeping = "exact",
+    parser: Parser = "last_number",
+    on_bad_plan: OnBadPlan = "stop",
+    max_rounds: int | None = None,
+    joiner: str | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    mask_token: int | None = None,
+    seed: Seed = 0,
+    page_size: int | None = None,
+) -> int:
+    """Fill `session` round by round. Not the tokens of autoregressive decoding: what a chunk holds is never judged again.
+
+    Args:
+        sparse: chunks of a round are blind to each other.
+        steps_ratio: steps of a round for each token of its longest chunk, above 0 and at most 1.
+        order: what the positions of a chunk are ranked by: the "entropy" of their distribution, the "confidence" in the guess, or the
+            "margin" between the two likeliest tokens. None: entropy, or confidence if there is a threshold.
+        threshold: fill by confidence, not by schedule.
+        rule: with a threshold: "threshold" fills all positions of a chunk that reach it, and the surest one anyway; "published" at
+            most the schedule's share and as many as were refused in the step before.
+        schedule: "published" as released, or "even" shares.
+        length_scale: factor of all lengths that plans ask for.
+        unit: tokens for each unit of a number in a plan; None: that of the model.
+        cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk takes part in no further step; "published":
+            later rounds see a chunk as it was before its last tokens were filled in.
+        parser: "last_number" reads the last number of an item; "published" the first two digits, and prompts are plans too.
+        on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
+        max_rounds: end after so many rounds.
+        joiner: text between chunks; None: a line break before a digit, else a space.
+        top_p, top_k: filters of all draws; None: none.
+
+    Returns:
+        Forwards that the sequences took part in, all together.
+    """
+    tags = _checked_tags(session, mask_token)
+    mask_token = checked_mask_token(_OP, session.model, mask_token)
+    checked_flag(_OP, "sparse", sparse)
+    checked_number(_OP, "steps_ratio", steps_ratio, 1.0)
+    check(steps_ratio > 0, _OP, "steps_ratio", "be above 0", steps_ratio)
+    check_choice(_OP, "order", order, (None, *get_args(Order)))
+    if threshold is not None:
+        checked_number(_OP, "threshold", threshold)
+        by_confidence = order in (None, "confidence")
+        check(by_confidence, _OP, "order", "be 'confidence' beside a threshold", repr(order), "Leave one of them out.")
+    check_choice(_OP, "rule", rule, RULES)
+    check_choice(_OP, "schedule", schedule, get_args(Schedule))
+    checked_number(_OP, "length_scale", length_scale, 1000.0)
+    unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
+    check_choice(_OP, "cache", cache, CACHES)
+    needs_sparse = cache == "exact" or sparse
+    check(needs_sparse, _OP, "cache", "be 'exact' unless chunks are sparse", repr(cache), "Pass sparse=True.")
+    check_choice(_OP, "parser", parser, PARSERS)
+    check_choice(_OP, "on_bad_plan", on_bad_plan, BAD_PLAN_WAYS)
+    if max_rounds is not None:
+        checked_size(_OP, "max_rounds", max_rounds)
+    check_type(joiner is None or isinstance(joiner, str), _OP, "joiner", "be a str or None", type(joiner).__name__)
+    checked_number(_OP, "top_p", top_p, 1.0)
+    if top_k is not None:
+        checked_size(_OP, "top_k", top_k)
+    seeds = checked_sampling(_OP, temperature, seed, session.batch)
+    ends = session.end_tokens
+    options = PlanOptions(
+        tags, mask_token, ends, sparse, steps_ratio, schedule, threshold, rule, unit * length_scale, cache, parser,
+        on_bad_plan, max_rounds,
+    )  # fmt: skip
+    texts = [PlannedText(session, sequence, options) for sequence in range(session.batch)]
+    guess = Guesses(session.model, seeds, temperature, top_p, top_k)
+    if session.max_new_tokens > 0:  # else there is nothing to make a cache for
+        Rounds(session, options, guess, order or ("entropy" if threshold is None else "confidence"), page_size).run(
+            texts
+        )
+    session.plans = [text.report for text in texts]
+    if session.model.tokenizer is not None:
+        others = {mask_token, *ends}
+        decode_text = session.model.tokenizer.decode
+        session.text_of = lambda tokens: joined(text_pieces(tokens, tags, others), tags, decode_text, joiner)
+    return sum(text.number for text in texts)
+
+
+def _checked_tags(session: Session, mask_token: int | None) -> PlanTokens:
+    tags = getattr(session.model, "plan_tokens", None)
+    remedy = "Pass plan_tokens= to the Transformer."
+    check_type(isinstance(tags, PlanTokens), _OP, "model", "have plan_tokens", type(session.model).__name__, remedy)
+    assert isinstance(tags, PlanTokens)
+    own = (*tags.control, *tags.digits)
+    check(mask_token not in own, _OP, "mask_token", "be no token of plans", mask_token)
+    for token in session.end_tokens:
+        check(token not in own, _OP, "end_tokens", "hold no token of plans", token)
+    most = MAX_SUPPRESSED - len(tags.control)
+    check(len(session.end_tokens) <= most, _OP, "end_tokens", f"be at most {most}", len(session.end_tokens))
+    return tags
+
+
+class Guesses:
+    """Draws of tokens for rows of hidden states."""
+
+    def __init__(self, model: Any, seeds: torch.Tensor, temperature: float, top_p: float, top_k: int | None) -> None:
+        self._model, self._seeds, self._temperature = model, seeds, temperature
+        self._top_p, self._top_k = top_p, top_k
+
+    def to_(self, device: torch.device) -> None:
+        """Where the hidden states are: in a step, a copy from the host would wait."""
+        self._seeds = self._seeds.to(device)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        sequences: torch.Tensor,
+        step: torch.Tensor | int,
+        positions: torch.Tensor,
+        banned: tuple[int, ...],
+    ) -> TokenStatistics:
+        """Of rows ``(batch, R, hidden_size)`` about `positions` ``(batch, R)`` of the texts, -1 where there is nothing to guess."""
+        row = torch.arange(positions.numel(), device=positions.device).view_as(positions)
+        options: dict[str, Any] = {
+            "row_index": row.masked_fill_(positions < 0, -1),
+            "top_k": 1,
+            "distribution": "sampling",
+            **noise(self._temperature, self._seeds.index_select(0, sequences), step, positions),
+        }
+        if self._top_k is None:
+            return statistics(self._model, hidden, suppress=banned, top_p=self._top_p, **options)
+        logits = self._model.logits(hidden)
+        for token in banned:
+            without_(logits, token)
+        logits = likeliest(logits, self._top_k, self._temperature, self._top_p)
+        return token_statistics(logits, backend=backend_of(logits.dtype), **options)
+
+
+class Rounds:
+    """The forwards of a batch."""
+
+    def __init__(
+        self, session: Session, options: PlanOptions, guess: Guesses, order: Order, page_size: int | None
+    ) -> None:
+        self._session, self._options, self._guess, self._order = session, options, guess, order
+        self._model = session.model
+        self._cache = session.new_cache(page_size)
+        self._device = self._cache.lengths.device
+        guess.to_(self._device)
+        tags = options.tags
+        self._banned = (options.mask_token, *(token for token in tags.control if token != tags.pad), *options.ends)
+
+    def run(self, texts: Sequence[PlannedText]) -> None:
+        """Until all are done."""
+        while unfinished := [text for text in texts if text.phase != "done"]:
+            planning = [text for text in unfinished if text.phase == "plan"]
+            plain = [text for text in planning if not text.round_lengths]
+            entering = [text for text in planning if text.round_lengths]
+            filling = [text for text in unfinished if text.phase == "fill"]
+            answers = [self._plan(group) for group in (plain, entering) if group]
+            if planning:
+                grown = {text.sequence: len(text.rows) for text in planning}
+                counts = [[grown.get(sequence, 0)] for sequence in range(self._session.batch)]
+                self._cache.commit_(sent(counts, self._device)[:, 0])
+            live = [text.live for text in filling]
+            quotas = [text.quotas(chunks) for text, chunks in zip(filling, live, strict=True)]
+            if filling:
+                answers.append(self._fill(filling, live, quotas))
+            # The one read of the device in a step.
+            read = torch.cat(answers).tolist()
+            for text in (*plain, *entering):
+                text.planned(read.pop(0))
+            width = len(read) // max(len(filling), 1)
+            for place, text in enumerate(filling):
+                *row, broken = read[place * width : (place + 1) * width]
+                if broken:
+                    self._session.fail_not_numbers(text.sequence)
+                contents, first = [], 0
+                for chunk in live[place]:
+                    length = len(text.chunks[chunk])
+                    contents.append(row[first + 1 : first + 1 + length])
+                    first += length + 2
+                text.filled(live[place], contents, quotas[place])
+
+    def _group(self, texts: Sequence[PlannedText]) -> tuple[Any, torch.Tensor]:
+        """Their rows of the cache, and their numbers."""
+        self._session.forwards += 1
+        sequences = [text.sequence for text in texts]
+        return rows_of(self._cache, sequences), sent([sequences], self._device)[0]
+
+    def _plan(self, texts: Sequence[PlannedText]) -> torch.Tensor:
+        """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits were no numbers."""
+        cache, sequences = self._group(texts)
+        width = max(len(text.rows) for text in texts)
+        lines = [
+            [*text.rows, *[0] * (width - len(text.rows)), len(text.rows), text.cached + len(text.rows)]
+            for text in texts
+        ]
+        table = sent(lines, self._device)
+        tokens, counts, positions = table[:, :width], table[:, width], table[:, width + 1 :]
+        ragged = any(len(text.rows) < width for text in texts)
+        layouts = tuple((text.round_lengths, True) for text in texts)
+        mask = _tail(layouts, self._options.sparse, self._device) if texts[0].round_lengths else None
+        hidden = self._model.hidden(tokens, cache=cache, counts=counts if ragged else None, mask=mask)
+        last = hidden.gather(1, (counts - 1)[:, None, None].expand(-1, 1, hidden.shape[-1]))
+        found = self._guess(last, sequences, OWN, positions, (self._options.mask_token,))
+        return found.ids.masked_fill(found.probs.isnan(), -1)[:, 0]
+
+    def _fill(
+        self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]]
+    ) -> torch.Tensor:
+        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess came from NaN, in
+        one row after the other."""
+        cache, sequences = self._group(texts)
+        options, step = self._options, _StepTable(texts, live, quotas, self._options)
+        table = sent(step.lines, self._device)
+        canvas, positions, offsets, segment, windows, quota, number = table.split(step.widths, 1)
+        layouts = tuple((lengths, False) for lengths in step.layouts)
+        hidden = self._model.hidden(
+            canvas,
+            cache=cache,
+            counts=torch.zeros_like(number[:, 0]),
+            mask=_tail(layouts, options.sparse, self._device),
+        )
+        shift = int(options.tags.predicts == "next")
+        rows = (positions - shift).clamp(min=0)
+        hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
+        found = self._guess(hidden, sequences, number, offsets, self._banned)
+        there = positions >= 0
+        broken = ((found.probs.isnan() | (found.ids < 0)) & there).any(1, keepdim=True)
+        scores = {"entropy": -found.entropy, "confidence": found.probs, "margin": found.margin}[self._order]
+        limits: dict[str, Any] = {"quota": quota}
+        if options.threshold is not None and options.rule == "threshold":
+            limits = {"quota": 1, "threshold": options.threshold}
+        elif options.threshold is not None:
+            sure = (scores.double() >= options.threshold) & there
+            reached = torch.zeros_like(quota).scatter_add_(1, segment, sure.to(quota.dtype))
+            limits = {"quota": torch.minimum(quota, reached).clamp_(min=1)}
+        canvas = canvas.clone()
+        unmask_(
+            canvas,
+            found.ids,
+            scores,
+            mask_token=options.mask_token,
+            positions=positions,
+            windows=windows.unflatten(1, (-1, 2)),
+            backend=backend_of(scores.dtype),
+            **limits,
+        )
+        return torch.cat([canvas, broken.to(canvas.dtype)], 1).flatten()
+
+
+class _StepTable:
+    """What the host has to say of a step, a line for each text; see `Rounds._fill` for the columns."""
+
+    def __init__(
+        self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]], options: PlanOptions
+    ) -> None:
+        tags, mask = options.tags, options.mask_token
+        self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
+        masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
+        rows, most, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
+        self.widths = [rows, most, most, most, 2 * chunks, chunks, 1]
+        self.lines = []
+        for text, own, quota in zip(texts, live, quotas):
+            canvas: list[int] = []
+            positions: list[int] = []
+            segment: list[int] = []
+            windows: list[int] = []
+            for number, chunk in enumerate(own):
+                content = text.chunks[chunk]
+                first = len(canvas) + 1
+                windows += [first, first + len(content)]
+                found = [first + place for place, token in enumerate(content) if token == mask]
+                positions += found
+                segment += [number] * len(found)
+                canvas += [tags.chunk_open, *content, tags.chunk_close]
+            offsets = [text.cached + position for position in positions]
+            spare, empty = most - len(positions), chunks - len(own)
+            line = [*canvas, *[tags.pad] * (rows - len(canvas))]
+            line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
+            line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, text.number + 1]
+            self.lines.append(line)
+
+
+@lru_cache(maxsize=64)
+def _tail(layouts: tuple[tuple[tuple[int, ...], bool], ...], sparse: bool, device: torch.device) -> TilePlan:
+    """What the rows of rounds see of each other: for each sequence the lengths of its chunks, and whether a sync token follows them."""
+    masks = [planned([Stage(0, chunks, sync)], sparse) for chunks, sync in layouts]
+    length = max(mask.q_len for mask in masks)
+    # A forward of inference may make them, but training may come next.
+    with torch.inference_mode(False):
+        plans = [(mask if mask.q_len == length else pack([mask], length=length)).plan(64, 64, device) for mask in masks]
+        return plans[0] if len(set(layouts)) == 1 else TilePlan.stack(plans)

@@ -1,0 +1,407 @@
+"""Planned diffusion: a plan is written token by token, then the chunks that it asks for are filled in together.
+
+Source: "Planned Diffusion" and the decoder published with it.
+
+No cache: every forward runs over the whole text under the mask of its rounds (masks.py). Order of the text: plan, chunks, stop
+token. Order of generation: plan, stop token, chunks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .autoregressive import Model
+from .masked_sampling import margin, negative_entropy, probability, timesteps
+from .masks import planned as planned_mask
+from .sampling import OWN, draw, without
+from .token_statistics import kept
+from .unmask import ranked
+
+LARGEST = 10**9  # number in a plan; no text is as long
+Stage = tuple[int, tuple[int, ...], bool]
+
+
+class Tags(NamedTuple):
+    """Control tokens, the digits 0 .. 9, tokens of a chunk for each unit of its number, and what a chunk's row predicts."""
+
+    chunk_open: int
+    chunk_close: int
+    topic_open: int
+    topic_close: int
+    sync: int
+    pad: int
+    digits: Sequence[int]
+    unit: int = 10
+    predicts: str = "own"
+
+
+class BadPlan(Exception):
+    """A plan that asks for nothing that could be done; its argument says why."""
+
+
+class Item(NamedTuple):
+    topic: list[int]
+    number: int
+
+
+class PlannedStep(NamedTuple):
+    """One denoising forward. Chunks and positions inside them count from 0."""
+
+    round: int
+    canvas: list[list[int]]  # the chunks' contents before
+    committed: dict[tuple[int, int], int]  # (chunk, position) -> token
+
+
+class PlannedRound(NamedTuple):
+    plan: list[int]  # without the token that ended it
+    items: list[Item]
+    chunks: list[list[int]]
+    steps: int
+    stop: str  # "sync", "end" or "length"
+
+
+class PlannedResult(NamedTuple):
+    tokens: list[int]  # new tokens, control tokens included
+    rounds: list[PlannedRound]
+    reason: str  # "end", "length", "rounds", or what is wrong with the last plan
+    forwards: tuple[int, int]  # plan rows, denoising steps
+    trace: list[PlannedStep]
+
+
+# ----------------------------------------------------------------------------------------------------- plans
+
+
+def parse_last_number(plan: Sequence[int], tags: Any) -> list[Item]:
+    """The items of a plan: the number of each is the last run of digits in it. What stands between items is no part of them.
+
+    >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
+    >>> [item.number for item in parse_last_number([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]
+    [4, 100]
+    """
+    items: list[Item] = []
+    inside: list[int] | None = None
+    for token in plan:
+        if token == tags.topic_open:
+            if inside is not None:
+                raise BadPlan("nested")
+            inside = []
+        elif token == tags.topic_close:
+            if inside is None:
+                raise BadPlan("not opened")
+            items.append(_item(inside, list(tags.digits)))
+            inside = None
+        elif inside is not None:
+            inside.append(token)
+    if inside is not None:
+        raise BadPlan("not closed")
+    return items
+
+
+def _item(inside: list[int], digits: list[int]) -> Item:
+    ends = [place for place, token in enumerate(inside) if token in digits]
+    if not ends:
+        raise BadPlan("no number")
+    start = stop = ends[-1] + 1
+    while start > 0 and inside[start - 1] in digits:
+        start -= 1
+    return Item(inside[:start], min(int("".join(str(digits.index(t)) for t in inside[start:stop])), LARGEST))
+
+
+def parse_published(text: Sequence[int], tags: Any) -> list[Item]:
+    """As published: of all that follows the last sync token, wherever that is, each opening and the next closing make an item;
+    its number is its first digit, and the next token if that is a digit too.
+
+    >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
+    >>> [item.number for item in parse_published([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]
+    [1, 10]
+    """
+    text, digits = list(text), list(tags.digits)
+    if tags.sync in text:
+        text = text[len(text) - text[::-1].index(tags.sync) :]
+    items: list[Item] = []
+    while tags.topic_open in text:
+        text = text[text.index(tags.topic_open) + 1 :]
+        if tags.topic_close not in text:
+            break
+        inside, text = text[: text.index(tags.topic_close)], text[text.index(tags.topic_close) + 1 :]
+        places = [place for place, token in enumerate(inside) if token in digits]
+        if not places:
+            raise BadPlan("no number")
+        first = places[0]
+        two = [token for token in inside[first : first + 2] if token in digits]
+        items.append(Item(inside[:first], int("".join(str(digits.index(token)) for token in two))))
+    return items
+
+
+def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
+    """Lengths of chunks that fit into `room` tokens with their tags: the longest ones are cut to what is left; None: not even tags do.
+
+    >>> fitted([4, 9, 2], 21), fitted([4, 9, 2], 18), fitted([4, 9], 3)
+    ([4, 9, 2], [4, 6, 2], None)
+    """
+    cut = [min(length, max(room, 0)) for length in lengths]
+    while sum(cut) + 2 * len(cut) > room:
+        if max(cut) == 0:
+            return None
+        most = max(cut)
+        last = max(place for place, length in enumerate(cut) if length == most)
+        cut[last] -= 1
+    return cut
+
+
+# ------------------------------------------------------------------------------------------------- schedules
+
+
+def steps_of(longest: int, ratio: float, schedule: str) -> int:
+    """Forwards of a round whose longest chunk has so many masks. Published: r l, rounded down, which may be 0; here it is not.
+
+    >>> steps_of(10, 0.25, "published"), steps_of(10, 0.25, "even"), steps_of(2, 0.25, "published")
+    (2, 3, 1)
+    """
+    if longest == 0:
+        return 0
+    exact = longest * ratio
+    return max(1, int(exact) if schedule == "published" else -int(-exact // 1))
+
+
+def quota(masks: int, step: int, steps: int, schedule: str) -> int:
+    """How many of a chunk's masks a step commits.
+
+    >>> masks, commits = 40, []
+    >>> for step in range(10):
+    ...     commits.append(quota(masks, step, 10, "published"))
+    ...     masks -= commits[-1]
+    >>> commits
+    [3, 4, 4, 4, 4, 4, 4, 4, 4, 5]
+    """
+    if step >= steps - 1:
+        return masks
+    if schedule == "even":
+        return -(-masks // (steps - step))
+    times = timesteps(steps)
+    return min(masks, max(1, int(masks * (1 - times[step + 1] / times[step]))))
+
+
+def threshold_quota(masks: int, step: int, steps: int, carry: int) -> int:
+    """The candidates of a step of the published threshold rule; `carry`: those that the step before refused. Unlike there, no
+    more than there are.
+
+    >>> threshold_quota(40, 0, 20, 0), threshold_quota(9, 25, 20, 30), threshold_quota(9, 25, 20, 3)
+    (2, 9, 4)
+    """
+    share = masks // (steps - step) if step < steps else 1
+    return min(masks, max(1, share) + carry)
+
+
+# ------------------------------------------------------------------------------------------------------ decoder
+
+SCORES: dict[str, Callable[[Tensor, Sequence[int]], Tensor]] = {
+    "entropy": negative_entropy,
+    "confidence": probability,
+    "margin": margin,
+}
+
+
+class _Sampling(NamedTuple):
+    temperature: float
+    top_p: float
+    top_k: int | None
+    seed: int
+
+    def guess(
+        self, rows: Tensor, places: Sequence[int], step: int, banned: Sequence[int], order: str
+    ) -> tuple[list[int], list[float]]:
+        """A token for each row, and its score, both of the tempered and filtered distribution."""
+        rows = rows.double()
+        for token in banned:
+            rows = without(rows, token)
+        drawn = rows.masked_fill(~kept(rows, self.temperature or 1.0, self.top_p, 0.0), -torch.inf)
+        if self.top_k is not None:
+            drawn = drawn.masked_fill(rows < rows.topk(min(self.top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
+        ids = draw(drawn, places, self.temperature, self.seed, step)
+        scores = SCORES[order](torch.softmax(drawn / (self.temperature or 1.0), -1), ids)
+        return ids, scores.tolist()
+
+
+@torch.no_grad()
+def planned(
+    model: Model,
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    tags: Any,
+    *,
+    mask_token: int,
+    sparse: bool = False,
+    steps_ratio: float = 1.0,
+    order: str | None = None,
+    threshold: float | None = None,
+    rule: str = "threshold",
+    schedule: str = "published",
+    length_scale: float = 1.0,
+    unit: int | None = None,
+    cache: str = "exact",
+    parser: str = "last_number",
+    on_bad_plan: str = "stop",
+    max_rounds: int | None = None,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int | None = None,
+    end_tokens: Sequence[int] = (),
+    seed: int = 0,
+) -> PlannedResult:
+    """Rounds of a plan and its chunks, until a plan ends with an end token.
+
+    In each step of a round all chunks that have masks commit some, each its own surest ones. All are on one clock, which the longest
+    chunk sets. Guesses for masks are never the mask, a control token other than the filler, or an end token.
+
+    Where the published code differs: it may guess any token; it never looks whether the chunks fit; an empty plan is an assertion;
+    with r l below 1 it fills nothing; its threshold rule asks for more candidates than there are.
+
+    Args:
+        model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Plan rows predict the next
+            token, chunk rows what `tags.predicts` says.
+        prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`. All new tokens count,
+            control tokens included; chunks that do not fit are cut, the longest first.
+        tags: control tokens, :class:`Tags` or the like.
+        sparse: chunks of a round are blind to each other.
+        steps_ratio: r; a round has r times as many steps as its longest chunk has masks.
+        order: what masks are ranked by: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
+        threshold: commit by confidence instead. With `rule` "threshold" all that reach it, and the best one; with
+            "published" those among the schedule's share and what was refused before.
+        schedule: "published" or "even" shares.
+        length_scale, unit: a chunk has ``int(number * unit * length_scale)`` masks; unit None: that of the tags.
+        cache: "exact", or "published" (sparse only here): rows of earlier rounds are those of the forward that gave their chunk its
+            last token, which was a mask in it.
+        parser: "last_number" or "published".
+        on_bad_plan: "stop" or "raise".
+        max_rounds: end after so many; None: go on.
+        temperature, top_p, top_k: of all draws.
+
+    >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10), unit=1)
+    >>> script = [12, 2, 13, 12, 1, 13, 9]
+    >>> def model(tokens, positions, mask):
+    ...     rows = torch.full((1, tokens.shape[1], 17), 0.0, dtype=torch.float64)
+    ...     for row in range(tokens.shape[1]):
+    ...         rows[0, row, 5 if tokens[0, row] == 16 else script[min(row, 6)]] = 9.0
+    ...     return rows
+    >>> planned(model, [3], 20, tags, mask_token=16, end_tokens=(9,)).tokens
+    [12, 2, 13, 12, 1, 13, 10, 5, 5, 11, 10, 5, 11, 9]
+    """
+    if cache == "published" and not sparse:
+        raise ValueError("pdkernels.planned: cache must be 'exact' for dense chunks, got 'published'.")
+    order = order or ("entropy" if threshold is None else "confidence")
+    sampling = _Sampling(temperature, top_p, top_k, seed)
+    text, limit, stages = list(prompt), len(prompt) + max_new_tokens, list[Stage]()
+    kept_text = text  # what a cache has computed K and V of
+    if cache == "published":
+        kept_text = list(prompt)
+    banned = [mask_token, *(set(_control(tags)) - {tags.pad}), *end_tokens]
+    unit = tags.unit if unit is None else unit
+    rounds, trace = list[PlannedRound](), list[PlannedStep]()
+    forwards, steps_taken = 0, 0
+    start = 0  # of the round, after the last sync
+
+    def forward(tokens: list[int], stage: Stage) -> Tensor:
+        mask, positions = planned_mask([*stages, stage], sparse)
+        return model(torch.tensor([tokens], dtype=torch.int64), positions[None], mask)[0]
+
+    def done(reason: str) -> PlannedResult:
+        return PlannedResult(text[len(prompt) :], rounds, reason, (forwards, steps_taken), trace)
+
+    while True:
+        first, stop = len(text), -1
+        while stop < 0:
+            if len(text) == limit:
+                if len(text) > first:
+                    rounds.append(PlannedRound(text[first:], [], [], 0, "length"))
+                return done("length")
+            forwards += 1
+            logits = forward(kept_text, (len(kept_text) - start, (), False))[-1:]
+            token = sampling.guess(logits, [len(text)], OWN, [mask_token], "confidence")[0][0]
+            if token == tags.sync or token in end_tokens:
+                stop = token
+            else:
+                text.append(token)
+                if kept_text is not text:
+                    kept_text.append(token)
+        plan, name = text[first:], "sync" if stop == tags.sync else "end"
+        try:
+            items = parse_published(text, tags) if parser == "published" else parse_last_number(plan, tags)
+            if not plan and not items and name == "sync" and rounds and not rounds[-1].plan and not rounds[-1].chunks:
+                raise BadPlan("no items")
+        except BadPlan as bad:
+            if on_bad_plan == "raise":
+                raise
+            text.append(stop)
+            rounds.append(PlannedRound(plan, [], [], 0, name))
+            return done(str(bad))
+        asked = [int(item.number * (unit * length_scale)) for item in items]
+        lengths = fitted(asked, limit - len(text) - 1)
+        if lengths is None:
+            text.append(stop)
+            rounds.append(PlannedRound(plan, items, [], 0, name))
+            return done("length")
+
+        chunks, stale = [[mask_token] * length for length in lengths], [[mask_token] * length for length in lengths]
+        stage: Stage = (len(kept_text) - start, tuple(length + 2 for length in lengths), False)
+        steps, step = steps_of(max(lengths, default=0), steps_ratio, schedule), 0
+        carry = [0] * len(chunks)
+        while any(mask_token in chunk for chunk in chunks):
+            steps_taken += 1
+            logits = forward(kept_text + _scaffold(chunks, tags), stage)
+            before, committed = [list(chunk) for chunk in chunks], dict[tuple[int, int], int]()
+            base = len(text) + 1
+            for number, chunk in enumerate(chunks):
+                places = [place for place, token in enumerate(chunk) if token == mask_token]
+                if places:
+                    shift = 1 if tags.predicts == "next" else 0
+                    ids, scores = sampling.guess(
+                        logits[[base + place - shift for place in places]],
+                        [base + place for place in places],
+                        forwards + steps_taken,
+                        banned,
+                        order,
+                    )
+                    best = ranked(scores)
+                    if threshold is None:
+                        count = quota(len(places), step, steps, schedule)
+                    else:
+                        sure = sum(score >= threshold for score in scores)
+                        count = max(1, sure)
+                        if rule == "published":
+                            most = threshold_quota(len(places), step, steps, carry[number])
+                            count = min(count, most)
+                            carry[number] = most - count
+                    for rank in best[:count]:
+                        committed[number, places[rank]] = ids[rank]
+                    stale[number] = list(chunk)
+                base += len(chunk) + 2
+            for (number, place), token in committed.items():
+                chunks[number][place] = token
+            trace.append(PlannedStep(len(rounds), before, committed))
+            step += 1
+        rounds.append(PlannedRound(plan, items, chunks, step, name))
+        if kept_text is not text:
+            kept_text += [*_scaffold(stale, tags), stop]
+        text += [*_scaffold(chunks, tags), stop]
+        stages.append((*stage[:2], True))
+        start = len(kept_text)
+        if name == "end":
+            return done("end")
+        if lengths != asked:
+            return done("length")
+        if len(rounds) == max_rounds:
+            return done("rounds")
+
+
+def _control(tags: Any) -> list[int]:
+    return [tags.chunk_open, tags.chunk_close, tags.topic_open, tags.topic_close, tags.sync, tags.pad]
+
+
+def _scaffold(chunks: Sequence[Sequence[int]], tags: Any) -> list[int]:
+    return list(itertools.chain.from_iterable([tags.chunk_open, *chunk, tags.chunk_close] for chunk in chunks))

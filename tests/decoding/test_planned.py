@@ -1,0 +1,95 @@
+"""Planned diffusion: tokens, rounds, forwards and filled positions of the plain reference, alone and in batches, on both caches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdkernels.decoding import generate
+from tests.support.base import page_sizes, seeds, streams
+from tests.support.plans import END, MASK, assert_same, planning_model, references
+
+METHOD = "planned"
+PROMPTS = [[END], [10, END], [11, 3, END], [12, 12, 12, END], [18, 10, 3, END], [5, 20, 11, 7]]
+prompt_lists = st.lists(
+    st.one_of(st.sampled_from(PROMPTS), st.lists(st.integers(0, MASK - 1), min_size=1, max_size=6)),
+    min_size=1,
+    max_size=3,
+)
+rules = st.sampled_from(
+    [
+        {},
+        {},
+        {"order": "margin"},
+        {"order": "confidence"},
+        {"threshold": 0.0},
+        {"threshold": 0.3},
+        {"threshold": 0.2, "rule": "published"},
+        {"threshold": 1.5, "rule": "published"},
+    ]
+)
+draws = st.sampled_from(
+    [{}, {}, {"temperature": 0.7}, {"temperature": 0.6, "top_p": 0.8}, {"temperature": 1.0, "top_k": 4}]
+)
+
+
+@settings(max_examples=25)
+@given(
+    weights=st.integers(0, 2),
+    predicts=st.sampled_from(["own", "next"]),
+    batch=prompt_lists,
+    limit=st.integers(0, 48),
+    sparse=st.booleans(),
+    steps_ratio=st.sampled_from([1.0, 1.0, 0.75, 0.5, 0.25, 0.01]),
+    schedule=st.sampled_from(["published", "even"]),
+    rule=rules,
+    distribution=draws,
+    sizes=st.sampled_from([{}, {"unit": 2}, {"length_scale": 1.5}, {"length_scale": 0.5}, {"length_scale": 0.0}]),
+    parser=st.sampled_from(["last_number", "last_number", "published"]),
+    max_rounds=st.sampled_from([None, None, 1, 2]),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_equals_the_reference(
+    weights, predicts, batch, limit, sparse, rule, distribution, sizes, page_size, **options
+) -> None:
+    options |= {"sparse": sparse} | rule | distribution | sizes
+    model = planning_model(weights, predicts)
+    result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, page_size=page_size, **options)
+    assert_same(result, references(model, batch, limit, **options))
+
+
+def test_what_the_models_of_these_tests_write() -> None:
+    """Most of what can happen does."""
+    reasons, rounds, chunks = Counter[str](), Counter[int](), Counter[int]()
+    for weights in range(3):
+        for expected in references(planning_model(weights), PROMPTS, 48, temperature=0.5):
+            reasons[expected.reason] += 1
+            rounds[len(expected.rounds)] += 1
+            chunks += Counter(len(each.chunks) for each in expected.rounds)
+    assert {"end", "length"} <= set(reasons) and max(rounds) >= 3 and {0, 1, 2, 3} <= set(chunks)
+
+
+@settings(max_examples=15)
+@given(
+    batch=st.lists(st.sampled_from(PROMPTS), min_size=2, max_size=4),
+    sparse=st.booleans(),
+    seed=seeds,
+    page_size=page_sizes,
+)
+def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(batch, sparse, seed, page_size) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 48, "sparse": sparse, "temperature": 0.6, "seed": seed, "trace": True}
+    model = planning_model(1)
+    together = generate(model, batch, METHOD, page_size=page_size, **options)
+    for index, (prompt, own) in enumerate(streams(batch, options)):
+        alone = generate(model, prompt, METHOD, **own)
+        assert torch.equal(alone.tokens, together.tokens[index])
+        assert alone.stats.plans is not None and together.stats.plans is not None
+        assert alone.stats.plans[0] == together.stats.plans[index]
+        assert alone.stats.trace is not None and together.stats.trace is not None
+        assert alone.stats.trace[0] == together.stats.trace[index]
+        assert alone.stats.forwards == alone.stats.plans[0].critical_path
