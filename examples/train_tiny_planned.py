@@ -53,7 +53,7 @@ UNIT = 8
 """Chunks of 8 n tokens begin 8 n + 2 apart: how far one is from its plan, modulo 8, says which one it is."""
 PLAN_TOKENS = PlanTokens(*range(MASK_TOKEN + 1, MASK_TOKEN + 7), digits=range(ord("0"), ord("9") + 1), unit=UNIT)
 MOST_PADS = 4
-LEAST_MASKED = 0.05
+LEAST_MASKED = 0.3
 TILE = 64
 
 

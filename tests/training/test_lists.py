@@ -16,7 +16,7 @@ def test_answers_are_right_in_any_sequence_and_rounds_are_needed() -> None:
         assert all(problem.right("".join(reversed(pieces))).values())
         asked = problem.prompt.strip().split(";")[:-1]
         topics = [[topic for topic, _ in items] for items in problem.rounds]
-        assert sorted(asked) == sorted(sum(topics, [])) and 3 <= len(topics[0]) <= 4
+        assert sorted(asked) == sorted(topic for items in topics for topic in items) and 3 <= len(topics[0]) <= 4
         assert all(len(content) <= 32 for content in pieces)
         if len(topics) == 2:
             assert "*p" in topics[0] and all(topic[0] == "p" for topic in topics[1])
