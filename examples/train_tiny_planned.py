@@ -1,18 +1,19 @@
 """Train `tiny-planned`: a byte-level model that plans its answer, then fills in the parts side by side.
 
-    python examples/train_tiny_planned.py
+    python examples/train_tiny_planned.py --minutes 75
 
-takes about an hour and a half on one CPU core and writes tiny-planned.safetensors into the current folder.
+writes tiny-planned.safetensors into the current folder.
 
-The model starts from `tiny-trimode`, which knows causal rows and masks, and learns to carry out orders (`pdkernels.training.orders`):
-to list them in a plan, in any order, and to write the chunk of each, knowing from the plan alone which one it is. Echoes repeat what
-another chunk has picked, so they need a round of their own.
+The model starts from `tiny-trimode`, which knows causal rows and masks. It learns to answer orders (`pdkernels.training.orders`): to
+list them in a plan, in any sequence, and to write the list that belongs to each chunk, knowing from the plan alone which one that is.
+Lists of a digit that the answer itself picks need a round of their own.
 
-Words grow longer and orders more numerous in the first half. Batches alternate between chunks that see each other and chunks that do
-not, so that the same weights decode both ways. Every round is learnt as it is decoded, noisy while the rounds before it are clean.
+Prompts have one or two orders at first and up to six in the end. Batches alternate between chunks that see each other and chunks that
+do not, so that the same weights decode both ways. In each text one round is noisy, half of the time masked as a whole, and the
+others are clean.
 
-`--tags-removed` trains the autoregressive model of the same data to compare with, `--ablate topic` or `--ablate sync` models whose
-plans name no topics, or which do everything in one round.
+`--tags-removed` trains the autoregressive model of the same answers to compare with, `--ablate topic` a model whose plans name no
+topics, `--ablate sync` one that does everything in a single round.
 
 Source: Planned Diffusion, section 4 and equation 10; the ablations: section 5.
 """
@@ -20,29 +21,30 @@ Source: Planned Diffusion, section 4 and equation 10; the ablations: section 5.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 import typer
 from torch import Tensor
 from training_run import Output, Resume, Run, Score, save, start_model
 
+from pdkernels.evaluation import held_out_orders, score_orders
 from pdkernels.models import ByteTokenizer, PlanTokens, Transformer
 from pdkernels.training import (
     NoisyPlan,
     Orders,
     PlanItem,
     PlannedBatch,
-    PlannedLayout,
     PlannedSample,
     draw_chunk_masks,
     lay_out,
     orders,
     pack_planned,
     planned_loss,
+    plans,
 )
 
 Ablation: TypeAlias = Literal["none", "topic", "sync"]
@@ -54,6 +56,8 @@ UNIT = 8
 PLAN_TOKENS = PlanTokens(*range(MASK_TOKEN + 1, MASK_TOKEN + 7), digits=range(ord("0"), ord("9") + 1), unit=UNIT)
 MOST_PADS = 4
 LEAST_MASKED = 0.3
+ALL_MASKED = 0.5
+"""Share of the texts whose round is masked as a whole, as it is when its first tokens are filled in."""
 TILE = 64
 
 
@@ -78,11 +82,14 @@ def sample_of(problem: Orders, *, tags_removed: bool = False, ablate: Ablation =
     prompt = list(problem.prompt.encode())
     if tags_removed:
         return PlannedSample(prompt, (), list(problem.text.encode()))
-    rounds = [[PlanItem(list(topic.encode()), list(content.encode())) for topic, content in r] for r in problem.rounds]
+    rounds = tuple(
+        tuple(PlanItem(list(topic.encode()), list(content.encode())) for topic, content in items)
+        for items in problem.rounds
+    )
     if ablate == "topic":
-        rounds = [[item._replace(topic=[ord("_")]) for item in items] for items in rounds]
+        rounds = plans.without_topics(rounds, [ord("_")])
     elif ablate == "sync":
-        rounds = [[item for items in rounds for item in items]]
+        rounds = plans.without_syncs(rounds)
     return PlannedSample(prompt, rounds)
 
 
@@ -113,7 +120,8 @@ def batch_of(
     for problem in orders(number, **hardness(progress)):
         sample = sample_of(problem, tags_removed=tags_removed, ablate=ablate)
         layout = lay_out(sample, PLAN_TOKENS, END_TOKEN, most_pads=MOST_PADS, generator=generator)
-        noisy.append(draw_chunk_masks(layout, generator, noise="round", least=LEAST_MASKED))
+        least = 1.0 if torch.rand((), generator=generator) < ALL_MASKED else LEAST_MASKED
+        noisy.append(draw_chunk_masks(layout, generator, noise="one", least=least))
         used += len(layout.tokens)
         if used >= tokens:
             break
@@ -129,54 +137,9 @@ def step_loss(model: Transformer, batch: PlannedBatch) -> tuple[Tensor, dict[str
 # ---- what came of it
 
 
-@torch.no_grad()
-def fill(model: Transformer, layouts: list[PlannedLayout], *, sparse: bool, steps: int) -> list[PlannedLayout]:
-    """The same texts and plans, their chunks written by the model, round by round, each chunk `steps` steps, the surest tokens first.
-
-    The whole text is computed in each step. Where a chunk has letters to pick the guesses are drawn at random.
-    """
-    for number in range(max(len(layout.stages) for layout in layouts) - 1):
-        open_ = [layout.content & (layout.rounds == number) for layout in layouts]
-        for step in range(steps):
-            plain = [torch.ones(len(layout.tokens)) for layout in layouts]
-            noisy = [NoisyPlan(*parts) for parts in zip(layouts, open_, plain, strict=True)]
-            batch = pack_planned(noisy, PLAN_TOKENS, MASK_TOKEN, sparse=sparse)
-            if len(batch.masked_rows) == 0:
-                break
-            hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
-            logits = model.logits(hidden[batch.masked_rows]).float()
-            logits[:, MASK_TOKEN : PLAN_TOKENS.pad] = logits[:, END_TOKEN] = -torch.inf
-            sure, guess = logits.softmax(-1).max(-1)
-            read = 0
-            for index, layout in enumerate(layouts):
-                places = open_[index].nonzero()[:, 0]
-                mine, guessed = sure[read : read + len(places)], guess[read : read + len(places)]
-                read += len(places)
-                # Chunks are numbered by their opening tags.
-                chunk = (layout.tokens == PLAN_TOKENS.chunk_open).cumsum(0)[places]
-                for one in chunk.unique():
-                    own = (chunk == one).nonzero()[:, 0]
-                    best = own[mine[own].topk(-(-len(own) // (steps - step))).indices]
-                    layout.tokens[places[best]] = guessed[best]
-                    open_[index][places[best]] = False
-    return layouts
-
-
-def look(model: Transformer, seed: int, count: int, *, sparse: bool, steps: int = 8, **kind: object) -> str:
-    """Held-out orders right when the plan is given, by operation."""
-    counts: dict[str, list[bool]] = {}
-    generator = torch.Generator().manual_seed(seed)
-    problems = list(islice(orders(seed, held_out=True, **kind), count))
-    layouts = [
-        lay_out(sample_of(problem), PLAN_TOKENS, END_TOKEN, most_pads=MOST_PADS, generator=generator)
-        for problem in problems
-    ]
-    for problem, layout in zip(problems, fill(model, layouts, sparse=sparse, steps=steps), strict=True):
-        text = bytes(token for token in layout.tokens[layout.content].tolist() if token < 256).decode()
-        for key, right in problem.right(text).items():
-            counts.setdefault({"*": "picks", "p": "of picks"}.get(key[0], "lists"), []).append(right)
-    told = "  ".join(f"{name} {sum(seen)}/{len(seen)}" for name, seen in sorted(counts.items()))
-    return f"{'sparse' if sparse else 'dense'}: {told}"
+def look(model: Transformer, problems: int, advance: Callable[[int], None] = lambda count: None, **options: Any) -> str:
+    """How many of the orders in held-out prompts come out right."""
+    return str(score_orders(model, held_out_orders(problems), batch_size=8, advance=advance, **options))
 
 
 def main(
@@ -193,7 +156,8 @@ def main(
     minutes: Annotated[float, typer.Option(help="End after this time, if it comes first; 0 is no limit.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, masks and order.")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads; 0 leaves torch's choice.")] = 0,
-    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out orders.")] = 500,
+    look_every: Annotated[int, typer.Option(help="Steps between looks at held-out orders.")] = 200,
+    scored: Annotated[int, typer.Option(help="Held-out prompts that the stored model is scored on.")] = 100,
     resume: Resume = False,
     score: Score = True,
 ) -> None:
@@ -204,7 +168,6 @@ def main(
     torch.manual_seed(seed)
     model = with_plan_tokens(start_model(start, masks=True)).requires_grad_(True)
     kind = {"tags_removed": tags_removed, "ablate": ablate, "attention": attention, "past": past}
-    last = 0.0
 
     def progress(number: int) -> float:
         return max(number / steps, run.seconds() / (60 * minutes) if minutes else 0.0)
@@ -218,19 +181,34 @@ def main(
         )
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
-        nonlocal last
-        last = progress(number)
-        return step_loss(model, batch_of(number, last, tokens, seed, **kind))
+        return step_loss(model, batch_of(number, progress(number), tokens, seed, **kind))
+
+    scores: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "sparse": {"sparse": True},
+        "dense_quarter_of_the_steps": {"steps_ratio": 0.25},
+        "sparse_quarter_of_the_steps": {"sparse": True, "steps_ratio": 0.25},
+        "sparse_threshold": {"sparse": True, "threshold": 0.9},
+        "sparse_drawn": {"sparse": True, "threshold": 0.9, "temperature": 1.0},
+    }
+    if tags_removed:
+        scores = {"autoregressive": {"method": "autoregressive"}}
 
     def glance() -> str:
-        return "; ".join(look(model, 1, 16, sparse=sparse, **hardness(last)) for sparse in (False, True))
+        name = next(reversed(scores)) if tags_removed else "sparse_threshold"
+        return f"{name.replace('_', ' ')}: {look(model, 16, **scores[name])}"
 
     with run.stoppable():
         weights = list(model.parameters())
         run.optimise("training", model, weights, steps, rate, step, look=glance, look_every=look_every)
         model.to(torch.bfloat16).float().requires_grad_(False)
         facts: dict[str, str] = {}
-        save(run, model, "byte-level, planned diffusion, orders", **facts)
+        if score:
+            with run.scoring(len(scores) * scored) as advance:
+                for name, options in scores.items():
+                    facts[f"held_out_{name}"] = look(model, scored, advance, **options)
+        kind_of_model = "autoregressive" if tags_removed else "planned diffusion"
+        save(run, model, f"byte-level, {kind_of_model}, orders", **facts)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ _LISTS: dict[str, Callable[[int], list[str]]] = {
     "r": lambda d: _ROMAN[d - 1 : d + 4],
 }
 KINDS = "".join(_LISTS)
-DIGITS = "123456789"
+DIGITS = "12345"
 PICK, PICKED = "*p", "p"
 
 
@@ -85,7 +85,7 @@ def orders(
 ) -> Iterator[Orders]:
     """Endless prompts of orders, with an answer for each.
 
-    An order is a digit and a kind of list::
+    An order is a digit from 1 to 5 and a kind of list::
 
         4x    4 8 12 16 20 24 28 32          4w    thu fri sat sun mon tue wed
         4u    four five six seven            4l    d e f g h i j k l m
@@ -98,7 +98,7 @@ def orders(
 
     Args:
         seed: of the stream, which is the same on every machine.
-        held_out: yield prompts that no stream without `held_out` yields. The lists themselves are always the same 72.
+        held_out: yield prompts that no stream without `held_out` yields. The lists themselves are always the same 40.
         items: fewest and most orders besides those of the picked digit.
         picks: share of the prompts with a pick, which one or two orders of the picked digit follow.
 

@@ -18,7 +18,7 @@ from pdkernels.masks import SegmentMask, Stage, pack, planned, planned_streams
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.training.losses import JointLoss, _check_rows, _exact
 
-Noise = Literal["text", "round"]
+Noise = Literal["text", "round", "one"]
 Past = Literal["noisy", "clean"]
 Objective = Literal["aligned", "published"]
 
@@ -194,7 +194,9 @@ def draw_chunk_masks(
     Args:
         layout: of `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
         generator: for the draws.
-        noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean.
+        noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean. "one"
+            masks tokens of one round alone, drawn too; as in decoding, the rounds before it are clean. A token then is masked with
+            probability ``p_mask / rounds``, which is what the result has as `p_mask`.
         least: the smallest probability.
         tags: mask the two tags of a chunk too, as the released code does; a decoder never meets that.
 
@@ -221,14 +223,17 @@ def draw_chunk_masks(
     check_number(op, "least", least, 0, 1, "lie in (0, 1]")
     check(least > 0, op, "least", "lie in (0, 1]", least)
     check_flag(op, "tags", tags)
-    count = 1 if noise == "text" else len(layout.stages)
-    t = torch.rand(count, generator=generator, device=generator.device).cpu()
-    shares = (1 - least) * t + least
-    chance = torch.rand(len(layout.tokens), generator=generator, device=generator.device).cpu()
-    p_mask = shares.expand(len(layout.tokens)) if noise == "text" else shares[layout.rounds.clamp(min=0)]
-    places = layout.rounds >= 0 if tags else layout.content
-    masked = places & (chance < p_mask)
-    return NoisyPlan(layout, masked, p_mask.clone() if noise == "text" else p_mask.masked_fill(layout.rounds < 0, 1.0))
+    rounds = max(int(layout.rounds.max()) + 1, 1)
+    device = generator.device
+    shares = torch.rand(rounds if noise == "round" else 1, generator=generator, device=device).cpu()
+    shares = ((1 - least) * shares + least).expand(rounds)
+    chance = torch.rand(len(layout.tokens), generator=generator, device=device).cpu()
+    masked = (layout.rounds >= 0 if tags else layout.content) & (chance < shares[layout.rounds.clamp(min=0)])
+    if noise == "one":
+        chosen = torch.randint(rounds, (), generator=generator, device=device).cpu()
+        masked, shares = masked & (layout.rounds == chosen), shares / rounds
+    p_mask = shares[layout.rounds.clamp(min=0)]
+    return NoisyPlan(layout, masked, p_mask if noise == "text" else p_mask.masked_fill(layout.rounds < 0, 1.0))
 
 
 def pack_planned(

@@ -156,6 +156,18 @@ def test_noise_is_as_frequent_as_it_says_and_rounds_may_differ() -> None:
     assert torch.equal(*again)
 
 
+def test_one_round_is_noisy_and_its_weights_make_up_for_the_others() -> None:
+    layout = lay_out(EXAMPLE, OWN, END)
+    random, weights = generator(4), torch.zeros(30)
+    for _ in range(2000):
+        _, masked, p_mask = draw_chunk_masks(layout, random, noise="one", least=0.5)
+        assert len(set(layout.rounds[masked].tolist())) <= 1
+        assert bool((p_mask[layout.content] <= 0.5).all()) and bool((p_mask[layout.content] >= 0.25).all())
+        weights += masked / p_mask
+    # Five standard deviations of a mean of at most 1 / 0.25 each.
+    assert bool(((weights / 2000 - 1)[layout.content].abs() < 5 * (3 / 2000) ** 0.5).all())
+
+
 # ---- labels
 
 
@@ -311,7 +323,7 @@ NOISY = everything_masked(LAYOUT)
         "draw_chunk_masks: least must lie in (0, 1], got 0.0.": lambda: draw_chunk_masks(
             LAYOUT, generator(0), least=0.0
         ),
-        "draw_chunk_masks: noise must be one of 'text', 'round', got 'chunk'.": lambda: draw_chunk_masks(
+        "draw_chunk_masks: noise must be one of 'text', 'round', 'one', got 'chunk'.": lambda: draw_chunk_masks(
             LAYOUT, generator(0), noise="chunk"
         ),
         "TypeError: draw_chunk_masks: generator must be a torch.Generator, got NoneType.": lambda: draw_chunk_masks(
