@@ -5,19 +5,19 @@ Source: Planned Diffusion, section 5 (quality against critical path, ablations),
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any
 
 from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.result import PlanReport
+from pdkernels.evaluation.candidate import Candidate
 from pdkernels.training.lists import PICK, PICKED, Orders, orders
-
-__all__ = ["KINDS", "PLANNED_SETTINGS", "PlannedScore", "held_out_orders", "interval", "score_orders"]
 
 KINDS = ("lists", "picks", "lists of picks")
 """What orders are: lists of a digit in the prompt, picks of a digit, lists of the picked digit."""
@@ -183,6 +183,60 @@ def score_orders(
         characters,
         seconds,
     )
+
+
+def evaluate_planned(
+    name: str,
+    model: Any,
+    problems: Sequence[Orders],
+    *,
+    batch_size: int = 1,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> dict[str, PlannedScore]:
+    """Scores under each of the settings that are shown, by label; of a model without `plan_tokens`, of autoregressive decoding.
+
+    Args:
+        name: of the model, for `progress`.
+        model, problems, batch_size: as of `score_orders`.
+        progress: called with what comes next and the share that is done.
+    """
+    plans = getattr(model, "plan_tokens", None) is not None
+    competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in PLANNED_SETTINGS]
+    if not plans:
+        competing = [Candidate(name, "autoregressive")]
+    found = {}
+    for number, candidate in enumerate(competing):
+        progress(f"{name}: {candidate.label}", number / len(competing))
+        found[candidate.label] = score_orders(
+            model, problems, candidate.method, batch_size=batch_size, **candidate.options
+        )
+    progress("done", 1.0)
+    return found
+
+
+def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: int) -> dict[str, Any]:
+    """The scores of models by name, in the form of the other benchmarks, with the interval of the right orders.
+
+    >>> score = PlannedScore({}, 1, {"lists": (3, 4)}, 1, 20.0, {"plan": 12.0}, 1.0, {"end": 1}, 80, 60, 2.0)
+    >>> (row,) = planned_json({"tiny": {"planned": score}}, 1)["benchmarks"]
+    >>> row["name"], row["stats"]["median"], row["extra_info"]["items"], row["extra_info"]["right"]
+    ('tiny: planned', 2.0, [3, 4], {'lists': [3, 4]})
+    """
+    benchmarks = []
+    for model, found in scores.items():
+        for label, score in found.items():
+            figures = json.loads(json.dumps(asdict(score)))
+            figures |= {"items": list(score.items), "interval": list(interval(*score.items)), "batch_size": batch_size}
+            stats = {"median": score.seconds, "iqr": 0.0, "max": score.seconds, "rounds": 1}
+            benchmarks.append(
+                {
+                    "group": "evaluation, orders",
+                    "name": f"{model}: {label}",
+                    "stats": stats,
+                    "extra_info": {"op": "evaluation of plans", "model": model, "candidate": label, **figures},
+                }
+            )
+    return {"benchmarks": benchmarks}
 
 
 def _is_valid(model: Any, problem: Orders, plan: PlanReport) -> bool:
