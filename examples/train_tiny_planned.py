@@ -128,10 +128,13 @@ def batch_of(
     return pack_planned(noisy, PLAN_TOKENS, MASK_TOKEN, sparse=sparse, past=past)
 
 
-def step_loss(model: Transformer, batch: PlannedBatch) -> tuple[Tensor, dict[str, float]]:
+def step_loss(model: Transformer, batch: PlannedBatch, plan_weight: float) -> tuple[Tensor, dict[str, float]]:
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan(TILE, TILE))[0]
     loss = planned_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
-    return loss.total, {"plans": loss.autoregressive.item(), "chunks": loss.masked.item()}
+    return plan_weight * loss.autoregressive + loss.masked, {
+        "plans": loss.autoregressive.item(),
+        "chunks": loss.masked.item(),
+    }
 
 
 # ---- what came of it
@@ -151,6 +154,7 @@ def main(
     tags_removed: Annotated[bool, typer.Option("--tags-removed", help="Train the autoregressive baseline.")] = False,
     ablate: Annotated[str, typer.Option(help="What plans lack: none, topic or sync.")] = "none",
     past: Annotated[str, typer.Option(help="What later rounds see of earlier ones: noisy, or a clean copy.")] = "noisy",
+    plan_weight: Annotated[float, typer.Option(help="Weight of the loss of plans, which have few tokens.")] = 3.0,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1.5e-3,
     warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.")] = 50,
     minutes: Annotated[float, typer.Option(help="End after this time, if it comes first; 0 is no limit.")] = 0,
@@ -163,7 +167,13 @@ def main(
 ) -> None:
     """Train tiny-planned and save it, rounded to bf16."""
     settings = {"start": start, "steps": steps, "tokens": tokens, "attention": attention, "past": past, "lr": lr}
-    settings |= {"tags_removed": tags_removed, "ablate": ablate, "minutes": minutes, "seed": seed}
+    settings |= {
+        "plan_weight": plan_weight,
+        "tags_removed": tags_removed,
+        "ablate": ablate,
+        "minutes": minutes,
+        "seed": seed,
+    }
     run = Run(output, resume, settings, threads)
     torch.manual_seed(seed)
     model = with_plan_tokens(start_model(start, masks=True)).requires_grad_(True)
@@ -181,7 +191,7 @@ def main(
         )
 
     def step(number: int) -> tuple[Tensor, dict[str, float]]:
-        return step_loss(model, batch_of(number, progress(number), tokens, seed, **kind))
+        return step_loss(model, batch_of(number, progress(number), tokens, seed, **kind), plan_weight)
 
     scores: dict[str, dict[str, Any]] = {
         "dense": {},

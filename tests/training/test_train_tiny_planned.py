@@ -53,10 +53,10 @@ def test_a_step_trains_every_weight_and_batches_repeat(small: Transformer) -> No
     batch = script.batch_of(7, 0.9, 400, 0)
     assert torch.equal(batch.tokens, script.batch_of(7, 0.9, 400, 0).tokens)
     assert not torch.equal(batch.tokens[:50], script.batch_of(8, 0.9, 400, 0).tokens[:50])
-    loss, facts = script.step_loss(model, batch)
+    loss, facts = script.step_loss(model, batch, 3.0)
     loss.backward()
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
-    assert loss.item() == pytest.approx(facts["plans"] + facts["chunks"], rel=1e-5)
+    assert loss.item() == pytest.approx(3 * facts["plans"] + facts["chunks"], rel=1e-5)
 
 
 def test_attention_alternates_and_the_baseline_has_no_chunks() -> None:
