@@ -202,6 +202,7 @@ def main(
         "sparse_drawn": {"sparse": True, "threshold": 0.9, "temperature": 1.0},
     }
     if tags_removed:
+        model.plan_tokens = None
         scores = {"autoregressive": {"method": "autoregressive"}}
 
     def glance() -> str:
