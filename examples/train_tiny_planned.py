@@ -94,10 +94,12 @@ def sample_of(problem: Orders, *, tags_removed: bool = False, ablate: Ablation =
 
 
 def hardness(progress: float) -> dict[str, object]:
-    """What orders of a step look like: one or two at first, then up to four, then some that have to wait."""
+    """What orders of a step look like: one or two at first, then up to four, then more and more that have to wait."""
     if progress < 0.1:
         return {"items": (1, 2), "picks": 0.0}
-    return {"items": (1, 3), "picks": 0.2} if progress < 0.2 else {"items": (2, 4), "picks": 0.5}
+    if progress < 0.2:
+        return {"items": (1, 3), "picks": 0.2}
+    return {"items": (2, 4), "picks": 0.5 if progress < 0.7 else 0.8}
 
 
 def batch_of(
