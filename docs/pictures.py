@@ -543,6 +543,13 @@ def masks() -> None:
         ),
         "planned": ("planned(stages)", pdm.planned(rounds), None),
         "planned_sparse": ("planned(stages, sparse=True)", pdm.planned(rounds, sparse=True), None),
+        "planned_streams": (
+            "planned_streams(stages, sparse=True)",
+            pdm.planned_streams(
+                [pdm.Stage(4, (4, 5)), pdm.Stage(2, (4,), False), pdm.Stage(1, sync=False)], sparse=True
+            ),
+            None,
+        ),
         "quadratic": ("quadratic(4)", pdm.quadratic(4), None),
         "quadratic_interleaved": (
             'quadratic(4, in_group="causal", layout="interleaved")',

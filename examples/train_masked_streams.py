@@ -1,10 +1,10 @@
 """Train a tiny transformer on packed masked streams through `pd.block_sparse_attention`, compiled to one graph.
 
-    python examples/train_masked_streams.py --layout both
+    python examples/train_masked_streams.py --layout all
 
-takes a minute or two on two CPU cores, most of it compilation. Two layouts: the noise-aware one of Jacobi Forcing (autoregressive
-and consistency loss) and the dual stream of block diffusion (autoregressive and masked loss). Two samples of new lengths are packed
-in every step, so every step has another mask; the compiled graph takes them all.
+takes a few minutes on two CPU cores, most of it compilation. Three layouts: the noise-aware one of Jacobi Forcing (autoregressive
+and consistency loss), the dual stream of block diffusion and the rounds of planned diffusion (autoregressive and masked loss). Two
+samples of new lengths are packed in every step, so every step has another mask; the compiled graph takes them all.
 
 Every step is also taken with the dense mask and scaled dot-product attention from the same weights, in float32 and in float64.
 The float64 one says how wrong the dense step is; losses and gradients through the op may be twice as wrong, and the run fails
@@ -29,28 +29,36 @@ from torch import Tensor
 from training_run import Resume, Run, console
 
 from pdkernels.masks import TilePlan
-from pdkernels.models import ByteTokenizer, Transformer, TransformerConfig
+from pdkernels.models import ByteTokenizer, PlanTokens, Transformer, TransformerConfig
 from pdkernels.training import (
     DualStreamBatch,
     DualStreamSample,
     NoiseAwareBatch,
     NoiseAwareSample,
+    PlanItem,
+    PlannedBatch,
+    PlannedSample,
     as_ids,
+    draw_chunk_masks,
     draw_masks,
     dual_stream_terms,
+    lay_out,
     noise_aware_terms,
     noise_ratios,
     pack_dual_stream,
     pack_noise_aware,
+    pack_planned,
+    planned_terms,
     standard_library,
 )
 
-Layout: TypeAlias = Literal["noise-aware", "dual-stream"]
-Batch: TypeAlias = NoiseAwareBatch | DualStreamBatch
+Layout: TypeAlias = Literal["noise-aware", "dual-stream", "planned"]
+Batch: TypeAlias = NoiseAwareBatch | DualStreamBatch | PlannedBatch
 
 MASK_TOKEN = ByteTokenizer.vocab_size
+PLAN_TOKENS = PlanTokens(*range(MASK_TOKEN + 1, MASK_TOKEN + 7), digits=range(ord("0"), ord("9") + 1), unit=1)
 CONFIG = TransformerConfig(
-    vocab_size=ByteTokenizer.vocab_size + 1,
+    vocab_size=MASK_TOKEN + 7,
     hidden_size=128,
     layers=2,
     heads=4,
@@ -145,6 +153,25 @@ def dual_stream_batch(data: Tensor, length: int, block: int, generator: torch.Ge
     return pack_dual_stream(samples, block, MASK_TOKEN, length)
 
 
+def planned_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> PlannedBatch:
+    """Two rounds of text, each in chunks of up to three blocks, after a prompt; the first round's chunks have a clean copy."""
+    samples = []
+    for share in split(length, generator):
+        prompt_len = int(torch.randint(share // 16, share // 8, (), generator=generator))
+        rounds, last = [], share - prompt_len - 2
+        for copies, room in ((2, last * 2 // 3), (1, last - last * 2 // 3)):
+            items = []
+            while room >= 5 + 3 * copies:  # an item of the plan, and a chunk of one token in its tags
+                size = min(int(torch.randint(1, 3 * block + 1, (), generator=generator)), (room - 5) // copies - 2)
+                items.append(PlanItem([ord("t")], window(data, size, generator).clamp(max=255).tolist()))
+                room -= 5 + copies * (size + 2)
+            rounds.append(items)
+        prompt = window(data, prompt_len, generator).tolist()
+        layout = lay_out(PlannedSample(prompt, rounds), PLAN_TOKENS, ByteTokenizer.end_token)
+        samples.append(draw_chunk_masks(layout, generator, noise="round"))
+    return pack_planned(samples, PLAN_TOKENS, MASK_TOKEN, length, past="clean")
+
+
 # ---- losses
 
 
@@ -166,9 +193,16 @@ def dual_stream_losses(model: Transformer, mask: Tensor | TilePlan, batch: DualS
     return torch.cat([ar, MASKED_WEIGHT * masked])
 
 
+def planned_losses(model: Transformer, mask: Tensor | TilePlan, batch: PlannedBatch) -> Tensor:
+    """Cross-entropy on the plans, and on what is masked in the chunks."""
+    rows = hidden(model, mask, batch)
+    return torch.cat(planned_terms(model.logits(rows[batch.ar_rows]), model.logits(rows[batch.masked_rows]), batch))
+
+
 LAYOUTS = {
     "noise-aware": (noise_aware_batch, noise_aware_losses),
     "dual-stream": (dual_stream_batch, dual_stream_losses),
+    "planned": (planned_batch, planned_losses),
 }
 
 
@@ -318,7 +352,9 @@ def draw(runs: dict[str, list[Step]], path: Path) -> None:
 
 
 def main(
-    layout: Annotated[Literal["noise-aware", "dual-stream", "both"], typer.Option(help="What to train on.")] = "both",
+    layout: Annotated[
+        Literal["noise-aware", "dual-stream", "planned", "all"], typer.Option(help="What to train on.")
+    ] = "all",
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each layout.")] = 40,
     length: Annotated[int, typer.Option(min=128, help="Tokens of the packed sequence, noisy and clean.")] = 512,
     block: Annotated[int, typer.Option(min=1, help="Tokens of a block.")] = 16,
@@ -338,7 +374,7 @@ def main(
     saved = run.resumed()
     runs = {name: [Step(*step) for step in taken] for name, taken in saved.get("runs", {}).items()}
     with run.stoppable():
-        for name in LAYOUTS if layout == "both" else [layout]:
+        for name in LAYOUTS if layout == "all" else [layout]:
             taken = runs.setdefault(name, [])
             if len(taken) < steps:
                 state = dict(saved["state"]) if taken else {}

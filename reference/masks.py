@@ -154,6 +154,32 @@ def planned(
     return _evaluate(tokens, tokens, lambda q, k: k in seen_by[q], tokens)
 
 
+def planned_streams(
+    stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False, open_chunks: str = "hidden"
+) -> Mask:
+    """A noisy copy of all chunks, then the clean text without the chunks that no other round may see. Clean rows see of clean rows
+    what `planned` says; noisy rows see what it says of their own round's noisy rows, and of the clean rows of all others."""
+    text, _ = planned(stages, sparse, open_chunks)
+    round_of: list[int] = []  # -1 for tokens outside of chunks
+    for number, (plan, chunks, sync) in enumerate(stages):
+        round_of += [-1] * plan + [number] * sum(chunks) + [-1] * sync
+    everything = range(len(round_of))
+    noisy = [("noisy", i) for i in everything if round_of[i] >= 0]
+
+    def is_read(i: int) -> bool:
+        return round_of[i] < 0 or any(text[q, i] for q in everything if round_of[q] != round_of[i])
+
+    def sees(q: tuple[str, int], k: tuple[str, int]) -> bool:
+        if q[0] == "clean":
+            stream = "clean"
+        else:
+            stream = "noisy" if round_of[k[1]] == round_of[q[1]] else "clean"
+        return k[0] == stream and bool(text[q[1], k[1]])
+
+    tokens = noisy + [("clean", i) for i in everything if is_read(i)]
+    return _evaluate(tokens, tokens, sees, [i for _, i in tokens])
+
+
 def quadratic(
     block_size: int,
     masks_per_group: int | None = None,

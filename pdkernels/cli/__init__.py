@@ -188,7 +188,7 @@ def evaluate(
     family: Annotated[
         str,
         typer.Option(
-            help="'transformer', 'recurrent' or 'masked': which tiny models and tasks stand for what is not given."
+            help="'transformer', 'recurrent', 'masked' or 'planned': which tiny models and tasks stand for what is not given."
         ),
     ] = "transformer",
     model: Annotated[
@@ -237,11 +237,18 @@ def evaluate(
                 raise ImportError(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
+        if family == "planned":
+            one = method or width or task or plot
+            demand(not one, "eval", "--family planned", "be without --method, --width, --task and --plot", repr(one))
+            written = _evaluate_plans(model or ["tiny-planned"], problems, batch_size, seed, threads)
+            if json_path is not None:
+                json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            return
         demand(
             family in evaluation.FAMILIES,
             "eval",
             "--family",
-            f"be one of {', '.join(evaluation.FAMILIES)}",
+            f"be one of {', '.join([*evaluation.FAMILIES, 'planned'])}",
             repr(family),
         )
         known = evaluation.FAMILIES[family]
@@ -285,6 +292,19 @@ def evaluate(
         raise typer.Exit(1)
 
 
+def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int, threads: int | None) -> dict[str, Any]:
+    """Orders carried out by models that plan, under several settings, and by others token by token: printed, and for a file."""
+    loaded, absent = _load_all(names)
+    demand(bool(loaded), "eval", "--model", "name at least one model that is there", "; ".join(absent))
+    _use_threads(threads, list(loaded.values()))
+    asked, scores = evaluation.held_out_orders(problems, seed), {}
+    for name, model in loaded.items():
+        scores[name] = evaluation.evaluate_planned(name, model, asked, batch_size=batch_size)
+        for label, score in scores[name].items():
+            typer.echo(f"{name}, {label}: {score}; ends: {score.reasons}")
+    return evaluation.planned_json(scores, batch_size)
+
+
 def _make_folder(option: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -294,7 +314,7 @@ def _make_folder(option: str, path: Path) -> None:
 
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Models by name, and a line for each of the package's models that has not been trained here."""
-    ours = {name for family in evaluation.FAMILIES.values() for name in family.models}
+    ours = {"tiny-planned", *(name for family in evaluation.FAMILIES.values() for name in family.models)}
     absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
     return loaded, [

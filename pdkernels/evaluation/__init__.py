@@ -6,6 +6,14 @@ from pdkernels._renamed import renamed
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
+from pdkernels.evaluation.planned import (
+    PlannedScore,
+    evaluate_planned,
+    held_out_orders,
+    interval,
+    planned_json,
+    score_orders,
+)
 from pdkernels.evaluation.plot import plot
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
@@ -15,18 +23,24 @@ __all__ = [
     "FAMILIES",
     "TASKS",
     "Candidate",
+    "PlannedScore",
     "Row",
     "Task",
     "as_json",
     "candidates",
     "evaluate",
+    "evaluate_planned",
     "extra_memory",
+    "held_out_orders",
+    "interval",
     "make_task",
+    "planned_json",
     "plot",
     "plot_canvas",
     "plot_masked",
     "plot_recurrent",
     "plot_wave",
+    "score_orders",
 ]
 
 if not TYPE_CHECKING:

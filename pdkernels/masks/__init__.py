@@ -3,7 +3,7 @@
 from pdkernels.masks.basic import block_causal, causal, full, pack
 from pdkernels.masks.dual_stream import dual_stream
 from pdkernels.masks.jacobi import NoiseAwareMask, candidates, noise_aware_causal
-from pdkernels.masks.planned import Stage, planned
+from pdkernels.masks.planned import Stage, planned, planned_streams
 from pdkernels.masks.segment_mask import Segment, SegmentMask
 from pdkernels.masks.speculation import QuadraticMask, quadratic, tree
 from pdkernels.masks.tile_plan import BlockLists, TilePlan
@@ -24,6 +24,7 @@ __all__ = [
     "noise_aware_causal",
     "pack",
     "planned",
+    "planned_streams",
     "quadratic",
     "tree",
 ]

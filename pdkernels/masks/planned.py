@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+import torch
+
 from pdkernels._validation import check_choice, check_type
-from pdkernels.masks.segment_mask import Segment, SegmentMask, flag, integer
+from pdkernels.masks.segment_mask import Segment, SegmentMask, arange, flag, integer
 
 OpenChunks = Literal["hidden", "visible"]
 
@@ -97,3 +99,77 @@ def _without(end: int, holes: list[range]) -> tuple[range, ...]:
     """The segments below `end` outside the holes."""
     edges = [0, *(edge for hole in holes for edge in (hole.start, hole.stop)), end]
     return tuple(range(start, stop) for start, stop in zip(edges[::2], edges[1::2]))
+
+
+def planned_streams(
+    stages: Sequence[Stage | tuple[Any, ...]], sparse: bool = False, open_chunks: OpenChunks = "hidden"
+) -> SegmentMask:
+    """Training layout: noisy chunks, then the clean text. Noisy chunks attend to the clean text before their round and to themselves::
+
+        planned_streams([Stage(1, (1, 1)), Stage(1, (2,), False)], sparse=True)
+                 a b c c   p a b s p
+        noisy a  1 . . .   1 . . . .
+              b  . 1 . .   1 . . . .
+              c  . . 1 1   1 1 1 1 1
+              c  . . 1 1   1 1 1 1 1
+        clean p  . . . .   1 . . . .
+              a  . . . .   1 1 . . .
+              b  . . . .   1 . 1 . .
+              s  . . . .   1 1 1 1 .
+              p  . . . .   1 1 1 1 1
+
+    So every round is noisy while the rounds before it are clean, as in decoding. Clean chunks that no other round attends to, such
+    as those of a last round without a sync, are left out.
+
+    Args:
+        stages, sparse, open_chunks: as in `planned`.
+
+    Returns:
+        A square mask; positions are those in the text, so a noisy chunk shares its clean copy's.
+
+    Raises:
+        ValueError, TypeError: as `planned`.
+
+    Source: Planned Diffusion, equation 10: each round's chunks are conditioned on the clean text of earlier rounds; laid out as two
+    streams like Block Diffusion (BD3-LM).
+
+    Example:
+        >>> import pdkernels as pd
+        >>> mask = pd.masks.planned_streams([pd.masks.Stage(2, (1, 1)), pd.masks.Stage(1, (2,), False)])
+        >>> mask
+        SegmentMask(10 x 10: 3 noisy, 2 plan, 3 chunk, 1 sync)
+        >>> mask.positions.tolist()
+        [2, 3, 6, 7, 0, 1, 2, 3, 4, 5]
+    """
+    text = planned(stages, sparse, open_chunks).segments
+    chunks = [number for number, segment in enumerate(text) if segment.kind == "chunk"]
+    noisy: list[Segment] = []
+    read: set[int] = set()  # segments that tokens of other rounds attend to
+    first = 0
+    for count, number in enumerate(chunks):
+        if count == 0 or chunks[count - 1] != number - 1:
+            first = number  # chunks of a round follow each other, and a plan comes before them
+        to_noisy = count - number
+        mates = [
+            range(part.start + to_noisy, part.stop + to_noisy) for part in text[number].sees if part.start >= first
+        ]
+        past = [part for part in text[number].sees if part.stop <= first]
+        if text[number].length > 0:
+            read.update(*past)
+        clean = [range(part.start + len(chunks), part.stop + len(chunks)) for part in past]
+        noisy.append(text[number]._replace(sees=(*mates, *clean), kind="noisy"))
+    for segment in text:
+        if segment.kind != "chunk" and segment.length > 0:
+            read.update(*segment.sees)
+    copies, starts, start = [], [], 0
+    for number, segment in enumerate(text):
+        sees = tuple(range(part.start + len(chunks), part.stop + len(chunks)) for part in segment.sees)
+        kept = segment.kind != "chunk" or number in read
+        copies.append(segment._replace(sees=sees, length=segment.length if kept else 0))
+        starts.append(start)
+        start += segment.length
+    order = [(starts[number], text[number].length) for number in chunks]
+    order += [(begin, copy.length) for begin, copy in zip(starts, copies, strict=True)]
+    parts = [arange(begin, begin + length) for begin, length in order]
+    positions = torch.cat(parts) if parts else arange(0)
+    return SegmentMask([*noisy, *copies], positions)

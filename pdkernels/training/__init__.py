@@ -1,7 +1,9 @@
 """Training: samples packed in the layouts of the papers, noise and trajectories, losses, and small corpora."""
 
+from pdkernels.training import plans
 from pdkernels.training.corpora import Problem, arithmetic, as_ids, standard_library
 from pdkernels.training.drafter import DrafterLoss, attach_drafter_, drafter_loss
+from pdkernels.training.lists import Orders, orders
 from pdkernels.training.losses import (
     ConsistencyLoss,
     JointLoss,
@@ -19,6 +21,18 @@ from pdkernels.training.packing import (
     pack_dual_stream,
     pack_noise_aware,
 )
+from pdkernels.training.planned import (
+    NoisyPlan,
+    PlanItem,
+    PlannedBatch,
+    PlannedLayout,
+    PlannedSample,
+    draw_chunk_masks,
+    lay_out,
+    pack_planned,
+    planned_loss,
+    planned_terms,
+)
 from pdkernels.training.trajectories import (
     Trajectory,
     choose_record,
@@ -35,6 +49,12 @@ __all__ = [
     "JointLoss",
     "NoiseAwareBatch",
     "NoiseAwareSample",
+    "NoisyPlan",
+    "Orders",
+    "PlanItem",
+    "PlannedBatch",
+    "PlannedLayout",
+    "PlannedSample",
     "Problem",
     "Trajectory",
     "arithmetic",
@@ -43,14 +63,21 @@ __all__ = [
     "choose_record",
     "collect_trajectories",
     "drafter_loss",
+    "draw_chunk_masks",
     "draw_masks",
     "dual_stream_loss",
     "dual_stream_terms",
+    "lay_out",
     "noise_aware_loss",
     "noise_aware_sample",
     "noise_aware_terms",
     "noise_ratios",
+    "orders",
     "pack_dual_stream",
     "pack_noise_aware",
+    "pack_planned",
+    "planned_loss",
+    "planned_terms",
+    "plans",
     "standard_library",
 ]

@@ -50,9 +50,9 @@ def block_causal(draw: st.DrawFn) -> Call:
 
 
 @st.composite
-def planned(draw: st.DrawFn) -> Call:
+def planned(draw: st.DrawFn, name: str = "planned") -> Call:
     stage = st.tuples(sizes(4), st.lists(sizes(4), max_size=3).map(tuple), st.booleans())
-    return "planned", {
+    return name, {
         "stages": draw(st.lists(stage, max_size=4)),
         "sparse": draw(st.booleans()),
         "open_chunks": draw(st.sampled_from(["hidden", "visible"])),
@@ -89,6 +89,7 @@ BUILDERS: dict[str, st.SearchStrategy[Call]] = {
     "noise_aware_causal": noise_aware(),
     "dual_stream": dual_stream(),
     "planned": planned(),
+    "planned_streams": planned("planned_streams"),
     "quadratic": quadratic(),
     "candidates": _of("candidates", count=sizes(4), length=sizes(5)),
     "tree": tree(),

@@ -1,0 +1,436 @@
+"""Planned texts as training batches: layout, noise, packing and loss. Texts as people write them are in `pdkernels.training.plans`.
+
+A text is a prompt, then rounds: a plan written token by token, its chunks filled in together, a sync if another round follows. Plan
+rows predict the next token outside of chunks, as in any causal model; masked tokens of chunks predict themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pdkernels._validation import check, check_choice, check_flag, check_number, check_type, integer
+from pdkernels.masks import SegmentMask, Stage, pack, planned, planned_streams
+from pdkernels.models.plan_tokens import PlanTokens
+from pdkernels.training.losses import JointLoss, _check_rows, _exact
+
+Noise = Literal["text", "round", "one"]
+Past = Literal["noisy", "clean"]
+Objective = Literal["aligned", "published"]
+
+
+class PlanItem(NamedTuple):
+    """A chunk and the item of the plan that asks for it."""
+
+    topic: Sequence[int]
+    """Ids of its topic, and of what separates that from the number, if anything."""
+    content: Sequence[int]
+    """Ids of the chunk, without its two tags."""
+    number: int | None = None
+    """What the plan says. None: as many units as `content` needs, which is then filled up with pads; else nothing is filled up."""
+
+
+class PlannedSample(NamedTuple):
+    """A prompt and its answer in rounds of items."""
+
+    prompt: Sequence[int]
+    rounds: Sequence[Sequence[PlanItem]] = ()
+    tail: Sequence[int] = ()
+    """Ids after the last round, written token by token. Without rounds: the answer of an ordinary autoregressive model."""
+
+
+class PlannedLayout(NamedTuple):
+    """Result of `lay_out`: a text of T tokens, all clean."""
+
+    tokens: Tensor
+    """(T,) int64 ids: prompt, plans, chunks with their tags, syncs, tail, end token."""
+    stages: tuple[Stage, ...]
+    """For `pdkernels.masks.planned`. The end token is a stage of its own, or the end of the tail."""
+    rounds: Tensor
+    """(T,) int64: the round of a chunk's token, tags included; -1 elsewhere."""
+    content: Tensor
+    """(T,) bool: tokens of chunks, pads included, tags not."""
+    prompt_len: int
+
+
+class NoisyPlan(NamedTuple):
+    """A laid-out text and what of it the model does not see; the last two as `draw_chunk_masks` gives them."""
+
+    layout: PlannedLayout
+    masked: Tensor
+    """(T,) bool."""
+    p_mask: Tensor
+    """(T,) float32: the probability with which a token was masked; outside of chunks that of the text, or 1 where rounds differ."""
+
+
+class PlannedBatch(NamedTuple):
+    """Result of `pack_planned`."""
+
+    tokens: Tensor
+    """(length,) ids."""
+    positions: Tensor
+    """(length,) position ids; a noisy chunk shares those of its clean copy."""
+    mask: SegmentMask
+    """(length, length); pass its ``plan()`` to attention."""
+    ar_rows: Tensor
+    """(n,) rows outside of chunks, each sample's from the last of its prompt to the last but one of all."""
+    ar_labels: Tensor
+    """(n,) the ids they predict: those of the next such row."""
+    ar_weights: Tensor
+    """(n,) float32, 1; under the published objective 1 / (p_mask * response tokens of the sample)."""
+    masked_rows: Tensor
+    """(m,) rows whose logits are about masked tokens."""
+    masked_labels: Tensor
+    """(m,) the ids of these tokens."""
+    masked_weights: Tensor
+    """(m,) float32, 1 / p_mask; under the published objective over the response tokens of the sample too."""
+    normaliser: Tensor
+    """() float32: response tokens of all samples; under the published objective the number of samples."""
+
+
+def lay_out(
+    sample: PlannedSample,
+    plan_tokens: PlanTokens,
+    end_token: int,
+    *,
+    most_pads: int = 0,
+    generator: torch.Generator | None = None,
+) -> PlannedLayout:
+    """A sample in text order: prompt, then in each round plan, chunks and sync, then tail and end token.
+
+    The last round has a sync only if a tail follows. Items without a number get the smallest one whose chunk holds the content and
+    up to `most_pads` pads; the chunk is filled up to ``number * unit``, so that the plan tells the truth about its chunk, and a
+    decoder that believes it gives a chunk of this length.
+
+    Args:
+        sample: ids. Numbers given have at most two digits.
+        plan_tokens: of the model.
+        end_token: what ends the text.
+        most_pads: pads that a chunk has at least are drawn from 0 .. `most_pads`; the paper's augmentation has 10.
+        generator: for the draws; needed if `most_pads` is not 0.
+
+    Raises:
+        ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 .. 99 or would
+            be, control tokens where they do not belong, a negative id, pads without a generator.
+        TypeError: other samples, ids that are not ints.
+
+    Source: Planned Diffusion, section 4 (control tags, fine-tuning data), with the number counted after the padding.
+
+    Example:
+        >>> from pdkernels.models import PlanTokens
+        >>> from pdkernels.training import PlanItem, PlannedSample, lay_out
+        >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
+        >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41, 42])]]), plan_tokens, end_token=16)
+        >>> layout.tokens.tolist()
+        [30, 12, 31, 2, 13, 10, 40, 41, 42, 15, 11, 16]
+        >>> layout.stages
+        (Stage(plan=5, chunks=(6,), sync=False), Stage(plan=1, chunks=(), sync=False))
+    """
+    op = "training.lay_out"
+    check_type(isinstance(sample, PlannedSample), op, "sample", "be a PlannedSample", type(sample).__name__)
+    check_type(
+        isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__
+    )
+    integer(op, "end_token", end_token, 0)
+    most_pads = integer(op, "most_pads", most_pads, 0)
+    check(most_pads == 0 or generator is not None, op, "generator", "be given with most_pads", None)
+    banned = {*plan_tokens.control, end_token}
+    prompt, tail = _ids(op, "prompt", sample.prompt), _ids(op, "tail", sample.tail, banned)
+    ids, stages, planned_from = list(prompt), [], 0
+    rounds, content = [-1] * len(ids), [False] * len(ids)
+    for number, items in enumerate(sample.rounds):
+        check(len(items) > 0, op, "rounds", "hold items", "an empty round")
+        chunks = []
+        for item in items:
+            check_type(isinstance(item, PlanItem), op, "rounds", "hold PlanItems", type(item).__name__)
+            topic = _ids(op, "topic", item.topic, banned)
+            sane = len(topic) > 0 and topic[-1] not in plan_tokens.digits
+            check(sane, op, "topic", "be ids that do not end with a digit", topic, "Put a space before the number.")
+            inside = _ids(op, "content", item.content, banned - {plan_tokens.pad})
+            pads = 0
+            if most_pads:
+                pads = int(torch.randint(most_pads + 1, (), generator=generator))
+            units = item.number
+            if units is None:
+                units = max(1, -(-(len(inside) + pads) // plan_tokens.unit))
+                inside = inside + [plan_tokens.pad] * (units * plan_tokens.unit - len(inside))
+            check(0 <= integer(op, "number", units, 0) <= 99, op, "number", "have at most two digits", units)
+            digits = [plan_tokens.digits[int(digit)] for digit in str(units)]
+            ids += [plan_tokens.topic_open, *topic, *digits, plan_tokens.topic_close]
+            chunks.append(inside)
+        rounds += [-1] * (len(ids) - len(rounds))
+        plan = len(ids) - planned_from
+        for inside in chunks:
+            content += [False] * (len(ids) + 1 - len(content)) + [True] * len(inside)
+            ids += [plan_tokens.chunk_open, *inside, plan_tokens.chunk_close]
+        rounds += [number] * (len(ids) - len(rounds))
+        synced = number + 1 < len(sample.rounds) or len(tail) > 0
+        stages.append(Stage(plan, tuple(len(inside) + 2 for inside in chunks), synced))
+        ids += [plan_tokens.sync] * synced
+        planned_from = len(ids)
+    ids += [*tail, end_token]
+    stages.append(Stage(len(ids) - planned_from, (), False))
+    rounds += [-1] * (len(ids) - len(rounds))
+    content += [False] * (len(ids) - len(content))
+    device = torch.device("cpu")
+    return PlannedLayout(
+        torch.tensor(ids, dtype=torch.int64, device=device),
+        tuple(stages),
+        torch.tensor(rounds, dtype=torch.int64, device=device),
+        torch.tensor(content, dtype=torch.bool, device=device),
+        len(prompt),
+    )
+
+
+def draw_chunk_masks(
+    layout: PlannedLayout, generator: torch.Generator, *, noise: Noise = "text", least: float = 1e-3, tags: bool = False
+) -> NoisyPlan:
+    """Mask tokens of chunks, each with the same probability ``p_mask = (1 - least) * t + least``, t uniform on [0, 1].
+
+    Args:
+        layout: of `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
+        generator: for the draws.
+        noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean. "one"
+            masks tokens of one round alone, drawn too; as in decoding, the rounds before it are clean. A token then is masked with
+            probability ``p_mask / rounds``, which is what the result has as `p_mask`.
+        least: the smallest probability.
+        tags: mask the two tags of a chunk too, as the released code does; a decoder never meets that.
+
+    Raises:
+        ValueError: an unknown name, `least` outside (0, 1].
+        TypeError: another layout or generator, `tags` that is no bool.
+
+    Source: Planned Diffusion, equation 10; its released code for `tags`.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.models import PlanTokens
+        >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out
+        >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
+        >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
+        >>> draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0).masked.int().tolist()
+        [0, 0, 0, 0, 0, 0, 1, 1, 0, 0]
+    """
+    op = "training.draw_chunk_masks"
+    check_type(isinstance(layout, PlannedLayout), op, "layout", "be a PlannedLayout", type(layout).__name__)
+    known = isinstance(generator, torch.Generator)
+    check_type(known, op, "generator", "be a torch.Generator", type(generator).__name__)
+    check_choice(op, "noise", noise, get_args(Noise))
+    check_number(op, "least", least, 0, 1, "lie in (0, 1]")
+    check(least > 0, op, "least", "lie in (0, 1]", least)
+    check_flag(op, "tags", tags)
+    rounds = max(int(layout.rounds.max()) + 1, 1)
+    device = generator.device
+    shares = torch.rand(rounds if noise == "round" else 1, generator=generator, device=device).cpu()
+    shares = ((1 - least) * shares + least).expand(rounds)
+    chance = torch.rand(len(layout.tokens), generator=generator, device=device).cpu()
+    masked = (layout.rounds >= 0 if tags else layout.content) & (chance < shares[layout.rounds.clamp(min=0)])
+    if noise == "one":
+        chosen = torch.randint(rounds, (), generator=generator, device=device).cpu()
+        masked, shares = masked & (layout.rounds == chosen), shares / rounds
+    p_mask = shares[layout.rounds.clamp(min=0)]
+    return NoisyPlan(layout, masked, p_mask if noise == "text" else p_mask.masked_fill(layout.rounds < 0, 1.0))
+
+
+def pack_planned(
+    samples: Sequence[NoisyPlan],
+    plan_tokens: PlanTokens,
+    mask_token: int,
+    length: int | None = None,
+    *,
+    sparse: bool = False,
+    past: Past = "noisy",
+    objective: Objective = "aligned",
+    pad_token: int = 0,
+) -> PlannedBatch:
+    """Samples side by side under the mask of planned diffusion, hidden from each other.
+
+    Args:
+        samples: noisy texts. `masked` may hold any choice of chunk tokens.
+        plan_tokens: of the model; `predicts` says which row a masked token's logits are: its own, or the one before it in its chunk.
+        mask_token: the id of a masked token.
+        length: total tokens, padded with `pad_token`; None: as many as the samples have.
+        sparse: whether the chunks of a round are hidden from each other.
+        past: what later rounds see of a round's chunks. "noisy": one copy of the text, masks and all. "clean": `planned_streams`,
+            whose noisy chunks see earlier rounds clean, as in decoding, at the price of a second copy of these chunks.
+        objective: "aligned": the loss reads masked tokens of content. "published": what the released code trains: rows that are
+            masked themselves predict the token after them in their chunk, masked or not; every term is divided by p_mask and by
+            the sample's response tokens; the end token predicts itself. It needs ``past="noisy"`` and masks drawn per text.
+        pad_token: the id of the padding, which attends to nothing and which no row attends to.
+
+    Returns:
+        A batch of one packed sequence.
+
+    Raises:
+        ValueError: an unknown name, tensors of other shapes, a mask outside of chunks or, with "aligned", on their tags,
+            probabilities outside (0, 1], more tokens than `length`, the published objective with a clean past.
+        TypeError: other samples or dtypes.
+
+    Source: Planned Diffusion, section 4.2 and equation 10; its released training code for the published objective.
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.models import PlanTokens
+        >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out, pack_planned
+        >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
+        >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
+        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0)
+        >>> batch = pack_planned([noisy], plan_tokens, mask_token=9)
+        >>> batch.tokens.tolist()
+        [30, 12, 31, 1, 13, 10, 9, 9, 11, 16]
+        >>> batch.ar_rows.tolist(), batch.ar_labels.tolist()
+        ([0, 1, 2, 3, 4], [12, 31, 1, 13, 16])
+        >>> batch.masked_rows.tolist(), batch.masked_labels.tolist(), int(batch.normaliser)
+        ([6, 7], [40, 41], 9)
+    """
+    op = "training.pack_planned"
+    check_choice(op, "past", past, get_args(Past))
+    check_choice(op, "objective", objective, get_args(Objective))
+    integer(op, "mask_token", mask_token, 0)
+    integer(op, "pad_token", pad_token, 0)
+    check_type(
+        isinstance(plan_tokens, PlanTokens), op, "plan_tokens", "be those of a model", type(plan_tokens).__name__
+    )
+    published = objective == "published"
+    check(past == "noisy" or not published, op, "past", "be 'noisy' with the published objective", repr(past))
+    masks: list[SegmentMask] = []
+    tokens: list[Tensor] = []
+    # Of each sample (rows, labels, weights), of its plan and of its masked tokens.
+    plans: list[tuple[Tensor, Tensor, Tensor]] = []
+    chunks: list[tuple[Tensor, Tensor, Tensor]] = []
+    first = responses = 0
+    for sample in samples:
+        _check_noisy(op, sample, published)
+        layout, masked, p_mask = sample
+        ids, chunk = layout.tokens, layout.rounds >= 0
+        noisy = ids.masked_fill(masked, mask_token)
+        mask = (planned if past == "noisy" else planned_streams)(layout.stages, sparse)
+        if past == "noisy":
+            part = noisy
+            noisy_row = clean_row = torch.arange(len(ids), device="cpu")
+        else:
+            copies = int(chunk.sum())
+            part = torch.cat([noisy[chunk], ids[mask.positions[copies:]]])
+            noisy_row = chunk.cumsum(0) - 1
+            clean_row = torch.full((len(ids),), -1, device="cpu")
+            clean_row[mask.positions[copies:]] = torch.arange(copies, mask.q_len, device="cpu")
+        response = len(ids) - layout.prompt_len
+        plan = (~chunk).nonzero()[:, 0]
+        plan = plan[max(layout.prompt_len - 1, 0) :]
+        ar_labels = ids[plan[1:]]
+        hidden = masked.nonzero()[:, 0]
+        if published:
+            ar_labels = torch.cat([ar_labels, ids[-1:]])
+            hidden = hidden[layout.content[hidden + 1]] + 1  # the row is masked, its target may be
+            source = hidden - 1
+            scale = response + (layout.prompt_len > 0)  # counted from the last row of the prompt on
+        else:
+            plan = plan[:-1]
+            source = hidden if plan_tokens.predicts == "own" else hidden - 1
+            scale = 1
+        weight = 1 / (p_mask[plan] * scale) if published else torch.ones(len(plan), device="cpu")
+        plans.append((clean_row[plan] + first, ar_labels, weight))
+        chunks.append((noisy_row[source] + first, ids[hidden], 1 / (p_mask[hidden] * scale)))
+        masks.append(mask)
+        tokens.append(part)
+        first, responses = first + len(part), responses + response
+    check(length is None or first <= length, op, "length", f"be at least the {first} tokens of the samples", length)
+    whole = pack(masks, length)
+    padding = torch.full((whole.q_len - first,), pad_token, dtype=torch.int64, device="cpu")
+    normaliser = torch.tensor(float(max(len(samples) if published else responses, 1)), device="cpu")
+    return PlannedBatch(
+        torch.cat([*tokens, padding]), whole.positions, whole, *_joined(plans), *_joined(chunks), normaliser
+    )
+
+
+def _joined(parts: Sequence[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, labels and weights of all samples."""
+    none = torch.empty(0, dtype=torch.int64, device="cpu")
+    rows, labels, weights = ([part[kind] for part in parts] for kind in range(3))
+    return torch.cat([none, *rows]), torch.cat([none, *labels]), torch.cat([none.float(), *weights])
+
+
+def planned_terms(
+    ar_logits: Tensor, masked_logits: Tensor, batch: PlannedBatch, *, normaliser: float | Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The contribution of each row to the two sums of `planned_loss`, with the same arguments and errors: ``(n,)`` and ``(m,)``."""
+    op = "training.planned_loss"
+    _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
+    _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
+    terms = []
+    for logits, labels, weights in (
+        (ar_logits, batch.ar_labels, batch.ar_weights),
+        (masked_logits, batch.masked_labels, batch.masked_weights),
+    ):
+        losses = F.cross_entropy(_exact(logits), labels.to(logits.device), reduction="none")
+        divisor = batch.normaliser.to(logits.device) if normaliser is None else normaliser
+        terms.append(losses * weights.to(logits.device) / divisor)
+    return terms[0], terms[1]
+
+
+def planned_loss(
+    ar_logits: Tensor, masked_logits: Tensor, batch: PlannedBatch, *, normaliser: float | Tensor | None = None
+) -> JointLoss:
+    """Cross-entropy of plans, token by token, and of the masked tokens of chunks.
+
+    Args:
+        ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
+        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``.
+        batch: of `pack_planned`.
+        normaliser: the divisor of both sums. None: that of the batch. For a sum over several batches or ranks pass the sum of
+            theirs, a number or a 0-dim tensor: then the losses add up to that of one big batch.
+
+    Returns:
+        Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the second sum
+        is divided by the noise; all tokens of a batch count equally, whatever their sample.
+
+    Raises:
+        ValueError: logits that are not one row of floats per label.
+        TypeError: logits that are not floating.
+
+    Source: Planned Diffusion, equation 10. The released code divides the first sum by the noise too
+    (``objective="published"`` of `pack_planned`).
+
+    Example:
+        >>> import torch
+        >>> from pdkernels.models import PlanTokens
+        >>> from pdkernels.training import PlanItem, PlannedSample, draw_chunk_masks, lay_out, pack_planned, planned_loss
+        >>> plan_tokens = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10), unit=2)
+        >>> layout = lay_out(PlannedSample([30], [[PlanItem([31], [40, 41])]]), plan_tokens, end_token=16)
+        >>> noisy = draw_chunk_masks(layout, torch.Generator().manual_seed(0), least=1.0)
+        >>> batch = pack_planned([noisy], plan_tokens, mask_token=9)
+        >>> loss = planned_loss(torch.zeros(5, 42), torch.zeros(2, 42), batch)    # log(42) = 3.7377 on each of 7 rows, over 9
+        >>> [round(float(part), 4) for part in loss]
+        [2.9071, 2.0765, 0.8306]
+    """
+    ar, masked = planned_terms(ar_logits, masked_logits, batch, normaliser=normaliser)
+    ar, masked = ar.sum(), masked.sum()
+    return JointLoss(ar + masked, ar, masked)
+
+
+def _ids(op: str, name: str, ids: Sequence[int], banned: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+    listed = ids.tolist() if isinstance(ids, Tensor) else list(ids)
+    for token in listed:
+        check_type(type(token) is int, op, name, "hold ids", type(token).__name__)
+        check(token >= 0 and token not in banned, op, name, "hold ids without control tokens", token)
+    return listed
+
+
+def _check_noisy(op: str, sample: NoisyPlan, published: bool) -> None:
+    check_type(isinstance(sample, NoisyPlan), op, "samples", "hold NoisyPlans", type(sample).__name__)
+    layout, masked, p_mask = sample
+    check_type(isinstance(layout, PlannedLayout), op, "layout", "be a PlannedLayout", type(layout).__name__)
+    count = len(layout.tokens)
+    for name, tensor, dtype in (("masked", masked, torch.bool), ("p_mask", p_mask, torch.float32)):
+        actual = getattr(tensor, "dtype", type(tensor).__name__)
+        check_type(actual == dtype, op, name, f"be a {str(dtype).removeprefix('torch.')} tensor", actual)
+        check(tensor.shape == (count,), op, name, f"have shape ({count},)", tuple(tensor.shape))
+    allowed = layout.rounds >= 0 if published else layout.content
+    where = "in chunks" if published else "inside the tags of chunks"
+    stray = (masked & ~allowed).nonzero()[:, 0].tolist()
+    check(not stray, op, "masked", f"be True {where} alone", f"True at {stray[:1]}")
+    check(bool(((p_mask > 0) & (p_mask <= 1)).all()), op, "p_mask", "lie in (0, 1]", "others")

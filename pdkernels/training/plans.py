@@ -1,0 +1,287 @@
+"""Planned texts as people write them: plans, chunks and syncs as tags in plain text, read and written, and checked.
+
+::
+
+    <topic>what it is 2</topic><topic>uses 3</topic>
+    <async>A kernel is a function that runs on many cores.</async>
+    <async>Kernels compute ...</async>
+    <sync/>
+    <topic>summary 1</topic>
+    <async>In short, ...</async>
+
+A round is a plan, an item ``<topic>TOPIC NUMBER</topic>`` for each chunk, then the chunks in the same order. Rounds are separated by
+``<sync/>``: what follows may read what came before it, while chunks of one round are written blindly side by side. The number,
+which may be left out, is the chunk's length in units of tokens. White space between tags means nothing, that inside of chunks is kept.
+
+Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from pdkernels._validation import check, check_type, message
+from pdkernels.models.tokenizers import Tokenizer
+from pdkernels.training.planned import PlanItem, PlannedSample
+
+__all__ = ["Item", "PlanError", "Round", "as_sample", "format", "parse", "without_syncs", "without_topics"]
+
+_TAG = re.compile(r"(?:<promise>-)?<topic>|</topic>|<async>|</async>|<sync/>")
+_PADS = re.compile(r"(?:\s*\[PAD\])+\s*$")
+_MOST = 99
+
+
+class Item(NamedTuple):
+    """A chunk and what the plan says of it."""
+
+    topic: str
+    content: str
+    number: int | None = None
+    """Its length in units of tokens, 1 .. 99; None: to be counted."""
+
+
+Round = tuple[Item, ...]
+_Any = TypeVar("_Any", Item, PlanItem)
+
+
+class PlanError(ValueError):
+    """A text that breaks the rules; `line` and `column`, from 1 on, say where."""
+
+    def __init__(self, expectation: str, actual: str, line: int, column: int) -> None:
+        super().__init__(
+            message("training.plans.parse", "text", expectation, f"{actual} at line {line}, column {column}")
+        )
+        self.line, self.column = line, column
+
+
+class _Piece(NamedTuple):
+    """A tag, or the text between two of them."""
+
+    start: int
+    text: str
+    tag: str
+    """Without "<promise>-"; empty for text."""
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.pieces = [piece for piece in self._split() if piece.tag or piece.text]
+        self.next = 0
+
+    def _split(self) -> Iterator[_Piece]:
+        end = 0
+        for found in _TAG.finditer(self.text):
+            yield _Piece(end, self.text[end : found.start()], "")
+            yield _Piece(found.start(), found[0], found[0].removeprefix("<promise>-"))
+            end = found.end()
+        yield _Piece(end, self.text[end:], "")
+
+    def fail(self, expectation: str, actual: str, start: int) -> NoReturn:
+        before = self.text[:start]
+        raise PlanError(expectation, actual, before.count("\n") + 1, start - (before.rfind("\n") + 1) + 1)
+
+    def blank(self) -> None:
+        """White space between tags is skipped, other text is refused."""
+        while self.next < len(self.pieces) and not self.pieces[self.next].tag:
+            piece = self.pieces[self.next]
+            words = piece.text.strip()
+            if words:
+                start = piece.start + piece.text.index(words)
+                self.fail("have all words inside of <async> or <topic>", repr(words[:40]), start)
+            self.next += 1
+
+    def peek(self) -> str:
+        self.blank()
+        return self.pieces[self.next].tag if self.next < len(self.pieces) else "the end of the text"
+
+    def start(self) -> int:
+        return self.pieces[self.next].start if self.next < len(self.pieces) else len(self.text)
+
+    def element(self, opening: str, closing: str) -> tuple[str, int]:
+        """What is between two tags, and where it starts. The first one is known to come next."""
+        opened = self.start()
+        self.next += 1
+        inside, start = "", self.start()
+        if self.next < len(self.pieces) and not self.pieces[self.next].tag:
+            inside = self.pieces[self.next].text
+            self.next += 1
+        if self.next == len(self.pieces):
+            self.fail(f"close every {opening} with {closing}", f"an open {opening}", opened)
+        if self.pieces[self.next].tag != closing:
+            found = self.pieces[self.next].tag
+            self.fail(f"close {opening} with {closing} before the next tag", found, self.start())
+        self.next += 1
+        return inside, start
+
+
+def parse(text: str) -> tuple[Round, ...]:
+    """The rounds of a text with tags.
+
+    Checked are balance (each tag is closed), overlap (no tag inside another), coverage (no words outside of chunks and plans),
+    ranges (numbers from 1 to 99, topics that are not empty), and that each plan has as many items as chunks follow it.
+
+    Args:
+        text: as at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read as ``<topic>``;
+            ``[PAD]`` at the end of a chunk is dropped.
+
+    Raises:
+        PlanError: a text that breaks the rules, with line and column; it is a ValueError.
+        TypeError: no text.
+
+    Source: Planned Diffusion, section 4, "fine-tuning dataset". The released check sees balance and nesting only.
+
+    Example:
+        >>> from pdkernels.training import plans
+        >>> plans.parse("<topic>a 1</topic><async>x y</async><sync/><topic>b</topic><async>z</async>")
+        ((Item(topic='a', content='x y', number=1),), (Item(topic='b', content='z', number=None),))
+        >>> plans.parse("<topic>a 1</topic>\\n<async>x</async> y")
+        Traceback (most recent call last):
+        pdkernels.training.plans.PlanError: pdkernels.training.plans.parse: text must have all words inside of <async> or <topic>,
+        got 'y' at line 2, column 18.
+    """
+    check_type(isinstance(text, str), "training.plans.parse", "text", "be a str", type(text).__name__)
+    reader, rounds = _Reader(text), []
+    while True:
+        rounds.append(_round(reader))
+        if reader.peek() != "<sync/>":
+            break
+        reader.next += 1
+    if reader.next < len(reader.pieces):
+        found = reader.peek()
+        reader.fail("have <sync/> between two rounds, and every tag opened before it is closed", found, reader.start())
+    return tuple(rounds)
+
+
+def _round(reader: _Reader) -> Round:
+    plan: list[tuple[str, int | None, int]] = []
+    while reader.peek() == "<topic>":
+        opened = reader.start()
+        plan.append((*_item(reader, *reader.element("<topic>", "</topic>")), opened))
+    if not plan:
+        reader.fail("begin every round with a plan", reader.peek(), reader.start())
+    contents: list[str] = []
+    while reader.peek() == "<async>":
+        opened = reader.start()
+        if len(contents) == len(plan):
+            reader.fail("have a <topic> for every chunk", f"chunk {len(plan) + 1} of {len(plan)}", opened)
+        contents.append(_PADS.sub("", reader.element("<async>", "</async>")[0]))
+    if len(contents) < len(plan):
+        topic, _, opened = plan[len(contents)]
+        reader.fail("have a chunk for every <topic>", f"none for {topic!r}", opened)
+    return tuple(Item(topic, content, number) for (topic, number, _), content in zip(plan, contents, strict=True))
+
+
+def _item(reader: _Reader, inside: str, start: int) -> tuple[str, int | None]:
+    words = inside.rsplit(maxsplit=1)
+    number = None
+    if words and words[-1].isascii() and words[-1].isdigit():
+        number = int(words[-1][:9])
+        if not 1 <= number <= _MOST:
+            reader.fail(f"have numbers from 1 to {_MOST}", words[-1], start + inside.rindex(words[-1]))
+        inside = words[0] if len(words) == 2 else ""
+    topic = inside.strip()
+    if not topic:
+        reader.fail("name a topic in every item", "none", start)
+    return topic, number
+
+
+def format(rounds: Iterable[Sequence[Item]]) -> str:
+    """The text of rounds, which `parse` reads back: a line for the plan, one for each chunk, one for a sync.
+
+    Args:
+        rounds: items without tags in their texts.
+
+    Raises:
+        ValueError: no rounds, a round without items, an empty topic, one with a tag or a line feed, or, where no number follows it, one
+            that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number outside 1 .. 99.
+        TypeError: something that is no `Item`.
+
+    Example:
+        >>> from pdkernels.training import plans
+        >>> text = plans.format([[plans.Item("numbers", "one two", 1)], [plans.Item("more", "three")]])
+        >>> print(text)
+        <topic>numbers 1</topic>
+        <async>one two</async>
+        <sync/>
+        <topic>more</topic>
+        <async>three</async>
+        >>> plans.format(plans.parse(text)) == text
+        True
+    """
+    op = "training.plans.format"
+    parts = []
+    for items in rounds:
+        check(len(items) > 0, op, "rounds", "hold items", "an empty round")
+        for item in items:
+            check_type(isinstance(item, Item), op, "rounds", "hold Items", type(item).__name__)
+            topic, content, number = item
+            check(bool(topic) and topic == topic.strip() and "\n" not in topic, op, "topic", "be words", repr(topic))
+            check(not _TAG.search(topic + "\n" + content), op, "topic and content", "hold no tags", repr(item))
+            check(not _PADS.search(content), op, "content", "not end with [PAD]", repr(content))
+            last = topic.split()[-1]
+            clear = number is not None or not (last.isascii() and last.isdigit())
+            check(clear, op, "topic", "not end with a number where none follows it", repr(topic))
+            check(number is None or 1 <= number <= _MOST, op, "number", f"lie in 1 .. {_MOST}", number)
+        plan = "".join(f"<topic>{topic}{'' if n is None else f' {n}'}</topic>" for topic, _, n in items)
+        parts.append("\n".join([plan, *(f"<async>{item.content}</async>" for item in items)]))
+    check(bool(parts), op, "rounds", "not be empty", "none")
+    return "\n<sync/>\n".join(parts)
+
+
+def as_sample(
+    prompt: str, rounds: Iterable[Sequence[Item]], tokenizer: Tokenizer, *, separator: str = " ", numbers: bool = False
+) -> PlannedSample:
+    """Ids of a prompt and of rounds, for `lay_out`.
+
+    Args:
+        prompt: encoded as it is; a chat template is the caller's.
+        rounds: of `parse`.
+        tokenizer: of the model. The tags have ids of their own, so it never sees them.
+        separator: between topic and number.
+        numbers: keep the numbers that items have, as the released code does, instead of counting tokens. Chunks then are not filled up.
+
+    Example:
+        >>> from pdkernels.models import ByteTokenizer
+        >>> from pdkernels.training import plans
+        >>> plans.as_sample("?", plans.parse("<topic>a 7</topic><async>bc</async>"), ByteTokenizer())
+        PlannedSample(prompt=[63], rounds=[[PlanItem(topic=[97, 32], content=[98, 99], number=None)]], tail=())
+    """
+    encode = tokenizer.encode
+    return PlannedSample(
+        encode(prompt),
+        [
+            [
+                PlanItem(encode(topic + separator), encode(content), number if numbers else None)
+                for topic, content, number in items
+            ]
+            for items in rounds
+        ],
+    )
+
+
+def without_topics(rounds: Iterable[Sequence[_Any]], topic: Any = "topic") -> tuple[tuple[_Any, ...], ...]:
+    """The same rounds with one and the same topic, text or ids, in all items: an ablation.
+
+    Source: Planned Diffusion, section 5.
+
+    >>> without_topics([[Item("a", "x", 1), Item("b", "y")]])
+    ((Item(topic='topic', content='x', number=1), Item(topic='topic', content='y', number=None)),)
+    """
+    return tuple(tuple(item._replace(topic=topic) for item in items) for items in rounds)
+
+
+def without_syncs(rounds: Iterable[Sequence[_Any]]) -> tuple[tuple[_Any, ...], ...]:
+    """All items in one round, so that no chunk sees another's clean text: an ablation.
+
+    A decoder that goes on until the end token writes all plans before all chunks. The released training data instead keep the
+    chunks of each round after its plan, and only delete the sync: a layout that its decoder never meets.
+
+    Source: Planned Diffusion, section 5.
+
+    >>> without_syncs([[Item("a", "x")], [Item("b", "y")]])
+    ((Item(topic='a', content='x', number=None), Item(topic='b', content='y', number=None)),)
+    """
+    return (tuple(item for items in rounds for item in items),)

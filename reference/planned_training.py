@@ -1,0 +1,110 @@
+"""The training step of planned diffusion on one text, token by token: who sees whom, which row predicts what, and the loss.
+
+A text is a list of tokens with tables beside it; nothing is packed, and a text whose earlier rounds are to be clean is run once for
+each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Logits = Callable[[Tensor, Tensor], Tensor]
+"""(T,) ids and a (T, T) bool mask, True where a row sees a column, to (T, vocab) logits."""
+
+
+class Text(NamedTuple):
+    """A text of T tokens."""
+
+    tokens: list[int]
+    chunk: list[int]
+    """0 outside of chunks, else the number of the chunk, from 1 on; its tags belong to it."""
+    round: list[int]
+    """From 0 on; a sync belongs to the round after it."""
+    tag: list[bool]
+    """The first and the last token of a chunk."""
+    prompt: int
+    """Tokens of the prompt."""
+
+
+def visible(text: Text, sparse: bool) -> Tensor:
+    """(T, T) bool, the closed form over the tables, for texts whose rounds all end with a sync, the last one apart."""
+    chunk, number = text.chunk, text.round
+    everything = range(len(text.tokens))
+
+    def sees(q: int, k: int) -> bool:
+        if chunk[k] == 0:
+            return k <= q
+        if number[k] < number[q]:
+            return True
+        return chunk[q] > 0 and (chunk[k] == chunk[q] if sparse else number[k] == number[q])
+
+    return torch.tensor([[sees(q, k) for k in everything] for q in everything])
+
+
+def plan_labels(text: Text) -> dict[int, int]:
+    """For the rows outside of chunks, from the last of the prompt on: the place of the next token outside of chunks."""
+    places = [i for i, chunk in enumerate(text.chunk) if chunk == 0]
+    return {row: place for row, place in zip(places, places[1:]) if row >= text.prompt - 1}
+
+
+def chunk_labels(text: Text, masked: Sequence[bool], predicts: str) -> dict[int, int]:
+    """For the rows that are trained on masked content: the place of the token that they are about."""
+    shift = {"own": 0, "next": 1}[predicts]
+    places = [i for i, chunk in enumerate(text.chunk) if chunk > 0 and not text.tag[i] and masked[i]]
+    return {place - shift: place for place in places}
+
+
+def loss(
+    logits_of: Logits,
+    text: Text,
+    masked: Sequence[bool],
+    p_mask: Sequence[float],
+    mask_token: int,
+    *,
+    sparse: bool,
+    predicts: str = "own",
+    past: str = "noisy",
+) -> tuple[Tensor, Tensor, int]:
+    """Equation 10: the sums over plan rows and over masked tokens, the latter over p_mask, and the tokens of the response."""
+    clean = torch.tensor(text.tokens)
+    see = visible(text, sparse)
+    noisy = torch.tensor([mask_token if hidden else token for token, hidden in zip(text.tokens, masked)])
+    own = {row: place for row, place in chunk_labels(text, masked, predicts).items()}
+    if past == "noisy":
+        plan_logits = logits_of(noisy, see)
+        chunk_logits = {number: plan_logits for number in set(text.round)}
+    else:
+        plan_logits = logits_of(clean, see)
+        chunk_logits = {}
+        for number in set(text.round):
+            current = torch.tensor([r == number for r in text.round])
+            chunk_logits[number] = logits_of(torch.where(current, noisy, clean), see)
+    zero = plan_logits.new_zeros(())
+    plans = sum((F.cross_entropy(plan_logits[row], clean[place]) for row, place in plan_labels(text).items()), zero)
+    chunks = zero
+    for row, place in own.items():
+        chunks = chunks + F.cross_entropy(chunk_logits[text.round[place]][row], clean[place]) / p_mask[place]
+    return plans, chunks, len(text.tokens) - text.prompt
+
+
+def published_loss(
+    logits_of: Logits, text: Text, masked: Sequence[bool], t: float, mask_token: int, *, sparse: bool
+) -> Tensor:
+    """The released code: labels are shifted and the selection is not, and everything is divided by t.
+
+    A row in a chunk keeps its label, the token after it unless that is a tag, where the row itself is masked.
+    """
+    noisy = torch.tensor([mask_token if hidden else token for token, hidden in zip(text.tokens, masked)])
+    logits = logits_of(noisy, visible(text, sparse))
+    last = len(text.tokens) - 1
+    labels = plan_labels(text) | {last: last}
+    for row, chunk in enumerate(text.chunk):
+        if chunk > 0 and masked[row] and row < last and text.chunk[row + 1] == chunk and not text.tag[row + 1]:
+            labels[row] = row + 1
+    total = sum(F.cross_entropy(logits[row], torch.tensor(text.tokens[place])) for row, place in labels.items())
+    return total / t / (len(text.tokens) - (text.prompt - 1))
