@@ -296,7 +296,7 @@ def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int,
     """Orders carried out by models that plan, under several settings, and by others token by token: printed, and for a file."""
     loaded, absent = _load_all(names)
     demand(bool(loaded), "eval", "--model", "name at least one model that is there", "; ".join(absent))
-    _use_threads(threads, list(loaded.values()))
+    use_threads(threads, list(loaded.values()))
     asked, scores = evaluation.held_out_orders(problems, seed), {}
     for name, model in loaded.items():
         scores[name] = evaluation.evaluate_planned(name, model, asked, batch_size=batch_size)

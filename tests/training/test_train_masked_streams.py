@@ -121,7 +121,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Options of `main` for a small model, not compiled."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(example, "train", partial(example.train, config=SMALL["config"]))
-    return dict(layout="both", steps=3, length=192, block=4, compare=False)
+    return dict(layout="all", steps=3, length=192, block=4, compare=False)
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
