@@ -149,3 +149,40 @@ def test_held_out_orders_are_different_and_repeat() -> None:
     trained = {problem.prompt for problem in islice(orders(0), 500)}
     problems = held_out_orders(30)
     assert problems == held_out_orders(30) and not trained & {problem.prompt for problem in problems}
+
+
+def test_topics_decide_which_chunk_is_which() -> None:
+    """The shipped model, dense and sparse: other topics in the same places of a plan, other chunks."""
+    import train_tiny_planned as script
+
+    from pdkernels.training import NoisyPlan, PlanItem, PlannedSample, lay_out, pack_planned
+    from pdkernels.training.lists import written_out
+
+    model = pd.models.load("tiny-planned")
+    topics = ["3w", "2u", "5m"]
+    contents = {topic: f"{topic}:{written_out(topic[1], int(topic[0]))};" for topic in topics}
+    prompt = list(("".join(f"{topic};" for topic in topics) + "\n").encode())
+    for sparse in (False, True):
+        for turn in range(3):
+            turned = topics[turn:] + topics[:turn]
+            items = [PlanItem(list(topic.encode()), list(contents[topic].encode())) for topic in turned]
+            layout = lay_out(PlannedSample(prompt, [items]), script.PLAN_TOKENS, ByteTokenizer.end_token)
+            noisy = NoisyPlan(layout, layout.content, torch.ones(len(layout.tokens)))
+            batch = pack_planned([noisy], script.PLAN_TOKENS, script.MASK_TOKEN, sparse=sparse)
+            hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
+            guesses = model.logits(hidden[batch.masked_rows]).argmax(-1)
+            assert (guesses == batch.masked_labels).float().mean() > 0.9, (sparse, turned)
+
+
+def test_the_shipped_model_plans() -> None:
+    """And reads what an earlier round has picked, also where the pick is drawn."""
+    from pdkernels.evaluation import held_out_orders, score_orders
+
+    model, problems = pd.models.load("tiny-planned"), held_out_orders(16, seed=5)
+    for options in ({}, {"sparse": True, "threshold": 0.9}):
+        score = score_orders(model, problems, batch_size=16, **options)
+        right, asked = score.items
+        assert right >= 0.8 * asked and score.valid_plans >= 12 and score.reasons["end"] >= 15
+    drawn = score_orders(model, problems, batch_size=16, sparse=True, threshold=0.9, temperature=1.0)
+    right, asked = drawn.right["lists of picks"]
+    assert asked >= 8 and right >= 0.5 * asked
