@@ -52,11 +52,17 @@ def gpu() -> Iterator[None]:
         yield
 
 
+def request(method: str) -> tuple[list[str], int]:
+    """Prompts that say something to the method's model, and how many tokens its method is run for."""
+    if model_of(method) == "tiny-planned":
+        return ["1x;1w;\n", "2r;5m;1u;\n"], 80
+    return PROMPTS, 16 if model_of(method) == MASKED else 8
+
+
 def generate(device: str, method: str, options: dict[str, Any]) -> pd.decoding.DecodeResult:
-    name = model_of(method)
-    limit = 16 if name == MASKED else 8
+    prompts, limit = request(method)
     return pd.decoding.generate(
-        example(pd.decoding.find(method)).to(device), PROMPTS, method, max_new_tokens=limit, end_tokens=(), **options
+        example(pd.decoding.find(method)).to(device), prompts, method, max_new_tokens=limit, end_tokens=(), **options
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels.cache import ContiguousKVCache, PagedKVCache
-from tests.decoding.test_devices import CASES, MASKED, PROMPTS, model_of
+from tests.decoding.test_devices import CASES, MASKED, PROMPTS, model_of, request
 from tests.harness.pretended_gpu import pretended_gpu, waits, without_gpu
 from tests.support.plans import END, example, planning_model
 
@@ -42,12 +42,9 @@ def on_gpu(method: str) -> Any:
 
 
 def watched(method: str, options: dict[str, Any]) -> tuple[list[str], pd.decoding.DecodeStats]:
-    name = model_of(method)
-    model = on_gpu(method)
+    model, (prompts, limit) = on_gpu(method), request(method)
     with waits(model.embedding) as log:
-        stats = pd.decoding.generate(
-            model, PROMPTS, method, max_new_tokens=16 if name == MASKED else 8, **options
-        ).stats
+        stats = pd.decoding.generate(model, prompts, method, max_new_tokens=limit, **options).stats
     return log, stats
 
 

@@ -67,11 +67,8 @@ def planning_model(seed: int, predicts: str = "own", head_dim: int = 8, dtype: s
 
 
 def example(method: Method) -> Any:
-    """A trained model for a method; for one with plans it gets control tokens that it has not learnt."""
-    model = load(method.example)
-    if method.plans and model.plan_tokens is None:
-        model.plan_tokens = PlanTokens(*range(1, 7), digits=range(48, 58))  # type: ignore[union-attr]
-    return model
+    """A trained model for a method."""
+    return load(method.example)
 
 
 class Scripted(CachedFake):
