@@ -83,7 +83,13 @@ _ALL = (
     ),
     Method("block_diffusion", block_diffusion.decode, protocol=BlockModel, models=_TRIMODE, widths=(16,)),
     Method(
-        "planned", planned.decode, also=("masked",), protocol=PlanningModel, plans=True, models=("tiny-planned",), shown=False
+        "planned",
+        planned.decode,
+        also=("masked",),
+        protocol=PlanningModel,
+        plans=True,
+        models=("tiny-planned",),
+        shown=False,
     ),
     Method("recurrent_static", recurrent_static.decode, "recurrent", lossless=True),
     Method("recurrent_adaptive", recurrent_adaptive.decode, "recurrent", protocol=RecurrentPartsModel),

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from pdkernels.decoding import available, find, generate
-from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig, from_callable
+from pdkernels.models import (
+    PlanTokens,
+    RecurrentDepth,
+    RecurrentDepthConfig,
+    Transformer,
+    TransformerConfig,
+    from_callable,
+)
 
 STATUS = Path("/proc/self/statm")
 SIZES = {"vocab_size": 24, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
@@ -31,7 +38,9 @@ def model_of(method: str) -> Any:
         config = RecurrentDepthConfig(24, 16, 2, 8, 24, 1, 1, 1, mean_recurrence=3)
         return RecurrentDepth(config).requires_grad_(False)
     kind: dict[str, Any] = {"attention": "bidirectional", "predicts": "own"} if known.family == "masked" else {}
-    return Transformer(TransformerConfig(**SIZES, intermediate_size=24, **kind), mask_token=MASK).requires_grad_(False)
+    tags = PlanTokens(16, 17, 18, 19, 20, 21, digits=range(10), unit=1) if known.plans else None
+    model = Transformer(TransformerConfig(**SIZES, intermediate_size=24, **kind), mask_token=MASK, plan_tokens=tags)
+    return model.requires_grad_(False)
 
 
 @cache
