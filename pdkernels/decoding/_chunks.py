@@ -2,7 +2,7 @@
 
 All chunks of a round are on one clock, which starts with the longest; the shares are each chunk's own. "published" is the released
 schedule: its times end at 0.001, so that a step may fall one short and the last one commits what is left. A chunk of l tokens
-takes about min(l, steps) steps, whatever the ratio.
+takes about min(l, steps) steps, regardless of the ratio.
 """
 
 from __future__ import annotations

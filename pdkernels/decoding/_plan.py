@@ -130,7 +130,7 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
 
 
 def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]) -> list[list[int]]:
-    """The text of some tokens without plans, tags, filler and `others`: a list for each chunk, and for what stands outside of them.
+    """The text of some tokens without plans, tags, filler and `others`: a list for each chunk, and for what is outside of them.
 
     >>> tags = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10))
     >>> text_pieces([12, 20, 1, 13, 10, 4, 5, 15, 11, 10, 15, 11, 10, 6, 11, 99], tags, {99})

@@ -31,7 +31,7 @@ _Results = DecodeResult[list[torch.Tensor], list[str]]
 # What is shown of the trained transformers.
 DEFAULT_METHODS = {
     model: tuple(name for name, method in METHODS.items() if method.shown and model in method.models)
-    for model in dict.fromkeys(model for method in METHODS.values() for model in method.models)
+    for model in dict.fromkeys(model for method in METHODS.values() if method.shown for model in method.models)
 }
 
 

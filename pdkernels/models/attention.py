@@ -1,9 +1,9 @@
 """What each new token sees, and the attention over it.
 
 A forward on a cache is `speculative_attention_append_`: the prefix is read where it lies, in pages or not, the new K and V are stored
-behind it, and the plan of the new tokens knows nothing of its length. It is so for any number of rows, since on the CPU a causal
+after it, and the plan of the new tokens knows nothing of its length. It is so for any number of rows, since on the CPU a causal
 row gets the same bits in all forwards. What the kernels do not take (fp64, heads that are no multiple of 8 in 16 .. 256) and masks
-that come as bool tensors go another way: PyTorch's attention over a copy of the prefix with the new tokens behind it, under a dense
+that come as bool tensors go another way: PyTorch's attention over a copy of the prefix with the new tokens after it, under a dense
 mask. For tests and small experiments.
 """
 
@@ -148,7 +148,7 @@ def attend_cached(
     layer: int,
     counts: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of new tokens over the cached prefix and each other; their K and V are stored behind it."""
+    """Attention of new tokens over the cached prefix and each other; their K and V are stored after it."""
     if isinstance(visibility.mask, TilePlan):
         return speculative_attention_append_(
             q,
@@ -168,7 +168,7 @@ def attend_cached(
 def attend_stored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
 ) -> torch.Tensor:
-    """The same where K and V stand behind the prefix already."""
+    """The same where K and V are after the prefix already."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(

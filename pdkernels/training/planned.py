@@ -386,7 +386,7 @@ def planned_loss(
 
     Returns:
         Its `total` is ``(sum of CE over plans + sum of CE / p_mask over masked tokens) / response tokens``. Only the second sum
-        is divided by the noise; all tokens of a batch count equally, whatever their sample.
+        is divided by the noise; all tokens of a batch count equally, regardless of their sample.
 
     Raises:
         ValueError: logits that are not one row of floats per label.

@@ -52,7 +52,7 @@ struct Operand {
 };
 
 // Products by fused multiply-adds: one element of a row, broadcast, times a panel's vectors. For any element type, as
-// floats. A lane's sums are the same whatever the number of vectors.
+// floats. A lane's sums are the same for any number of vectors.
 template <int kCount>
 struct VectorTilesOf {
   static constexpr int kVectors = kCount;
