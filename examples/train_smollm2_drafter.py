@@ -8,7 +8,7 @@ act in rows of masks alone, so the text is that of greedy decoding, and only its
 
 A text is a question and the model's own greedy answer. Its clean rows run once, without gradients; they are the verifier and what
 masks see. After every token of the answer a group of masks drafts what follows, as in quadratic self-speculation: mask j, j places
-behind the last known token, tells the token after its own place, since that is what the model's rows do.
+after the last known token, tells the token after its own place, since that is what the model's rows do.
 
 Source: Nemotron-Labs-Diffusion, section 3.3; Samragh et al., "Your LLM Knows the Future" (gated LoRA, masks one place ahead).
 """

@@ -77,7 +77,7 @@ class PlannedResult(NamedTuple):
 
 
 def parse_last_number(plan: Sequence[int], tags: Any) -> list[Item]:
-    """The items of a plan: the number of each is the last run of digits in it. What stands between items is no part of them.
+    """The items of a plan: the number of each is the last run of digits in it. What is between items belongs to none.
 
     >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
     >>> [item.number for item in parse_last_number([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]

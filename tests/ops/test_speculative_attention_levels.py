@@ -84,7 +84,7 @@ def test_a_causal_row_has_bits_of_its_own(level_ops: object, dtype: torch.dtype)
     whole = Results(*level_ops.speculative_attention(*inputs[:6], *causal(length).plan(48, 64).arguments, scale))
 
     def cached(first: int, rows: int, page_size: int, mask: SegmentMask) -> Results:
-        """`rows` from `first` on after all earlier ones; rows of the mask behind those are the last ones again."""
+        """`rows` from `first` on after all earlier ones; rows of the mask after those are the last ones again."""
         index = torch.arange(first, first + mask.q_len).clamp(max=length - 1)
         caches = [torch.full_like(x, torch.nan) for x in inputs[1:3]]
         for cache, new in zip(caches, inputs[1:3]):

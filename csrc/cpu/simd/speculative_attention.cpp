@@ -26,7 +26,7 @@ PDK_INLINE uint32_t bits_from(const uint32_t* row, int64_t words, int64_t column
   return shift == 0 ? at(word) : at(word) >> shift | at(word + 1) << (32 - shift);
 }
 
-// The first new token behind all those that a query tile sees.
+// The first new token after all those that a query tile sees.
 inline int64_t tail_end(const SpeculativeArgs& args, int64_t batch, int64_t tile) {
   int64_t end = 0;
   for (const TilePair range : args.of_q.full(batch, tile)) end = larger_of(end, range.second);
