@@ -106,6 +106,7 @@ def generate(
 
         tell = put
 
+    ends = _ids(config.eos_token_id)
     before = model.config._attn_implementation
     try:
         result = decode(
@@ -113,7 +114,7 @@ def generate(
             prompts,
             known,
             max_new_tokens=config.max_length - length,
-            end_tokens=_ids(config.eos_token_id),
+            end_tokens=ends,
             on_tokens=tell,
             **options,
         )
@@ -121,7 +122,6 @@ def generate(
         model.set_attn_implementation(before)
     if streamer is not None:
         streamer.end()
-    ends = _ids(config.eos_token_id)
     pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
     width = max(len(ids) for ids in result.tokens)
     out = torch.full((len(prompts), length + width), pad, dtype=input_ids.dtype, device=input_ids.device)

@@ -138,5 +138,5 @@ def mask_function(
     first = dense(0, min(q_length, _ROWS))
     # Only padding, packing and blocks make sequences differ.
     alike = batch_size == 1 or (q_length <= _ROWS and bool((first == first[:1]).all()))
-    plan = plan_of(lambda a, b: dense(a, b)[: 1 if alike else None, 0], q_length, kv_length)
+    plan = plan_of(lambda a, b: (dense(a, b) if a else first)[: 1 if alike else None, 0], q_length, kv_length)
     return PlanMask(batch_size, q_length, kv_length, int(q_offset), plan, device)
