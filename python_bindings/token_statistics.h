@@ -66,8 +66,12 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   // What the parts of the vocabulary leave for each other: sized by the shapes alone.
   const int64_t doubles = static_cast<int64_t>(sizeof(TokenPart) / sizeof(double));
   Tensor parts = numbers_out({args.rows * args.num_parts() * doubles}, ScalarType::Double);
-  Tensor cuts = numbers_out({args.filtered() ? args.rows : 0}, ScalarType::Float);
-  args.parts = data<TokenPart>(parts), args.cuts = data<float>(cuts);
+  args.parts = data<TokenPart>(parts);
+  OptionalTensor cuts;
+  if (args.filtered()) {
+    cuts = numbers_out({args.rows}, ScalarType::Float);
+    args.cuts = data<float>(*cuts);
+  }
   if (args.rows > 0) launch(PDK_DEVICE::token_statistics, args);
   return {ids, probs, top_ids, top_probs, margin, entropy, logsumexp};
 }

@@ -180,10 +180,12 @@ def raw_options(
     number, seeds = keys(op, seed)
     if seeds is not None:
         seeds = for_rows("seed", seeds)
-    step, steps = (0, for_rows("step", step)) if isinstance(step, Tensor) else (step, None)
-    several = isinstance(suppress, Iterable) and not isinstance(suppress, str)
-    banned = [suppress] if isinstance(suppress, int) else list(suppress) if several else suppress
-    return (temperature, number, seeds, step, steps, positions, row_index, banned, *rest)
+    steps = for_rows("step", step) if type(step) is not int and isinstance(step, Tensor) else None
+    if isinstance(suppress, int):
+        suppress = [suppress]
+    elif isinstance(suppress, (list, tuple)) or isinstance(suppress, Iterable) and not isinstance(suppress, str):
+        suppress = list(suppress)
+    return (temperature, number, seeds, step if steps is None else 0, steps, positions, row_index, suppress, *rest)
 
 
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
