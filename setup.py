@@ -133,22 +133,33 @@ def cuda_targets(archs: Sequence[str]) -> list[str]:
     return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in zip(archs, codes, strict=True)]
 
 
+def runs_avx2() -> bool:
+    """Whether this processor does; False where the system does not say."""
+    try:
+        flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group(1).split())
+    except (OSError, AttributeError):
+        return False
+    return {"avx2", "fma"} <= flags
+
+
 def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     """The levels of `CpuIsa` and their compiler flags. All are compiled on any x86-64 machine; one is chosen at run time.
 
-    `emulate` leaves the choice of instructions to the compiler.
+    `emulate` asks for no instruction that this processor lacks: wide vectors become several narrow ones.
     """
     levels = {"portable": ["-DPDK_LANES=4"]}
     if platform.machine() in ("x86_64", "AMD64"):
         levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
     amx = [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
-    instructions = {"avx2": ["-mavx2", "-mfma"], "avx512": avx512, "amx": amx}
+    avx2 = ["-mavx2", "-mfma"]
+    instructions = {"avx2": avx2, "avx512": avx512, "amx": amx}
+    if emulate:
+        instructions = dict.fromkeys(instructions, avx2 if runs_avx2() else [])
     # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws.
     common = ["-Wno-psabi", "-fno-exceptions"]
     return {
-        level: [f"-DPDK_ISA={level}", *common, *sizes, *([] if emulate else instructions.get(level, []))]
-        for level, sizes in levels.items()
+        level: [f"-DPDK_ISA={level}", *common, *sizes, *instructions.get(level, [])] for level, sizes in levels.items()
     }
 
 
@@ -233,7 +244,7 @@ class BuildNative(build_ext):
         archs = cuda_archs(nvcc) if nvcc else []
         cxx, host = host_compiler()
         checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-        optimise = checks if sanitize else ["-O2" if emulate else "-O3"]
+        optimise = checks if sanitize else ["-O1" if emulate else "-O3"]
         host += optimise
         host += ["-DPDKERNELS_EMULATE_ISA"] if for_tests else []
         host += ["-DPDKERNELS_OPS_NAMESPACE=pdkernels_emulated"] if emulate else []

@@ -183,7 +183,7 @@ def raw_options(
     steps = for_rows("step", step) if type(step) is not int and isinstance(step, Tensor) else None
     if isinstance(suppress, int):
         suppress = [suppress]
-    elif isinstance(suppress, (list, tuple)) or isinstance(suppress, Iterable) and not isinstance(suppress, str):
+    elif isinstance(suppress, (list, tuple)) or (isinstance(suppress, Iterable) and not isinstance(suppress, str)):
         suppress = list(suppress)
     return (temperature, number, seeds, step if steps is None else 0, steps, positions, row_index, suppress, *rest)
 

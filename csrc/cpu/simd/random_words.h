@@ -12,7 +12,7 @@ constexpr int kLongs = kLanes / 2;
 // The product of the low words of each pair of lanes; their high words may hold anything. One instruction, which GCC
 // does not find.
 PDK_INLINE Longs product(Longs a, Longs b) {
-#if defined(__AVX2__)
+#if defined(PDK_ONE_REGISTER)
   Longs result;
   __asm__("vpmuludq %2, %1, %0" : "=v"(result) : "v"(a), "v"(b));
   return result;

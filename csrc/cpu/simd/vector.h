@@ -11,6 +11,12 @@
 #include <immintrin.h>
 #endif
 
+// Whether a vector is one register, so that its instructions can be named. Tests compile wide ones for narrow
+// registers.
+#if defined(__AVX512DQ__) || (defined(__AVX2__) && PDK_LANES == 8)
+#define PDK_ONE_REGISTER
+#endif
+
 namespace pdkernels::cpu::PDK_ISA {
 
 constexpr int kLanes = PDK_LANES;
@@ -35,8 +41,10 @@ PDK_INLINE Vec choose(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
 // Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was
 // taken it has to be rounded at the same point again, or weights of large scores are off by as much as the rounding.
 PDK_INLINE Vec rounded(Vec x) {
-#if defined(__FMA__)
+#if defined(PDK_ONE_REGISTER)
   __asm__("" : "+v"(x));
+#elif defined(__FMA__)
+  __asm__("" : "+m"(x));
 #elif defined(__aarch64__)
   __asm__("" : "+w"(x));
 #endif
@@ -147,7 +155,7 @@ PDK_INLINE uint32_t bits_of(Ints mask) {
 #if defined(__AVX512DQ__)
   typedef int Native __attribute__((vector_size(64)));
   return __builtin_ia32_cvtd2mask512(reinterpret_cast<Native>(mask));
-#elif defined(__AVX2__)
+#elif defined(PDK_ONE_REGISTER)
   typedef float Native __attribute__((vector_size(32)));
   return static_cast<uint32_t>(__builtin_ia32_movmskps256(reinterpret_cast<Native>(mask)));
 #else
