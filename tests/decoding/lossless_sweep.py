@@ -1,10 +1,12 @@
 """All methods that promise the tokens of greedy decoding, on random models: `python -m tests.decoding.lossless_sweep 1000`.
 
-Random weights are the hard case: nothing is certain, so logits are close to each other and in bfloat16 often tie.
+Random weights are the hard case: nothing is certain, so logits are close to each other and in bfloat16 often tie. With `--smollm2`
+the model is SmolLM2 with its drafter, and the prompts are questions about modules of the standard library.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import torch
 
 from pdkernels.decoding import generate
+from pdkernels.models import load
 from tests.support.tri_mode import small_transformer
 
 METHODS: dict[str, list[dict[str, Any]]] = {
@@ -41,10 +44,35 @@ def differences(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tup
             yield method, count, sum(not torch.equal(a, b) for a, b in zip(found, greedy, strict=True))
 
 
-def main(prompts: int) -> None:
-    total = {}
+SMOLLM2_METHODS: dict[str, dict[str, Any]] = {
+    "jacobi": {"draft": "lookup"},
+    "jacobi_multiblock": {"block_size": 8},
+    "linear_self_speculation": {"block_size": 4},
+    "quadratic_self_speculation": {"block_size": 2, "label_shift": 1, "in_group": "causal"},
+}
+
+
+def differences_on_smollm2(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
+    """The same on a real model. `seed` is the first module in the alphabet that is asked about."""
+    model = load("smollm2-135m-instruct", drafter="smollm2-drafter", dtype=dtype)
+    names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))[seed : seed + prompts]
+    for name in names:
+        question = [{"role": "user", "content": f"What is the Python module {name} for?"}]
+        greedy = generate(model, question, max_new_tokens=NEW).tokens
+        for method, options in SMOLLM2_METHODS.items():
+            found = generate(model, question, method, max_new_tokens=NEW, **options).tokens
+            yield method, 1, int(not torch.equal(found, greedy))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("prompts", type=int, nargs="?", default=1000)
+    parser.add_argument("--smollm2", action="store_true")
+    given = parser.parse_args()
+    compare = differences_on_smollm2 if given.smollm2 else differences
+    total: dict[tuple[str, torch.dtype], tuple[int, int]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        for method, compared, wrong in differences(prompts, dtype):
+        for method, compared, wrong in compare(given.prompts, dtype):
             before = total.get((method, dtype), (0, 0))
             total[method, dtype] = (before[0] + compared, before[1] + wrong)
     for (method, dtype), (compared, wrong) in total.items():
@@ -53,4 +81,4 @@ def main(prompts: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
+    main()
