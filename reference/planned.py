@@ -8,7 +8,6 @@ token. Order of generation: plan, stop token, chunks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,13 +16,12 @@ from torch import Tensor
 
 from .autoregressive import Model
 from .masked_sampling import margin, negative_entropy, probability, timesteps
-from .masks import planned as planned_mask
+from .planned_rows import Published, Whole, scaffold
 from .sampling import OWN, draw, without
 from .token_statistics import kept
 from .unmask import ranked
 
 LARGEST = 10**9  # number in a plan; no text is as long
-Stage = tuple[int, tuple[int, ...], bool]
 
 
 class Tags(NamedTuple):
@@ -275,8 +273,8 @@ def planned(
             "published" those among the schedule's share and what was refused before.
         schedule: "published" or "even" shares.
         length_scale, unit: a chunk has ``int(number * unit * length_scale)`` masks; unit None: that of the tags.
-        cache: "exact", or "published" (sparse only here): rows of earlier rounds are those of the forward that gave their chunk its
-            last token, which was a mask in it.
+        cache: "exact", or "published": rows of a chunk stay those of the forward that gave it its last token, which was a mask in it.
+            Dense chunks of the same round see them too.
         parser: "last_number" or "published".
         on_bad_plan: "stop" or "raise".
         max_rounds: end after so many; None: go on.
@@ -292,23 +290,14 @@ def planned(
     >>> planned(model, [3], 20, tags, mask_token=16, end_tokens=(9,)).tokens
     [12, 2, 13, 12, 1, 13, 10, 5, 5, 11, 10, 5, 11, 9]
     """
-    if cache == "published" and not sparse:
-        raise ValueError("pdkernels.planned: cache must be 'exact' for dense chunks, got 'published'.")
     order = order or ("entropy" if threshold is None else "confidence")
     sampling = _Sampling(temperature, top_p, top_k, seed)
-    text, limit, stages = list(prompt), len(prompt) + max_new_tokens, list[Stage]()
-    kept_text = text  # what a cache has computed K and V of
-    if cache == "published":
-        kept_text = list(prompt)
+    text, limit = list(prompt), len(prompt) + max_new_tokens
+    rows = Published(model, tags, mask_token, sparse) if cache == "published" else Whole(model, tags, sparse)
     banned = [mask_token, *(set(_control(tags)) - {tags.pad}), *end_tokens]
     unit = tags.unit if unit is None else unit
     rounds, trace = list[PlannedRound](), list[PlannedStep]()
     forwards, steps_taken = 0, 0
-    start = 0  # of the round, after the last sync
-
-    def forward(tokens: list[int], stage: Stage) -> Tensor:
-        mask, positions = planned_mask([*stages, stage], sparse)
-        return model(torch.tensor([tokens], dtype=torch.int64), positions[None], mask)[0]
 
     def done(reason: str) -> PlannedResult:
         return PlannedResult(text[len(prompt) :], rounds, reason, (forwards, steps_taken), trace)
@@ -321,14 +310,11 @@ def planned(
                     rounds.append(PlannedRound(text[first:], [], [], 0, "length"))
                 return done("length")
             forwards += 1
-            logits = forward(kept_text, (len(kept_text) - start, (), False))[-1:]
-            token = sampling.guess(logits, [len(text)], OWN, [mask_token], "confidence")[0][0]
+            token = sampling.guess(rows.plan(text), [len(text)], OWN, [mask_token], "confidence")[0][0]
             if token == tags.sync or token in end_tokens:
                 stop = token
             else:
                 text.append(token)
-                if kept_text is not text:
-                    kept_text.append(token)
         plan, name = text[first:], "sync" if stop == tags.sync else "end"
         try:
             items = parse_published(text, tags) if parser == "published" else parse_last_number(plan, tags)
@@ -347,13 +333,12 @@ def planned(
             rounds.append(PlannedRound(plan, items, [], 0, name))
             return done("length")
 
-        chunks, stale = [[mask_token] * length for length in lengths], [[mask_token] * length for length in lengths]
-        stage: Stage = (len(kept_text) - start, tuple(length + 2 for length in lengths), False)
+        chunks = [[mask_token] * length for length in lengths]
         steps, step = steps_of(max(lengths, default=0), steps_ratio, schedule), 0
         carry = [0] * len(chunks)
         while any(mask_token in chunk for chunk in chunks):
             steps_taken += 1
-            logits = forward(kept_text + _scaffold(chunks, tags), stage)
+            logits = rows.fill(text, chunks)
             before, committed = [list(chunk) for chunk in chunks], dict[tuple[int, int], int]()
             base = len(text) + 1
             for number, chunk in enumerate(chunks):
@@ -361,7 +346,7 @@ def planned(
                 if places:
                     shift = 1 if tags.predicts == "next" else 0
                     ids, scores = sampling.guess(
-                        logits[[base + place - shift for place in places]],
+                        logits[number][[1 + place - shift for place in places]],
                         [base + place for place in places],
                         forwards + steps_taken,
                         banned,
@@ -379,18 +364,15 @@ def planned(
                             carry[number] = most - count
                     for rank in best[:count]:
                         committed[number, places[rank]] = ids[rank]
-                    stale[number] = list(chunk)
                 base += len(chunk) + 2
             for (number, place), token in committed.items():
                 chunks[number][place] = token
+            rows.filled(chunks)
             trace.append(PlannedStep(len(rounds), before, committed))
             step += 1
         rounds.append(PlannedRound(plan, items, chunks, step, name))
-        if kept_text is not text:
-            kept_text += [*_scaffold(stale, tags), stop]
-        text += [*_scaffold(chunks, tags), stop]
-        stages.append((*stage[:2], True))
-        start = len(kept_text)
+        text += [*scaffold(chunks, tags), stop]
+        rows.end(text, chunks)
         if name == "end":
             return done("end")
         if lengths != asked:
@@ -401,7 +383,3 @@ def planned(
 
 def _control(tags: Any) -> list[int]:
     return [tags.chunk_open, tags.chunk_close, tags.topic_open, tags.topic_close, tags.sync, tags.pad]
-
-
-def _scaffold(chunks: Sequence[Sequence[int]], tags: Any) -> list[int]:
-    return list(itertools.chain.from_iterable([tags.chunk_open, *chunk, tags.chunk_close] for chunk in chunks))

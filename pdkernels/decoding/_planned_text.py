@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, get_args
 
 from pdkernels._validation import message
@@ -43,6 +44,11 @@ class PlanOptions:
     on_bad_plan: OnBadPlan
     max_rounds: int | None
 
+    @property
+    def freezes(self) -> bool:
+        """Whether rows of complete chunks enter the cache in the middle of a round, for the others to see."""
+        return self.cache == "published" and not self.sparse
+
 
 class PlannedText:
     """A sequence. It feeds `rows` while it plans (the token drawn last; at first the prompt; after a round its chunks and the sync
@@ -54,6 +60,7 @@ class PlannedText:
         round_lengths: of the chunks among `rows`, tags included; empty where they are plain text.
         chunks: contents of the round's chunks.
         cached: tokens in the cache, as far as the host has asked for.
+        frozen: of these, those of the round's chunks.
         number: forwards that it took part in.
     """
 
@@ -65,7 +72,7 @@ class PlannedText:
         self.rows = list(self._prompt)
         self.round_lengths: tuple[int, ...] = ()
         self.chunks: list[list[int]] = []
-        self.cached = self.number = 0
+        self.cached = self.frozen = self.number = 0
         self._plan: list[int] = []
         self._items: list[Item] = []
         self._numbered = 0  # chunks of earlier rounds
@@ -119,6 +126,7 @@ class PlannedText:
         self.chunks = [[options.mask_token] * length for length in lengths]
         self._stale = [list(chunk) for chunk in self.chunks]
         self._refused = [0] * len(lengths)
+        self.frozen = 0
         self._step, self._steps = 0, steps_of(max(lengths, default=0), options.steps_ratio, options.schedule)
         self.phase = "fill"
         for chunk, length in enumerate(lengths):
@@ -167,8 +175,12 @@ class PlannedText:
                 found.append(1)
         return found
 
-    def filled(self, live: Sequence[int], contents: Sequence[list[int]], looked_at: Sequence[int]) -> None:
-        """A step left `contents` in the chunks `live`; `looked_at` are the numbers that `quotas` gave."""
+    def filled(self, live: Sequence[int], contents: Sequence[list[int]], looked_at: Sequence[int]) -> list[int]:
+        """A step left `contents` in the chunks `live`; `looked_at` are the numbers that `quotas` gave.
+
+        Returns the rows of the step that stay in the cache from now on: with the published cache of dense chunks, those of chunks
+        that are complete now, as the step computed them.
+        """
         mask, committed = self._options.mask_token, dict[tuple[int, int], int]()
         self._count("chunks", sum(len(content) + 2 for content in contents))
         before, done = self.chunks, []
@@ -188,10 +200,19 @@ class PlannedText:
             step = ChunkStep(len(self.report.rounds), before, committed)
             self._session.trace[self.sequence].append(step)
         self._step += 1
+        freezing = list[int]()
+        if self._options.freezes:
+            starts = accumulate((len(content) + 2 for content in contents), initial=0)
+            for start, chunk in zip(starts, live):
+                if not self._is_open(chunk):
+                    freezing += range(start, start + len(self.chunks[chunk]) + 2)
+            self.frozen += len(freezing)
+            self.cached += len(freezing)
         for chunk in done:
             self._tell(chunk)
         if not any(map(self._is_open, range(len(self.chunks)))):
             self._end_round()
+        return freezing
 
     def _tell(self, chunk: int) -> None:
         """A chunk is complete."""
@@ -208,8 +229,10 @@ class PlannedText:
         self._session.emit(self.sequence, [self._stop], 0)
         options = self._options
         entering = self._stale if options.cache == "published" else self.chunks
+        if self.frozen:  # all of them are in the cache
+            entering = []
         self.rows = [*self._scaffold(entering), self._stop]
-        self.round_lengths = tuple(len(chunk) + 2 for chunk in self.chunks)
+        self.round_lengths = tuple(len(chunk) + 2 for chunk in entering)
         lengths = [len(chunk) for chunk in self.chunks]
         self._numbered += len(self.chunks)
         last = len(self.report.rounds) + 1 == options.max_rounds

@@ -97,7 +97,7 @@ def decode(
         length_scale: factor of all lengths that plans ask for.
         unit: tokens for each unit of a number in a plan; None: that of the model.
         cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk takes part in no further step; "published":
-            later rounds see a chunk as it was before its last tokens were filled in.
+            later rounds, and of dense chunks the others too, see a chunk as it was before its last tokens were filled in.
         parser: "last_number" reads the last number of an item; "published" the first two digits, and prompts are plans too.
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
         max_rounds: end after so many rounds.
@@ -123,8 +123,8 @@ def decode(
     checked_number(_OP, "length_scale", length_scale, 1000.0)
     unit = tags.unit if unit is None else checked_size(_OP, "unit", unit)
     check_choice(_OP, "cache", cache, CACHES)
-    needs_sparse = cache == "exact" or sparse
-    check(needs_sparse, _OP, "cache", "be 'exact' unless chunks are sparse", repr(cache), "Pass sparse=True.")
+    fits = cache != "drop_finished" or sparse
+    check(fits, _OP, "cache", "not drop chunks that others see", repr(cache), "Pass sparse=True.")
     check_choice(_OP, "parser", parser, PARSERS)
     check_choice(_OP, "on_bad_plan", on_bad_plan, BAD_PLAN_WAYS)
     if max_rounds is not None:
@@ -238,6 +238,7 @@ class Rounds:
             for text in (*plain, *entering):
                 text.planned(read.pop(0))
             width = len(read) // max(len(filling), 1)
+            frozen = dict[int, list[int]]()
             for place, text in enumerate(filling):
                 *row, broken = read[place * width : (place + 1) * width]
                 if broken:
@@ -247,7 +248,19 @@ class Rounds:
                     length = len(text.chunks[chunk])
                     contents.append(row[first + 1 : first + 1 + length])
                     first += length + 2
-                text.filled(live[place], contents, quotas[place])
+                frozen[text.sequence] = text.filled(live[place], contents, quotas[place])
+            if any(frozen.values()):
+                self._freeze(frozen)
+
+    def _freeze(self, rows: dict[int, list[int]]) -> None:
+        """Keeps these rows of the last step of each sequence."""
+        width = max(map(len, rows.values()))
+        lines = [
+            [len(own), *own, *[0] * (width - len(own))]
+            for own in (rows.get(sequence, []) for sequence in range(self._session.batch))
+        ]
+        table = sent(lines, self._device)
+        self._cache.commit_(table[:, 0], table[:, 1:])
 
     def _group(self, texts: Sequence[PlannedText]) -> tuple[Any, torch.Tensor]:
         """Their rows of the cache, and their numbers."""
@@ -281,12 +294,12 @@ class Rounds:
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
         table = sent(step.lines, self._device)
-        canvas, places, positions, offsets, segment, windows, quota, number = table.split(step.widths, 1)
+        canvas, places, positions, offsets, segment, windows, quota, stored, number = table.split(step.widths, 1)
         layouts = tuple((lengths, False) for lengths in step.layouts)
         hidden = self._model.hidden(
             canvas,
             cache=cache,
-            counts=torch.zeros_like(number[:, 0]),
+            counts=stored[:, 0],
             mask=_tail(layouts, options.sparse, self._device),
             positions=places if step.gaps else None,
         )
@@ -328,7 +341,7 @@ class _StepTable:
         self.layouts = [tuple(len(text.chunks[chunk]) + 2 for chunk in own) for text, own in zip(texts, live)]
         masks = [sum(text.chunks[chunk].count(mask) for chunk in own) for text, own in zip(texts, live)]
         rows, most, chunks = max(map(sum, self.layouts)), max(masks), max(map(len, live))
-        self.widths = [rows, rows, most, most, most, 2 * chunks, chunks, 1]
+        self.widths = [rows, rows, most, most, most, 2 * chunks, chunks, 1, 1]
         self.gaps = any(len(own) < len(text.chunks) for text, own in zip(texts, live))
         self.lines = []
         for text, own, quota in zip(texts, live, quotas):
@@ -346,12 +359,13 @@ class _StepTable:
                 positions += found
                 segment += [number] * len(found)
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
-                places += range(starts[chunk], starts[chunk + 1])
+                places += range(starts[chunk] - text.frozen, starts[chunk + 1] - text.frozen)
             offsets = [text.cached + places[position] for position in positions]
             spare, empty = most - len(positions), chunks - len(own)
             line = [*canvas, *[tags.pad] * (rows - len(canvas)), *places, *[0] * (rows - len(places))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
-            line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, text.number + 1]
+            stored = len(canvas) if options.freezes else 0
+            line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, stored, text.number + 1]
             self.lines.append(line)
 
 

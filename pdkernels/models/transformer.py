@@ -159,7 +159,7 @@ class Transformer(nn.Module):
         stored and whose logits mean nothing. A `mask` (as above) says instead what the T rows see of each other; all of them
         see the whole prefix. Then `counts` says how many rows are stored, 0 for a forward that only reads, and rows behind
         those are like others: seen where the mask shows them, with logits that mean what they should. `positions` are offsets
-        from `cache.lengths` in 0..T-1, or, where nothing is stored, below the capacity; K and V are stored in the order of the rows all the same.
+        from `cache.lengths` below T, or, where nothing is stored, below the capacity; K and V are stored in the order of the rows all the same.
 
         The cache is read where it lies, pages included. In fp64, with heads that are no multiple of 8 in 16 .. 256 and under a
         bool `mask` it is copied, in every layer and forward: give decoders plans.
@@ -408,19 +408,18 @@ class Transformer(nn.Module):
         # Padding rows may stand behind the capacity, never behind capacity + rows.
         table = self._rope(cache.capacity + rows)
         if offsets is None:
-            offsets = torch.arange(rows, device=cache.lengths.device)
-        elif lengths is not None and offsets.numel():
-            low, high = (int(value) for value in offsets.aminmax())
-            limit = rows if counts is None or counts.any() else cache.capacity
-            check(
-                low >= 0 and high < limit,
-                "Transformer",
-                "positions",
-                f"lie in [0, {limit}) with a cache",
-                f"{low}..{high}",
-                "There they count from the cached length.",
+            return visibility, self._rotation(
+                table, cache.lengths[:, None] + torch.arange(rows, device=cache.lengths.device)
             )
-        return visibility, self._rotation(table, cache.lengths[:, None] + offsets)
+        positions = cache.lengths[:, None] + offsets
+        if lengths is not None and offsets.numel():
+            low, high = int(positions.min()), int(offsets.max())
+            limit = rows if counts is None or counts.any() else cache.capacity
+            wanted = f"lie in [-length, {limit}) with a cache"
+            found = f"{int(offsets.min())}..{high}"
+            remedy = "There they count from the cached length."
+            check(low >= 0 and high < limit, "Transformer", "positions", wanted, found, remedy)
+        return visibility, self._rotation(table, positions)
 
 
 def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:

@@ -79,10 +79,17 @@ def test_kernels_give_the_tokens_of_the_reference(sparse: bool) -> None:
         assert_same(result, expected)
 
 
-def test_published_rows_are_those_from_before_the_last_tokens() -> None:
-    """Later rounds see masks in finished chunks, and say other things for it."""
+@pytest.mark.parametrize("sparse", [False, True])
+def test_published_rows_are_those_from_before_the_last_tokens(sparse: bool) -> None:
+    """Later rounds see masks in finished chunks, and say other things for it. Dense chunks of the same round see them too."""
     model = planning_model(0)
-    options: dict[str, Any] = {"max_new_tokens": 56, "temperature": 0.7, "seed": 1, "sparse": True, "steps_ratio": 0.5}
+    options: dict[str, Any] = {
+        "max_new_tokens": 56,
+        "temperature": 0.7,
+        "seed": 1,
+        "sparse": sparse,
+        "steps_ratio": 0.5,
+    }
     stale, exact = (generate(model, PROMPTS[:2], "planned", cache=cache, **options) for cache in ("published", "exact"))
     assert any(not torch.equal(a, b) for a, b in zip(stale.tokens, exact.tokens, strict=True))
     assert stale.stats.plans is not None and exact.stats.plans is not None

@@ -254,11 +254,7 @@ def test_nan_in_a_chunk() -> None:
         ({"steps_ratio": 0}, ValueError, "steps_ratio must be above 0, got 0."),
         ({"steps_ratio": 1.5}, ValueError, "steps_ratio must be in 0 .. 1, got 1.5."),
         ({"sparse": 1}, TypeError, "sparse must be a bool, got int."),
-        (
-            {"cache": "drop_finished"},
-            ValueError,
-            "cache must be 'exact' unless chunks are sparse, got 'drop_finished'.",
-        ),
+        ({"cache": "drop_finished"}, ValueError, "cache must not drop chunks that others see, got 'drop_finished'."),
         (
             {"order": "margin", "threshold": 0.5},
             ValueError,
