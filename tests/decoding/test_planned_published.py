@@ -1,0 +1,146 @@
+"""The published decoder of planned diffusion, with a cache that is overwritten in place: tokens, rounds and steps are those of
+``generate(method="planned", cache="published")``.
+
+As released: keys and values of all positions lie in one buffer; a step computes the rows of all chunks that still have masks and
+writes theirs; nothing is refreshed when a chunk is complete. Shifted logits, entropy of the distribution, one clock for all chunks.
+Two of its faults are left out: it may guess control tokens, and rows of an empty chunk are never computed.
+"""
+
+from __future__ import annotations
+
+import math
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdkernels.decoding import generate
+from tests.support.plans import CLOSE, END, MASK, OPEN, planning_model
+
+PROMPTS = [[END], [11, 3, END], [12, 12, 12, END], [10, END], [14, 2, END], [13, 13, 4, END]]
+LIMIT, ROUNDS = 200, 3
+
+
+class Buffers:
+    """A model of the same weights that keeps the keys and values of each position, whoever computed them last."""
+
+    def __init__(self, model: Any, size: int) -> None:
+        self.model, self.config = model, model.config
+        shape = (self.config.layers, size, self.config.kv_heads, self.config.head_dim)
+        self.k, self.v = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+
+    def rows(self, tokens: list[int], positions: list[int], visible: Tensor) -> Tensor:
+        """Logits; `visible` ``(rows, size)``."""
+        config, x = self.config, self.model.embedding[tokens]
+        for number, layer in enumerate(self.model.layers):
+            heads = (self.norm(x, layer.attention_norm) @ layer.qkv.T).unflatten(-1, (-1, config.head_dim))
+            q, k, v = heads.split([config.heads, config.kv_heads, config.kv_heads], 1)
+            q, self.k[number][positions], self.v[number][positions] = (
+                self.turn(q, positions),
+                self.turn(k, positions),
+                v,
+            )
+            group = config.heads // config.kv_heads
+            keys, values = (both[number].repeat_interleave(group, 1) for both in (self.k, self.v))
+            scores = torch.einsum("qhd,khd->hqk", q, keys) / math.sqrt(config.head_dim)
+            weights = scores.masked_fill(~visible, -math.inf).softmax(-1)
+            x = x + torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ layer.output.T
+            gate, up = (self.norm(x, layer.mlp_norm) @ layer.gate_up.T).chunk(2, -1)
+            x = x + (gate * gate.sigmoid() * up) @ layer.down.T
+        return self.norm(x, self.model.norm) @ self.model.head.T
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + self.config.norm_eps).sqrt() * weight
+
+    def turn(self, x: Tensor, positions: list[int]) -> Tensor:
+        half = x.shape[-1] // 2
+        frequencies = self.config.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = (torch.tensor(positions)[:, None] * frequencies)[:, None]
+        a, b = x[..., :half], x[..., half:]
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+
+def published(model: Any, prompt: list[int], sparse: bool, ratio: float) -> tuple[list[int], list[int], int]:
+    """New tokens, the steps of each round, and how many chunks became complete while others were not."""
+    tags, size = model.plan_tokens, len(prompt) + LIMIT
+    buffers = Buffers(model, size)
+    text, fed, steps_of_rounds, early = list(prompt), 0, list[int](), 0
+    while True:
+        while True:
+            rows = range(fed, len(text))
+            visible = torch.arange(size)[None] <= torch.tensor(list(rows))[:, None]
+            logits = buffers.rows(text[fed:], list(rows), visible)[-1]
+            logits[MASK] = -math.inf
+            fed, token = len(text), int(logits.argmax())
+            if token in (tags.sync, END):
+                break
+            text.append(token)
+        begin = len(text) - next(
+            (back for back, past in enumerate(reversed(text)) if past == tags.sync), len(text) - len(prompt)
+        )
+        lengths, number = list[int](), -1
+        for now in text[begin:]:
+            if now == tags.topic_open:
+                number = 0
+            elif now in tags.digits:
+                number = 10 * number + list(tags.digits).index(now)
+            elif now == tags.topic_close:
+                lengths.append(number * tags.unit)
+        starts = [len(text) + sum(n + 2 for n in lengths[:i]) for i in range(len(lengths))]
+        for n in lengths:
+            text += [tags.chunk_open, *[MASK] * n, tags.chunk_close]
+        steps = int(max(lengths, default=0) * ratio)
+        times = [1 + (1e-3 - 1) * i / steps for i in range(steps + 1)] if steps else []
+        for step in range(steps):
+            masks = {
+                c: [p for p in range(s, s + n + 2) if text[p] == MASK] for c, (s, n) in enumerate(zip(starts, lengths))
+            }
+            open_chunks = [c for c, places in masks.items() if places]
+            if not open_chunks:
+                break
+            early += 0 < len(open_chunks) < len(lengths)
+            rows_of = {c: range(starts[c], starts[c] + lengths[c] + 2) for c in open_chunks}
+            positions = [p for c in open_chunks for p in rows_of[c]]
+            visible = torch.zeros(len(positions), size, dtype=torch.bool)
+            visible[:, : starts[0]] = True
+            for row, p in enumerate(positions):
+                own = next(c for c in open_chunks if p in rows_of[c])
+                visible[row, starts[own] if sparse else starts[0] : rows_of[own].stop if sparse else len(text)] = True
+            logits = buffers.rows([text[p] for p in positions], positions, visible)
+            logits[:, [MASK, *(set(tags.control) - {tags.pad}), END]] = -math.inf
+            for c in open_chunks:
+                places = masks[c]
+                left = len(places)
+                best = logits[[positions.index(p - 1) for p in places]].softmax(-1)
+                certain = (best * torch.log(best + 1e-30)).sum(-1)
+                share = max(1, int(left * (1 - times[step + 1] / times[step])))
+                for i in certain.topk(left if step == steps - 1 else min(left, share)).indices.tolist():
+                    text[places[i]] = int(best[i].argmax())
+        steps_of_rounds.append(step + (1 if open_chunks else 0) if steps else 0)
+        text.append(token)
+        if token == END or len(steps_of_rounds) == ROUNDS:
+            return text[len(prompt) :], steps_of_rounds, early
+        fed = len(text) - 1
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_it_writes_what_the_published_loop_writes(sparse: bool, ratio: float) -> None:
+    model, compared, early = deepcopy(planning_model(0, "next")), 0, 0
+    model.head[OPEN, CLOSE] += 0.25  # plans of several chunks
+    options: dict[str, Any] = {"sparse": sparse, "steps_ratio": ratio, "max_rounds": ROUNDS, "max_new_tokens": LIMIT}
+    result = generate(model, PROMPTS, "planned", cache="published", **options)
+    assert result.stats.plans is not None
+    for prompt, tokens, report in zip(PROMPTS, result.tokens, result.stats.plans, strict=True):
+        if report.reason not in ("end", "rounds"):
+            continue
+        expected, steps, finished = published(model, prompt, sparse, ratio)
+        assert tokens.tolist() == expected
+        assert [each.steps for each in report.rounds] == steps
+        compared += len(steps)
+        early += finished
+    exact = generate(model, PROMPTS, "planned", **options)
+    assert any(not torch.equal(a, b) for a, b in zip(exact.tokens, result.tokens, strict=True))
+    assert compared > 8 and (early > 0 or ratio < 1)
