@@ -71,12 +71,15 @@ class Step(NamedTuple):
         return tuple(cache[:, : self.prefix + self.new].transpose(1, 2) for cache in (self.k_cache, self.v_cache))
 
 
+@lru_cache(maxsize=1)
+def make_step(width: int, prefix: int, dtype: torch.dtype, device: str) -> Step:
+    return step_of(pd.masks.quadratic(width), prefix, dtype, device)
+
+
 Attention = Callable[[], Tensor]
 
 
-@lru_cache(maxsize=1)
-def make_step(width: int, prefix: int, dtype: torch.dtype, device: str) -> Step:
-    mask = pd.masks.quadratic(width)
+def step_of(mask: SegmentMask, prefix: int, dtype: torch.dtype, device: str) -> Step:
     new = mask.q_len
     generator = torch.Generator().manual_seed(0)
     randn = lambda tokens, heads: torch.randn(1, tokens, heads, HEAD_DIM, generator=generator).to(device, dtype)  # noqa: E731
