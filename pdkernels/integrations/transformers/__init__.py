@@ -5,7 +5,7 @@
 - `generate` is for ``model.generate(custom_generate=generate, method="jacobi")``.
 - `wrap(model)` gives any decoder of transformers to `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
 
-Needs transformers 4.57 or newer.
+Needs transformers 4.57 or 5.x.
 """
 
 from pdkernels.integrations.transformers._cache import PdCache

@@ -41,7 +41,7 @@ def generate(
     Args:
         method: one of `pdkernels.decoding.available()`.
         method_options: options of the method, such as ``{"block_size": 16}``.
-        token_streamer: a streamer for the new tokens of a single prompt. transformers 5.23 does not hand on `streamer` to functions
+        token_streamer: a streamer for the new tokens of a single prompt. transformers 4.57 and 5.23 do not hand on `streamer` to functions
             like this one.
 
     Returns:
