@@ -12,7 +12,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels import masks as pdm
-from pdkernels.evaluation import plot_canvas, plot_wave
+from pdkernels.evaluation import plot_canvas, plot_theory, plot_wave
 
 IMAGES = Path(__file__).resolve().parent / "images"
 COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#f2f2f2", "#f2cf5b"
@@ -598,3 +598,4 @@ if __name__ == "__main__":
     unmask()
     recurrent_wave()
     slowfast_canvas()
+    plot_theory(IMAGES / "theory.png")

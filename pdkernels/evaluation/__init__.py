@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pdkernels._renamed import renamed
+from pdkernels.evaluation import theory
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
@@ -15,7 +16,9 @@ from pdkernels.evaluation.planned import (
     score_orders,
 )
 from pdkernels.evaluation.plot import plot
+from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
+from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
 
 __all__ = [
@@ -25,22 +28,28 @@ __all__ = [
     "Candidate",
     "PlannedScore",
     "Row",
+    "RowTimes",
     "Task",
     "as_json",
     "candidates",
     "evaluate",
     "evaluate_planned",
     "extra_memory",
+    "fit_row_times",
     "held_out_orders",
     "interval",
     "make_task",
+    "measure_row_times",
     "planned_json",
     "plot",
     "plot_canvas",
     "plot_masked",
     "plot_recurrent",
+    "plot_row_times",
+    "plot_theory",
     "plot_wave",
     "score_orders",
+    "theory",
 ]
 
 if not TYPE_CHECKING:
