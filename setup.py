@@ -149,11 +149,12 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
     """
     levels = {"portable": ["-DPDK_LANES=4"]}
     if platform.machine() in ("x86_64", "AMD64"):
-        levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
+        levels |= {"avx2": ["-DPDK_LANES=8"], "avx512": ["-DPDK_LANES=16"]}
+        levels |= {"avx512_bf16": ["-DPDK_LANES=16", "-DPDK_PAIRS"], "amx": ["-DPDK_LANES=16", "-DPDK_AMX"]}
     avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]
-    amx = [*avx512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"]
+    pairs = [*avx512, "-mavx512bf16"]
     avx2 = ["-mavx2", "-mfma"]
-    instructions = {"avx2": avx2, "avx512": avx512, "amx": amx}
+    instructions = {"avx2": avx2, "avx512": avx512, "avx512_bf16": pairs, "amx": [*pairs, "-mamx-tile", "-mamx-bf16"]}
     if emulate:
         instructions = dict.fromkeys(instructions, avx2 if runs_avx2() else [])
     # No vector crosses a call in these units, so how one is passed does not matter; and nothing throws.
@@ -164,8 +165,9 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
 
 
 def simd_units(level: str) -> list[Path]:
-    """AMX multiplies tiles for attention; every other kernel of that level is the one of AVX-512 (simd/kernels.h)."""
-    return sorted((ROOT / "csrc/cpu/simd").glob("*attention*.cpp" if level == "amx" else "*.cpp"))
+    """Levels beyond AVX-512 have the kernels that gain by them, and otherwise those of AVX-512 (platform.h)."""
+    own = {"avx512_bf16": "linear.cpp", "amx": "*attention*.cpp"}
+    return sorted((ROOT / "csrc/cpu/simd").glob(own.get(level, "*.cpp")))
 
 
 class NinjaFile:

@@ -14,6 +14,7 @@ import pdkernels as pd
 from pdkernels.reference.linear import linear as reference
 from tests.harness.error_budget import assert_within_budget
 from tests.harness.triton_interpreter import requires_triton, triton_device
+from tests.ops.implementations import LEVELS
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [
@@ -45,6 +46,7 @@ def test_within_the_error_budget(rows: int, outputs: int, width: int, dtypes: An
     check(pd.linear(x, weight), x, weight, None)
 
 
+@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
 @pytest.mark.parametrize("rows, outputs, width", SHAPES)
 def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> None:
     for dtypes in DTYPES:
@@ -73,6 +75,13 @@ def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject) -> None:
         assert torch.equal(pd.linear(x, weight, bias), whole)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("level_ops", [*LEVELS, "avx512_bf16"], indirect=True)
+def test_subnormal_bfloat16_may_count_as_zero(level_ops: Any) -> None:
+    x = torch.full((2, 40), 2.0**-130).bfloat16()
+    found = level_ops.linear(x, torch.full((3, 40), 2.0**8).bfloat16(), None)
+    assert (found == 40 * 2.0**-122).all() or (found == 0).all()
 
 
 def test_any_layout_and_shape() -> None:

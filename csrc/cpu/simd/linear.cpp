@@ -25,6 +25,13 @@ constexpr int64_t kBlock = 24, kLongest = 768;
 template <class W>
 constexpr int64_t kStep = sizeof(W) == sizeof(float) ? kLanes : 2 * kLanes;
 
+// Whether words of two bfloat16 are multiplied as they are.
+#ifdef PDK_PAIRS
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
 template <class W>
 PDK_INLINE Vec upper(Words words) {
   return widened(words >> 16, W{});
@@ -52,7 +59,54 @@ struct Sums {
   Vec at[kBlock][kRows];
 };
 
+// The words of [at, end), as many as fill a vector; zeros after the end.
+PDK_INLINE Words pairs(const Bfloat16* from, int64_t at, int64_t end) {
+  if (at + 2 * kLanes <= end) return *reinterpret_cast<const LooseWords*>(from + at);
+  Words words{};
+  __builtin_memcpy(&words, from + at, sizeof(Bfloat16) * (end - at));
+  return words;
+}
+
+// sum[i] + a[2 i + 1] b[2 i + 1] + a[2 i] b[2 i], added in that order. The instruction takes subnormal numbers for
+// zero.
+PDK_INLINE Vec add_pairs(Vec sum, Words a, Words b) {
+#ifdef __AVX512BF16__
+  return reinterpret_cast<Vec>(
+      _mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+#else
+  const auto flushed = [](Vec x) { return x < 0x1p-126f && x > -0x1p-126f ? Vec{} : x; };
+  const auto product = [&](Words x, Words y) {
+    return flushed(reinterpret_cast<Vec>(x)) * flushed(reinterpret_cast<Vec>(y));
+  };
+  sum = flushed(flushed(sum) + product(a & 0xffff0000u, b & 0xffff0000u));
+  return flushed(sum + product(a << 16, b << 16));
+#endif
+}
+
 // Adds the products of `rows` rows and `outputs` outputs over [begin, end) of the width, which are of one strip.
+template <int rows, int outputs>
+PDK_INLINE void multiply_strip(const Bfloat16* x, int64_t x_stride, const Bfloat16* weight, int64_t weight_stride,
+                               int64_t begin, int64_t end, Vec (*sums)[kRows]) {
+  Vec total[outputs][rows] = {};
+  const auto add = [&](int64_t at, int64_t to) {
+    Words w[outputs];
+#pragma GCC unroll 8
+    for (int o = 0; o < outputs; ++o) w[o] = pairs(weight + o * weight_stride, at, to);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+      const Words own = pairs(x + r * x_stride, at, to);
+#pragma GCC unroll 8
+      for (int o = 0; o < outputs; ++o) total[o][r] = add_pairs(total[o][r], own, w[o]);
+    }
+  };
+  int64_t at = begin;
+  for (; at + 2 * kLanes <= end; at += 2 * kLanes) add(at, at + 2 * kLanes);
+  if (at < end) add(at, end);
+  for (int o = 0; o < outputs; ++o) {
+    for (int r = 0; r < rows; ++r) sums[o][r] += total[o][r];
+  }
+}
+
 template <int rows, int outputs, class W>
 PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t begin,
                                int64_t end, Vec (*sums)[kRows]) {
@@ -107,8 +161,8 @@ struct Ahead {
 };
 
 // The same for any number of outputs.
-template <int rows, class W>
-void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
+template <int rows, class X, class W>
+void multiply_block(const X* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
                     int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   constexpr int group = kOutputs[rows];
   int64_t o = 0;
@@ -121,12 +175,12 @@ void multiply_block(const float* x, int64_t x_stride, const W* weight, int64_t w
   }
 }
 
-template <class W, int rows = kRows>
-void multiply_rows(int64_t count, const float* x, int64_t x_stride, const W* weight, int64_t weight_stride,
-                   int64_t outputs, int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
+template <int rows = kRows, class X, class W>
+void multiply_rows(int64_t count, const X* x, int64_t x_stride, const W* weight, int64_t weight_stride, int64_t outputs,
+                   int64_t begin, int64_t end, Vec (*sums)[kRows], Ahead& ahead) {
   if constexpr (rows > 1) {
     if (count < rows) {
-      return multiply_rows<W, rows - 1>(count, x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
+      return multiply_rows<rows - 1>(count, x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
     }
   }
   multiply_block<rows>(x, x_stride, weight, weight_stride, outputs, begin, end, sums, ahead);
@@ -173,19 +227,8 @@ void finish(const LinearArgs& args, int64_t row, int64_t count, int64_t first, i
   }
 }
 
-template <class T, class W>
-void linear_of(const LinearArgs& args) {
-  const W* weight = static_cast<const W*>(args.weight);
-  const float* x = args.x.row<const float>(0);
-  int64_t x_stride = args.x.stride;
-  if (args.wide != nullptr) {
-    x = args.wide, x_stride = args.padded_width();
-    for_rows(args.rows, args.width, [&](int64_t r) {
-      float* to = args.wide + r * x_stride;
-      widen<T, W>(args.x.row<const T>(r), to, args.width);
-      for (int64_t i = args.width; i < x_stride; ++i) to[i] = 0;
-    });
-  }
+template <class T, class X, class W>
+void multiply(const LinearArgs& args, const X* x, int64_t x_stride, const W* weight) {
   const int64_t panels = (args.rows + kRows - 1) / kRows, blocks = (args.outputs + kBlock - 1) / kBlock;
   // Strips of one length, in whole steps, short enough for sums within the error budget.
   const int64_t strips = args.width > kLongest ? (args.width + kLongest - 1) / kLongest : 1;
@@ -204,8 +247,8 @@ void linear_of(const LinearArgs& args) {
         const int64_t bytes = size > 0 ? size * static_cast<int64_t>(sizeof(W)) : 0;
         Ahead ahead{next, next + bytes, bytes / (64 * strips * (last - group) * (kBlock / kOutputs[kRows])) + 1};
         const auto add = [&](int64_t p, int64_t begin, Sums& to) {
-          multiply_rows<W>(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
-                           args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
+          multiply_rows(smaller(kRows, args.rows - p * kRows), x + p * kRows * x_stride, x_stride, own,
+                        args.weight_stride, outputs, begin, smaller(begin + depth, args.width), to.at, ahead);
         };
         const auto end = [&](int64_t p, Sums& of) {
           finish<T>(args, p * kRows, smaller(kRows, args.rows - p * kRows), first, outputs, of.at);
@@ -226,6 +269,24 @@ void linear_of(const LinearArgs& args) {
       }
     }
   });
+}
+
+template <class T, class W>
+void linear_of(const LinearArgs& args) {
+  const W* weight = static_cast<const W*>(args.weight);
+  if constexpr (kPairs && __is_same(T, Bfloat16) && __is_same(W, Bfloat16)) {
+    multiply<T>(args, args.x.row<const T>(0), args.x.stride, weight);
+  } else if (args.wide == nullptr) {
+    multiply<T>(args, args.x.row<const float>(0), args.x.stride, weight);
+  } else {
+    const int64_t stride = args.padded_width();
+    for_rows(args.rows, args.width, [&](int64_t r) {
+      float* to = args.wide + r * stride;
+      widen<T, W>(args.x.row<const T>(r), to, args.width);
+      for (int64_t i = args.width; i < stride; ++i) to[i] = 0;
+    });
+    multiply<T>(args, args.wide, stride, weight);
+  }
 }
 
 template <class T>

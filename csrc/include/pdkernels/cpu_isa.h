@@ -13,12 +13,13 @@
 
 namespace pdkernels {
 
-enum class CpuIsa { portable, avx2, avx512, amx };
+enum class CpuIsa { portable, avx2, avx512, avx512_bf16, amx };
 
 inline const char* name_of(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::avx2: return "avx2";
     case CpuIsa::avx512: return "avx512";
+    case CpuIsa::avx512_bf16: return "avx512_bf16";
     case CpuIsa::amx: return "amx";
     default: return "portable";
   }
@@ -43,11 +44,12 @@ inline CpuIsa detect_cpu_isa() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (!avx512) return CpuIsa::avx2;
+  if (!__builtin_cpu_supports("avx512bf16")) return CpuIsa::avx512;
   // Leaf 7: EDX bit 22 is AMX-BF16, bit 24 AMX-TILE. Read here, since not every compiler knows their names.
   unsigned eax = 7, ebx = 0, ecx = 0, edx = 0;
   __asm__("cpuid" : "+a"(eax), "=b"(ebx), "+c"(ecx), "=d"(edx));
-  const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1) && __builtin_cpu_supports("avx512bf16");
-  return amx && request_amx() ? CpuIsa::amx : CpuIsa::avx512;
+  const bool amx = (edx >> 22 & 1) && (edx >> 24 & 1);
+  return amx && request_amx() ? CpuIsa::amx : CpuIsa::avx512_bf16;
 }
 
 #else
@@ -56,14 +58,14 @@ inline CpuIsa detect_cpu_isa() { return CpuIsa::portable; }
 
 #endif
 
-// PDKERNELS_CPU_ISA=portable|avx2|avx512|amx lowers the choice, never raises it.
+// PDKERNELS_CPU_ISA=portable|avx2|avx512|avx512_bf16|amx lowers the choice, never raises it.
 inline CpuIsa lowered_by_environment(CpuIsa found) {
   const char* wanted = std::getenv("PDKERNELS_CPU_ISA");
   if (wanted == nullptr) return found;
-  for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::amx}) {
+  for (CpuIsa level : {CpuIsa::portable, CpuIsa::avx2, CpuIsa::avx512, CpuIsa::avx512_bf16, CpuIsa::amx}) {
     if (std::strcmp(wanted, name_of(level)) == 0) return level < found ? level : found;
   }
-  throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512 or amx, got '" +
+  throw std::invalid_argument("pdkernels: PDKERNELS_CPU_ISA must be portable, avx2, avx512, avx512_bf16 or amx, got '" +
                               std::string(wanted) + "'.");
 }
 

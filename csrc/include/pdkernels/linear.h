@@ -19,6 +19,6 @@ struct LinearArgs {
   PDK_HD int64_t padded_width() const { return (width + kPadding - 1) / kPadding * kPadding; }
 };
 
-PDK_VECTOR_KERNEL(linear, LinearArgs)
+PDK_PAIRS_KERNEL(linear, LinearArgs)
 
 }  // namespace pdkernels

@@ -20,6 +20,7 @@
   }
 #define PDK_VECTOR_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #define PDK_TILE_KERNEL(name, Args) PDK_KERNEL(name, Args)
+#define PDK_PAIRS_KERNEL(name, Args) PDK_KERNEL(name, Args)
 #else
 #define PDK_KERNEL(name, Args) \
   namespace cpu {              \
@@ -29,17 +30,27 @@
   namespace cpu::level {                    \
   void name(const Args& args);              \
   }
-// The level of AMX has tile kernels of its own; all others are those of AVX-512 (`simd_units` in setup.py).
-#define PDK_TILE_KERNEL(name, Args)      \
-  PDK_LEVEL_KERNEL(portable, name, Args) \
-  PDK_LEVEL_KERNEL(avx2, name, Args)     \
-  PDK_LEVEL_KERNEL(avx512, name, Args)   \
-  PDK_LEVEL_KERNEL(amx, name, Args)
-#define PDK_VECTOR_KERNEL(name, Args)    \
-  PDK_LEVEL_KERNEL(portable, name, Args) \
-  PDK_LEVEL_KERNEL(avx2, name, Args)     \
-  PDK_LEVEL_KERNEL(avx512, name, Args)   \
-  namespace cpu::amx {                   \
-  using avx512::name;                    \
+#define PDK_SAME_KERNEL(level, name, as) \
+  namespace cpu::level {                 \
+  using as::name;                        \
   }
+// The levels beyond AVX-512 have kernels of their own where their instructions help (`simd_units` in setup.py).
+#define PDK_VECTOR_KERNEL(name, Args)        \
+  PDK_LEVEL_KERNEL(portable, name, Args)     \
+  PDK_LEVEL_KERNEL(avx2, name, Args)         \
+  PDK_LEVEL_KERNEL(avx512, name, Args)       \
+  PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
+  PDK_SAME_KERNEL(amx, name, avx512)
+#define PDK_TILE_KERNEL(name, Args)          \
+  PDK_LEVEL_KERNEL(portable, name, Args)     \
+  PDK_LEVEL_KERNEL(avx2, name, Args)         \
+  PDK_LEVEL_KERNEL(avx512, name, Args)       \
+  PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
+  PDK_LEVEL_KERNEL(amx, name, Args)
+#define PDK_PAIRS_KERNEL(name, Args)        \
+  PDK_LEVEL_KERNEL(portable, name, Args)    \
+  PDK_LEVEL_KERNEL(avx2, name, Args)        \
+  PDK_LEVEL_KERNEL(avx512, name, Args)      \
+  PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
+  PDK_SAME_KERNEL(amx, name, avx512_bf16)
 #endif
