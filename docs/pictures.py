@@ -558,6 +558,16 @@ def masks() -> None:
         ),
         "candidates": ("candidates(3, 6)", pdm.candidates(3, 6), None),
         "tree": ("tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9])", pdm.tree([-1, 0, 1, 2, 1, 4, 0, 6, 6, -1, 9]), None),
+        "anchored": (
+            "anchored([9, 7], [3, 6, 11, 14], 4, window=4)",
+            pdm.anchored([9, 7], [3, 6, 11, 14], 4, window=4).queries,
+            None,
+        ),
+        "anchored_rollouts": (
+            'anchored([9, 7], anchors, sizes, "causal", inclusive=True, base="causal")',
+            pdm.anchored([9, 7], [2, 6, 11], [4, 2, 3], "causal", inclusive=True, base="causal"),
+            None,
+        ),
         "pack": ("pack([causal, dual_stream, candidates], length=32)", pdm.pack(packed, 32), None),
     }
     for name, (title, mask, tile) in pictures.items():

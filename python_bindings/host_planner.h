@@ -7,6 +7,7 @@
 
 #include <array>
 
+#include "pdkernels/anchored_mask.h"
 #include "pdkernels/segment_mask.h"
 #include "pdkernels/tile_plan.h"
 
@@ -102,6 +103,18 @@ SegmentMask repeat(const py::sequence& runs, std::pair<int64_t, int64_t> rows, s
   return mask;
 }
 
+// Addresses of int64 arrays in host memory, which the caller keeps alive: this module knows no tensors.
+SegmentMask anchored(std::pair<uintptr_t, size_t> documents, std::pair<uintptr_t, size_t> anchors,
+                     std::pair<uintptr_t, size_t> sizes, const std::string& inside, int64_t window, bool inclusive,
+                     bool causal_base, std::pair<uintptr_t, size_t> positions) {
+  const auto numbers = [](std::pair<uintptr_t, size_t> array) {
+    return std::span<int64_t>(reinterpret_cast<int64_t*>(array.first), array.second);
+  };
+  const pdkernels::AnchoredRules rules{parse_inside(py::str(inside), 0), window, inclusive, causal_base};
+  const py::gil_scoped_release release;
+  return pdkernels::anchored_mask(numbers(documents), numbers(anchors), numbers(sizes), rules, numbers(positions));
+}
+
 py::list listed(const SegmentMask& mask) {
   static const std::array<const char*, 3> names{"none", "causal", "full"};
   py::list segments;
@@ -148,6 +161,9 @@ void bind_planner(py::module_& m) {
       .def(py::init(&parse), py::arg("segments"), py::arg("rows"), py::arg("columns"))
       .def_static("repeat", &repeat, py::arg("runs"), py::arg("rows"), py::arg("columns"),
                   "From runs (count, ((length, inside, ((start, stop, step, start_by, stop_by), ..)), ..)).")
+      .def_static("anchored", &anchored, py::arg("documents"), py::arg("anchors"), py::arg("sizes"), py::arg("inside"),
+                  py::arg("window"), py::arg("inclusive"), py::arg("causal_base"), py::arg("positions"),
+                  "From int64 arrays as (address, count); `positions` is written.")
       .def("window", &SegmentMask::window, py::arg("rows"), py::arg("columns"), "The same segments, another window.")
       .def("listed", &listed, "Segments as tuples (length, inside, [(start, stop, step), ..]).")
       .def("lengths", &lengths, "Tokens of each segment, int64 bytes.")

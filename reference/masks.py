@@ -206,6 +206,41 @@ def quadratic(
     return _evaluate(tokens, tokens, sees, [g + r for g, r in tokens])
 
 
+def anchored(
+    documents: Sequence[int] | Tensor,
+    anchors: Sequence[int] | Tensor,
+    block: int | Sequence[int] | Tensor,
+    inside: str = "full",
+    window: int | None = None,
+    inclusive: bool = False,
+    base: str = "none",
+) -> Mask:
+    """A block sees the tokens of its anchor's document before the anchor, at most `window`, and itself."""
+    if isinstance(documents, Tensor):
+        ids = documents.tolist()
+    else:
+        ids = [document for document, length in enumerate(documents) for _ in range(length)]
+    places = [int(anchor) for anchor in anchors]
+    sizes = [block] * len(places) if isinstance(block, int) else [int(size) for size in block]
+    # Number of the block or None, base token or anchor, place in the block.
+    tokens = [(None, i, 0) for i in range(len(ids))]
+    tokens += [(j, anchor, t) for j, (anchor, size) in enumerate(zip(places, sizes)) for t in range(size)]
+
+    def sees(q: tuple[int | None, int, int], k: tuple[int | None, int, int]) -> bool:
+        if k[0] is not None:
+            return q[0] == k[0] and (inside == "full" or k[2] <= q[2])
+        same_document = ids[q[1]] == ids[k[1]] != -1
+        if q[0] is None:
+            return base == "causal" and same_document and k[1] <= q[1]
+        near = window is None or k[1] >= q[1] - window
+        return same_document and near and (k[1] < q[1] or (inclusive and k[1] == q[1]))
+
+    def position(token: int) -> int:
+        return 0 if ids[token] == -1 else token - ids.index(ids[token])
+
+    return _evaluate(tokens, tokens, sees, [position(i) + t for _, i, t in tokens])
+
+
 def candidates(count: int, length: int) -> Mask:
     """The same branch, and ``k <= q``."""
     tokens = [(branch, i) for branch in range(count) for i in range(length)]

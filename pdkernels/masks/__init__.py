@@ -1,5 +1,6 @@
 """Segment masks, a builder for each paper's layout, and the tile plans that kernels read."""
 
+from pdkernels.masks.anchored import AnchoredMask, anchored
 from pdkernels.masks.basic import block_causal, causal, full, pack
 from pdkernels.masks.dual_stream import dual_stream
 from pdkernels.masks.jacobi import NoiseAwareMask, candidates, noise_aware_causal
@@ -9,6 +10,7 @@ from pdkernels.masks.speculation import QuadraticMask, quadratic, tree
 from pdkernels.masks.tile_plan import BlockLists, TilePlan
 
 __all__ = [
+    "AnchoredMask",
     "BlockLists",
     "NoiseAwareMask",
     "QuadraticMask",
@@ -16,6 +18,7 @@ __all__ = [
     "SegmentMask",
     "Stage",
     "TilePlan",
+    "anchored",
     "block_causal",
     "candidates",
     "causal",

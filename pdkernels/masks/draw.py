@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 COLOURS = {
     "tokens": "#4c78a8",
     "prompt": "#8c8c8c",
+    "context": "#8c8c8c",
     "plan": "#8c8c8c",
     "clean": "#4c78a8",
     "block": "#4c78a8",

@@ -129,7 +129,17 @@ class SegmentMask:
     def _set_up(self, positions: Tensor | None, rows: tuple[int, int], columns: tuple[int, int]) -> None:
         self._rows, self._columns = rows, columns
         self._positions = positions
+        self._table_labels: list[tuple[str, int, int]] | None = None
         self._table = self._make_table()
+
+    @classmethod
+    def _of_table(cls, table: _host.SegmentMask, labels: list[tuple[str, int, int]], positions: Tensor) -> Self:
+        """A mask whose table was made from tensors. It is new in every step, so its plans are not kept for long."""
+        mask = cls.__new__(cls)
+        mask._given, mask._runs, mask._table_labels = (), None, labels
+        mask._rows = mask._columns = (0, table.tokens)
+        mask._positions, mask._table = positions, table
+        return mask
 
     def _make_table(self) -> _host.SegmentMask:
         if self._runs is not None:
@@ -140,7 +150,7 @@ class SegmentMask:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """All segments, also those outside the window of a slice."""
-        if self._runs is None:
+        if self._runs is None and self._table_labels is None:
             return self._given
         labels = (label for kind, sample, count in self._labels for label in repeat((kind, sample), count))
         return tuple(
@@ -151,6 +161,8 @@ class SegmentMask:
     @cached_property
     def _labels(self) -> list[tuple[str, int, int]]:
         """Kind, sample and number of segments, for each run of segments that agree in them."""
+        if self._table_labels is not None:
+            return self._table_labels
         parts: Iterable[tuple[tuple[str, int], int]] = (((part.kind, part.sample), 1) for part in self._given)
         if self._runs is not None:
             alone = (
@@ -207,14 +219,18 @@ class SegmentMask:
             check_type(isinstance(part, slice), op, name, "be a slice", part, "Write mask[a:b] or mask[a:b, c:d].")
             check(part.step in (None, 1), op, name, "have step 1", part.step)
         view = SegmentMask.__new__(SegmentMask)
-        view._given, view._runs, view._positions = self._given, self._runs, self._positions
+        view._given, view._runs, view._table_labels = self._given, self._runs, self._table_labels
+        view._positions = self._positions
         view._rows, view._columns = _narrow(self._rows, rows), _narrow(self._columns, columns)
         view._table = self._table.window(view._rows, view._columns)
         return view
 
     def __getstate__(self) -> dict[str, Any]:
         """What copies and other processes need: the planner's table and all that is kept follow from it."""
-        return {name: value for name, value in vars(self).items() if name != "_table" and not hasattr(type(self), name)}
+        state = {
+            name: value for name, value in vars(self).items() if name != "_table" and not hasattr(type(self), name)
+        }
+        return state if self._table_labels is None else {**state, "_given": self.segments}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -317,7 +333,8 @@ class SegmentMask:
             _validation.integer("masks.plan", name, size, 0)
             for name, size in (("block_q", block_q), ("block_k", block_k))
         )
-        return _plan(self, *sizes, numbered(device))
+        kept = _plan if self._table_labels is None else _plan_of_a_step
+        return kept(self, *sizes, numbered(device))
 
     def draw(
         self, path: str | PathLike[str], tile: int | tuple[int, int] | None = None, title: str | None = None
@@ -339,13 +356,17 @@ def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
     return window[0] + start, window[0] + max(start, stop)
 
 
-@lru_cache(maxsize=128)
-def _plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
+def _make_plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
     # Whoever asked first, training may be next, and autograd saves no tensor that was made in inference mode.
     with torch.inference_mode(False):
         if device.type != "cpu":
-            return _plan(mask, block_q, block_k, torch.device("cpu")).to(device)
+            return mask.plan(block_q, block_k).to(device)
         return TilePlan._from_host(mask._table.plan(block_q, block_k), *mask.shape, block_q, block_k)
+
+
+_plan = lru_cache(maxsize=128)(_make_plan)
+# Masks of a training step never come back, and must not push out those that do. Layers of a few kinds share them.
+_plan_of_a_step = lru_cache(maxsize=16)(_make_plan)
 
 
 # What builders share

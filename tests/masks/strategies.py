@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from pdkernels import masks
@@ -71,6 +72,28 @@ def quadratic(draw: st.DrawFn) -> Call:
 
 
 @st.composite
+def anchored(draw: st.DrawFn) -> Call:
+    lengths = draw(st.lists(sizes(7), max_size=4))
+    documents: Any = lengths
+    if draw(st.booleans()):
+        numbers = draw(st.permutations(range(len(lengths)))) if lengths else []
+        ids = [number for number, length in zip(numbers, lengths) for _ in range(length)]
+        documents = torch.tensor(ids + [-1] * draw(sizes(4)), dtype=torch.int64)
+    tokens = len(documents) if isinstance(documents, torch.Tensor) else sum(lengths)
+    anchors = draw(st.lists(sizes(tokens - 1), max_size=4)) if tokens else []
+    ragged = st.lists(sizes(4), min_size=len(anchors), max_size=len(anchors))
+    return "anchored", {
+        "documents": documents,
+        "anchors": anchors,
+        "block": draw(st.one_of(sizes(4), ragged)),
+        "inside": draw(st.sampled_from(["full", "causal"])),
+        "window": draw(st.one_of(st.none(), sizes(5))),
+        "inclusive": draw(st.booleans()),
+        "base": draw(st.sampled_from(["none", "causal"])),
+    }
+
+
+@st.composite
 def tree(draw: st.DrawFn) -> Call:
     count = draw(sizes(14))
     # Parents are often the token before, so that chains occur.
@@ -93,6 +116,7 @@ BUILDERS: dict[str, st.SearchStrategy[Call]] = {
     "quadratic": quadratic(),
     "candidates": _of("candidates", count=sizes(4), length=sizes(5)),
     "tree": tree(),
+    "anchored": anchored(),
 }
 WHOLE = [name for name in BUILDERS if name not in ("causal", "full")]
 calls = st.one_of(*BUILDERS.values())
