@@ -1,15 +1,20 @@
-"""Masks and plans to and from FlexAttention's `BlockMask`."""
+"""FlexAttention's function over our kernels, and masks and plans to and from its `BlockMask`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask
 
-from pdkernels._validation import check, check_type
-from pdkernels.masks import SegmentMask, TilePlan
+from pdkernels._validation import check, check_type, message
+from pdkernels.masks import SegmentMask, TilePlan, full
+from pdkernels.ops import block_sparse_attention
+
+__all__ = ["flex_attention", "from_block_mask", "to_block_mask"]
 
 
 def to_block_mask(
@@ -93,6 +98,113 @@ def from_block_mask(block_mask: BlockMask) -> TilePlan:
     )
     plans = [_sample(block_mask, b) for b in range(batch)]
     return plans[0] if batch == 1 else TilePlan.stack(plans)
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Tensor] | None = None,
+    block_mask: BlockMask | SegmentMask | TilePlan | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`block_sparse_attention` with the arguments, layouts and results of ``torch.nn.attention.flex_attention.flex_attention``.
+
+    Args:
+        query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16, 256]``.
+        key, value: ``(batch, kv_heads, kv_len, head_dim)``, or with a batch of 1.
+        score_mod: must be None: the kernels scale and mask scores, and change them in no other way.
+        block_mask: a `BlockMask` with one head, a mask or plan of ours; None: every pair. The plan of a `BlockMask` is made in the first
+            call (see `from_block_mask`) and kept as long as the mask lives; tensors of the mask that are replaced or written
+            make it anew, tensors that only its `mask_mod` reads do not.
+        scale: of the scores; None: ``head_dim ** -0.5``.
+        enable_gqa: allows kv_heads that divide q_heads.
+        return_lse: also return the log-sum-exp.
+        kernel_options: must be None: they tune torch's kernels.
+        return_aux: ``AuxRequest(lse=True)`` is the newer way to ask for it.
+
+    Returns:
+        ``out``, shape and dtype of query; ``(out, lse)`` with `return_lse`, ``(out, AuxOutput)`` with `return_aux`. The
+        log-sum-exp is ``(batch, q_heads, q_len)`` float32, natural. Rows that see nothing are zero, with a log-sum-exp of -inf.
+
+    Raises:
+        NotImplementedError: a score_mod, kernel options, maximal scores.
+        ValueError, TypeError: what does not fit, as `block_sparse_attention` and `from_block_mask` say.
+
+    In a graph of ``torch.compile`` give a plan: making one of a `BlockMask` leaves the graph.
+
+    Example:
+        >>> import torch
+        >>> from torch.nn.attention.flex_attention import create_block_mask
+        >>> from pdkernels.integrations.flex_attention import flex_attention
+        >>> block_mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 100, 100, device="cpu")
+        >>> q, k, v = (torch.randn(2, heads, 100, 32) for heads in (4, 2, 2))
+        >>> flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True).shape
+        torch.Size([2, 4, 100, 32])
+    """
+    op = "integrations.flex_attention"
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
+        check(tensor.dim() == 4, op, name, "have shape (batch, heads, length, head_dim)", tuple(tensor.shape))
+    mine, others = "Fold it into query, key or the mask, or call torch's flex_attention.", "Leave them out."
+    for name, given, remedy in (("score_mod", score_mod, mine), ("kernel_options", kernel_options, others)):
+        if given is not None:
+            what = getattr(given, "__name__", type(given).__name__)
+            raise NotImplementedError(message(op, name, "be None", what, remedy))
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(message(op, "return_aux", "ask for no maximal scores", "max_scores=True"))
+    check(not (return_lse and return_aux is not None), op, "return_lse", "be False beside return_aux", return_lse)
+    q_heads, kv_heads = query.shape[1], key.shape[1]
+    check(
+        enable_gqa or q_heads == kv_heads,
+        op,
+        "key",
+        f"have the {q_heads} heads of query",
+        kv_heads,
+        "Or give enable_gqa=True.",
+    )
+    if key.shape[0] == 1:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    plan = block_mask
+    if plan is None:
+        plan = full(query.shape[2], key.shape[2])
+    if isinstance(plan, SegmentMask):
+        plan = plan.plan(device=query.device)
+    elif not isinstance(plan, TilePlan):
+        plan = _kept_plan(plan)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
+    out = out.transpose(1, 2)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+_plans: WeakKeyDictionary[BlockMask, tuple[list[tuple[int, int]], TilePlan]] = WeakKeyDictionary()
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _kept_plan(block_mask: BlockMask) -> TilePlan:
+    """The plan of a `BlockMask`, made once as long as the mask's tensors stay what they are."""
+    check_type(
+        isinstance(block_mask, BlockMask),
+        "integrations.flex_attention",
+        "block_mask",
+        "be a BlockMask",
+        type(block_mask).__name__,
+    )
+    parts = (getattr(block_mask, f"{kind}_{part}") for kind in ("kv", "full_kv") for part in ("num_blocks", "indices"))
+    state = [(id(part), 0 if part is None or part.is_inference() else part._version) for part in parts]
+    state.append((id(block_mask.mask_mod), 0))
+    kept = _plans.get(block_mask)
+    if kept is None or kept[0] != state:
+        kept = _plans[block_mask] = state, from_block_mask(block_mask)
+    return kept[1]
 
 
 def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
