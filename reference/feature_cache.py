@@ -72,7 +72,7 @@ def _sum(x: Tensor) -> Tensor:
     """Of each row, in the order of the kernels: component i of 128 of a head goes to number i % 16; the numbers of all such pieces are
     added up one by one, and those of the row in halves."""
     numbers = x.new_zeros(x.shape[0], 16)
-    for piece in (piece for head in x.unbind(1) for piece in head.split(128, dim=1)):
+    for piece in (piece for head in x.unbind(1) for piece in head.split(128, dim=1) if piece.shape[1]):
         own = torch.zeros_like(numbers)
         for part in torch.nn.functional.pad(piece, (0, -piece.shape[1] % 16)).split(16, dim=1):
             own = own + part

@@ -28,7 +28,7 @@ def small(plans: bool) -> Transformer:
 @pytest.fixture(autouse=True)
 def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planned, "_LIMIT", 12)
-    monkeypatch.setattr(planned, "PLANNED_SETTINGS", planned.PLANNED_SETTINGS[::5])
+    monkeypatch.setattr(planned, "PLANNED_SETTINGS", planned.PLANNED_SETTINGS[::11])
 
 
 def test_models_with_plans_and_without() -> None:
@@ -52,10 +52,12 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pd.models, "load", lambda name: small(True))
     path = tmp_path / "figures.json"
     runner = CliRunner()
-    answer = runner.invoke(cli.app, ["eval", "--family", "planned", "--problems", "2", "--json", str(path)])
+    options = ["--problems", "2", "--json", str(path), "--plot", str(tmp_path / "figures.png")]
+    answer = runner.invoke(cli.app, ["eval", "--family", "planned", *options])
     assert answer.exit_code == 0, answer.output
     assert "planned, sparse True, steps_ratio 1.0: 0.0% of" in answer.output and "critical path" in answer.output
     (first, _) = json.loads(path.read_text())["benchmarks"]
     assert first["extra_info"]["problems"] == 2 and first["extra_info"]["items"][0] == 0
+    assert (tmp_path / "figures.png").stat().st_size > 10_000
     refused = runner.invoke(cli.app, ["eval", "--family", "planned", "--task", "sums"])
     assert refused.exit_code == 2 and "--family planned must" in " ".join(refused.output.split())

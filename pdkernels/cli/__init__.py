@@ -40,6 +40,7 @@ from pdkernels.models.zoo import WEIGHTS
 
 __all__ = ["app", "main"]
 
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
 app = typer.Typer(
     help="Parallel decoding of language models.",
     no_args_is_help=True,
@@ -238,11 +239,13 @@ def evaluate(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
         if family == "planned":
-            one = method or width or task or plot
-            demand(not one, "eval", "--family planned", "be without --method, --width, --task and --plot", repr(one))
+            one = method or width or task
+            demand(not one, "eval", "--family planned", "be without --method, --width and --task", repr(one))
             written = _evaluate_plans(model or ["tiny-planned"], problems, batch_size, seed, threads)
             if json_path is not None:
                 json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+            if plot is not None:
+                evaluation.plot_planned([benchmark["extra_info"] for benchmark in written["benchmarks"]], plot)
             return
         demand(
             family in evaluation.FAMILIES,
@@ -264,8 +267,7 @@ def evaluate(
         demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
         use_threads(threads, list(loaded.values()))
         rows = []
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
+        with Progress(*_COLUMNS, console=console, transient=True) as progress:
             bar = progress.add_task("", total=len(tasks))
             for number, chosen in enumerate(tasks):
 
@@ -298,10 +300,20 @@ def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int,
     demand(bool(loaded), "eval", "--model", "name at least one model that is there", "; ".join(absent))
     use_threads(threads, list(loaded.values()))
     asked, scores = evaluation.held_out_orders(problems, seed), {}
+    stems = [Path(name).stem for name in loaded]
     for name, model in loaded.items():
-        scores[name] = evaluation.evaluate_planned(name, model, asked, batch_size=batch_size)
-        for label, score in scores[name].items():
-            typer.echo(f"{name}, {label}: {score}; ends: {score.reasons}")
+        shown = name if stems.count(Path(name).stem) > 1 else Path(name).stem
+        with Progress(*_COLUMNS, transient=True) as progress:
+            bar = progress.add_task(shown, total=1.0)
+            scores[shown] = evaluation.evaluate_planned(
+                shown,
+                model,
+                asked,
+                batch_size=batch_size,
+                progress=lambda what, share, bar=bar: progress.update(bar, description=what, completed=share),  # type: ignore[misc]
+            )
+        for label, score in scores[shown].items():
+            typer.echo(f"{shown}, {label}: {score}; ends: {score.reasons}")
     return evaluation.planned_json(scores, batch_size)
 
 

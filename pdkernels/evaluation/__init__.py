@@ -16,6 +16,7 @@ from pdkernels.evaluation.planned import (
     score_orders,
 )
 from pdkernels.evaluation.plot import plot
+from pdkernels.evaluation.plot_planned import plot_planned
 from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
@@ -44,6 +45,7 @@ __all__ = [
     "plot",
     "plot_canvas",
     "plot_masked",
+    "plot_planned",
     "plot_recurrent",
     "plot_row_times",
     "plot_theory",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdkernels import _native, backends
 from pdkernels._aliasing import check_memory, check_written
-from pdkernels._validation import check_type, fail, message, refuse_tangents
+from pdkernels._validation import check_flag, check_type, fail, message, refuse_tangents
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 
@@ -113,8 +113,9 @@ def define(
     arguments = tuple(argument.name for argument in given)
     tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
+    flags = frozenset(argument.name for argument in given if str(argument.type) == "bool")
     check = reference_check or fake
-    check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
+    check, fake = (_with_common_checks(name, arguments, flags, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
@@ -141,13 +142,17 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
     return run
 
 
-def _with_memory_checked(
-    op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
+def _with_common_checks(
+    op: str, names: tuple[str, ...], flags: frozenset[str], written: tuple[str, ...], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """How tensors lie in memory is checked for all ops alike: the compiled code refuses them, and this says so."""
+    """What is checked for all ops alike: that flags are bools, and how tensors lie in memory. The compiled code refuses the
+    others, and this says so."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         given = [*zip(names, arguments), *options.items()]
+        for name, value in given:
+            if name in flags:
+                check_flag(op, name, value)
         check_memory(op, given)
         results = fake(*arguments, **options)
         if written:

@@ -11,7 +11,6 @@ from pdkernels._validation import (
     check_choice,
     check_cuda_batch,
     check_device,
-    check_flag,
     check_floats,
     check_index,
     check_indices,
@@ -78,7 +77,6 @@ def fake_inject(
     check_number(INJECT, "momentum", momentum, 0, 1, "be in [0, 1]")
     check_number(INJECT, "init_std", init_std, 0, 3.4e38, "be finite and not negative")
     check_int(INJECT, "horizon", horizon, 1)
-    check_flag(INJECT, "damp_new", damp_new)
     return embedding.new_empty((batch, rows, 2 * size))
 
 
@@ -163,8 +161,6 @@ def fake_advance(
     check_int(ADVANCE, "max_recurrences", max_recurrences, 0)
     check_int(ADVANCE, "stability", stability, 0)
     check_choice(ADVANCE, "rule", rule, reference.RULES)
-    check_flag(ADVANCE, "guard", guard)
-    check_flag(ADVANCE, "keep_last", keep_last)
     if max_wavefront > room:
         fail(ADVANCE, "max_wavefront", f"be at most the {room} rows there is room for", max_wavefront)
     check_indices(ADVANCE, (batch, headway - 1), device, filler=filler)

@@ -30,6 +30,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 OTHER_DTYPES = [torch.float64, torch.int8, torch.bool, torch.complex64, torch.int64, torch.int32, torch.uint16]
 HOUSE = (ValueError, TypeError, NotImplementedError, MemoryError)
 FLOATS = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40, 1.0]
+NORMAL = [
+    x for x in FLOATS if not 0 < x < 1e-37
+]  # subnormal numbers may count as zero in a product, times infinity too
 INTEGERS = [-(2**63), -(2**31), -2, -1, 0, 1, 2, 7, 63, 64, 65, 2**31, 2**32, 2**62, 2**63 - 1]
 NUMBERS = [
     *INTEGERS,
@@ -110,10 +113,11 @@ def odd_values(rng: random.Random, arguments: Arguments) -> None:
     x = arguments[name] if (name := pick(rng, arguments)) else None
     if x.numel() == 0 or x.dtype == torch.bool or x.is_complex():
         return
+    product = "weight" in arguments and ("hidden" in arguments or arguments.keys() <= {"x", "weight", "bias"})
     for _ in range(rng.randint(1, 3)):
         at = tuple(rng.randrange(n) for n in x.shape)
         if x.is_floating_point():
-            x[at] = rng.choice(FLOATS)
+            x[at] = rng.choice(NORMAL if product else FLOATS)
         else:
             most = torch.iinfo(x.dtype)
             x[at] = min(max(rng.choice(INTEGERS), most.min), most.max // (2 if name in COUNTERS else 1))

@@ -1,0 +1,165 @@
+"""The picture of an evaluation of plans: Figures 2 and 3 of Planned Diffusion in miniature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdkernels._validation import check
+
+_COLOURS = {False: "#4c78a8", True: "#e39c37", None: "#777777"}
+_NAMES = {False: "dense", True: "sparse", None: "token by token"}
+_PHASES = {"plan": "#b279a2", "chunks": "#4c78a8", "refresh": "#54a24b"}
+_PLAIN = {"steps_ratio": 1.0}
+
+
+def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, factors of lengths.
+
+    Args:
+        rows: the ``extra_info`` of `planned_json`. The model with the most settings comes first if several models plan: the
+            others are drawn beside it, as ablations. Models without plans are the autoregressive baseline.
+        path: of the PNG.
+
+    Raises:
+        ValueError: no row of a model that plans.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    planned = [row for row in rows if row["valid_plans"] is not None]
+    plain = [row for row in rows if row["valid_plans"] is None]
+    check(bool(planned), "evaluation.plot_planned", "rows", "hold a model that plans", "none")
+    models = list(dict.fromkeys(row["model"] for row in planned))
+    own = [row for row in planned if row["model"] == models[0]]
+    figure, axes = plt.subplots(2, 2, figsize=(11.5, 8), layout="constrained")
+    (frontier, phases), (ablations, lengths) = axes
+    _frontier(frontier, own, plain)
+    _phases(phases, own, plain)
+    _ablations(ablations, planned, models)
+    _lengths(lengths, own)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    count = f"{own[0]['problems']} held-out prompts with {own[0]['items'][1]} orders"
+    figure.supxlabel(f"{models[0]}, {count}; lines at the points are 95 % intervals.", fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _share(row: Mapping[str, Any]) -> float:
+    right, count = row["items"]
+    share: float = 100 * right / max(1, count)
+    return share
+
+
+def _spread(row: Mapping[str, Any]) -> list[list[float]]:
+    """Of the interval, below and above the share, as error bars want it."""
+    low, high = (100 * end for end in row["interval"])
+    return [[_share(row) - low], [high - _share(row)]]
+
+
+def _of(rows: Sequence[Mapping[str, Any]], sparse: bool, option: str) -> list[Mapping[str, Any]]:
+    """Rows that differ in one option, in its order."""
+    found = [
+        row for row in rows if row["settings"]["sparse"] is sparse and set(row["settings"]) - {"sparse"} == {option}
+    ]
+    return sorted(found, key=lambda row: float(row["settings"][option]))
+
+
+def _is_plain(row: Mapping[str, Any]) -> bool:
+    return {name: value for name, value in row["settings"].items() if name != "sparse"} == _PLAIN
+
+
+def _frontier(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> None:
+    for sparse in (False, True):
+        for option, marker, style, name in (
+            ("steps_ratio", "o", "-", "share of steps"),
+            ("threshold", "^", ":", "threshold"),
+        ):
+            found = _of(own, sparse, option)
+            if not found:
+                continue
+            x = [row["critical_path"] for row in found]
+            axis.plot(x, [_share(row) for row in found], style, marker=marker, color=_COLOURS[sparse],
+                      label=f"{_NAMES[sparse]}, {name}")  # fmt: skip
+            for row in found:
+                axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
+            ends = found if option == "steps_ratio" else [found[0], found[-1]]
+            for row in ends if sparse else ():
+                place = (row["critical_path"], _share(row))
+                down = -13 if option == "steps_ratio" else 7
+                axis.annotate(
+                    f"{row['settings'][option]:g}", place, (4, down), textcoords="offset points", fontsize=7.5
+                )
+    for row in plain:
+        axis.errorbar(row["critical_path"], _share(row), yerr=_spread(row), marker="s", color=_COLOURS[None],
+                      label=_NAMES[None], ls="none")  # fmt: skip
+    axis.set(xlabel="critical path, forwards", ylabel="orders right, %", xlim=(0, None))
+    axis.set_title("Quality and critical path (Figure 2 left, 3 right)", loc="left", fontsize=11)
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _phases(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mapping[str, Any]]) -> None:
+    bars = [(f"{_NAMES[row['settings']['sparse']]}", row) for row in own if _is_plain(row)]
+    bars += [(_NAMES[None], row) for row in plain]
+    for y, (_, row) in enumerate(bars):
+        left = 0.0
+        for phase, colour in _PHASES.items():
+            width = row["forwards"].get(phase, 0.0)
+            axis.barh(y, width, left=left, height=0.6, color=colour)
+            if width >= 0.04 * max(each["critical_path"] for _, each in bars):
+                axis.text(left + width / 2, y, f"{width:.1f}", ha="center", va="center", fontsize=8, color="white")
+            left += width
+        if left == 0.0:
+            axis.barh(y, row["critical_path"], height=0.6, color=_COLOURS[None])
+        axis.text(row["critical_path"], y, f"  {row['critical_path']:.1f}", va="center", fontsize=8.5)
+    axis.set(xlabel="forwards that wait for each other, mean", yticks=range(len(bars)), ylim=(len(bars) - 0.4, -0.6))
+    axis.set_yticklabels([name for name, _ in bars])
+    axis.set_xlim(0, 1.12 * max(row["critical_path"] for _, row in bars))
+    handles = [axis.barh(0, 0, color=colour, label=phase) for phase, colour in _PHASES.items() if phase != "refresh"]
+    axis.legend(handles=handles, fontsize=8, frameon=False, loc="lower right")
+    axis.set_title("Critical path by phase (Figure 2 middle)", loc="left", fontsize=11)
+
+
+def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence[str]) -> None:
+    """Kinds of orders side by side: a model without topics loses lists, one without a sync loses lists of picks."""
+    kinds = list(planned[0]["right"])
+    sampled: Callable[[Mapping[str, Any]], bool] = lambda row: row["settings"].get("temperature") == 1.0  # noqa: E731
+    shown = [row for row in planned if sampled(row)] or [row for row in planned if _is_plain(row)]
+    names = []
+    for place, row in enumerate(shown):
+        for number, kind in enumerate(kinds):
+            right, count = row["right"][kind]
+            colour = _COLOURS[row["settings"]["sparse"]]
+            axis.bar(place + 0.27 * (number - 1), 100 * right / max(1, count), width=0.24, color=colour,
+                     alpha=(1.0, 0.65, 0.35)[number], label=kind if place == 0 else None)  # fmt: skip
+            axis.text(place + 0.27 * (number - 1), 100 * right / max(1, count) + 1, f"{100 * right / max(1, count):.0f}",
+                      ha="center", fontsize=7.5)  # fmt: skip
+        names.append(f"{row['model']}\n{_NAMES[row['settings']['sparse']]}")
+    axis.set(ylabel="right, %", ylim=(0, 112), xticks=range(len(shown)))
+    axis.set_xticklabels(names, fontsize=8)
+    axis.legend(fontsize=8, frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.12))
+    drawn = ", drawn at temperature 1" if any(map(sampled, shown)) else ""
+    axis.set_title(f"What plans need (Figure 3 left){drawn}", loc="left", fontsize=11, pad=16)
+
+
+def _lengths(axis: Any, own: Sequence[Mapping[str, Any]]) -> None:
+    for sparse in (False, True):
+        plain = [row for row in own if row["settings"]["sparse"] is sparse and _is_plain(row)]
+        found = [(1.0, row) for row in plain]
+        found += [(float(row["settings"]["length_scale"]), row) for row in _of(own, sparse, "length_scale")]
+        found.sort(key=lambda each: each[0])
+        axis.plot([x for x, _ in found], [_share(row) for _, row in found], "o-", color=_COLOURS[sparse],
+                  label=_NAMES[sparse])  # fmt: skip
+        for x, row in found:
+            axis.errorbar(x, _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
+            if not sparse:
+                axis.annotate(f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12),
+                              textcoords="offset points", fontsize=7.5)  # fmt: skip
+    axis.set(xlabel="lengths, times those that the plan asks for", ylabel="orders right, %", ylim=(0, 105))
+    axis.set_title("Factor of lengths (Figure 3 middle)", loc="left", fontsize=11)
+    axis.legend(fontsize=8, frameon=False, loc="lower right")
