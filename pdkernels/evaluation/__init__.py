@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from pdkernels._renamed import renamed
 from pdkernels.evaluation import theory
+from pdkernels.evaluation.block_search import SCHEMES, BlockLimit, limit_of_block
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
@@ -20,16 +21,20 @@ from pdkernels.evaluation.plot_planned import plot_planned
 from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
+from pdkernels.evaluation.speed_of_light import SpeedOfLight, speed_of_light
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
 
 __all__ = [
     "DEFAULT_METHODS",
     "FAMILIES",
+    "SCHEMES",
     "TASKS",
+    "BlockLimit",
     "Candidate",
     "PlannedScore",
     "Row",
     "RowTimes",
+    "SpeedOfLight",
     "Task",
     "as_json",
     "candidates",
@@ -39,6 +44,7 @@ __all__ = [
     "fit_row_times",
     "held_out_orders",
     "interval",
+    "limit_of_block",
     "make_task",
     "measure_row_times",
     "planned_json",
@@ -51,6 +57,7 @@ __all__ = [
     "plot_theory",
     "plot_wave",
     "score_orders",
+    "speed_of_light",
     "theory",
 ]
 
