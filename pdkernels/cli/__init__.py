@@ -31,6 +31,7 @@ from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
+from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_told, use_threads, visible
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
@@ -217,9 +218,24 @@ def evaluate(
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else what torch takes.")
     ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE,...",
+            help="Try values of an option of the methods, or METHOD.OPTION=...; all combinations if given several times.",
+        ),
+    ] = None,
+    most_rows: Annotated[
+        int | None, typer.Option(min=1, help="Of a sweep, leave out what has more rows in a forward.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep that --json names.")] = False,
     plot: Annotated[
         Path | None,
-        typer.Option(dir_okay=False, writable=True, help="Draw the figures into this PNG (needs matplotlib)."),
+        typer.Option(
+            dir_okay=False,
+            writable=True,
+            help="Draw the figures into this PNG (needs matplotlib); 'frontier', for a sweep, is frontier.png.",
+        ),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
@@ -229,6 +245,9 @@ def evaluate(
     console = Console(highlight=False)
     with errors_told():
         # What would only fail after minutes fails now.
+        if sweep and plot == Path("frontier"):
+            plot = Path("frontier.png")
+        demand(bool(sweep) or not (resume or most_rows), "eval", "--resume, --most-rows", "be with --sweep", "none")
         for option, path in (("--plot", plot), ("--json", json_path)):
             if path is not None:
                 _make_folder(option, path)
@@ -239,6 +258,7 @@ def evaluate(
                     "pdkernels.eval: --plot must have matplotlib, got none. Install it with `pip install 'pdkernels[bench]'`."
                 )
         if family == "planned":
+            demand(not sweep, "eval", "--sweep", "be for another family than planned", sweep)
             one = method or width or task
             demand(not one, "eval", "--family planned", "be without --method, --width and --task", repr(one))
             written = _evaluate_plans(model or ["tiny-planned"], problems, batch_size, seed, threads)
@@ -260,6 +280,26 @@ def evaluate(
             for name in dict.fromkeys(task or known.tasks)
         ]
         loaded, absent = _load_all(model or list(known.models))
+        if sweep:
+            demand(tasks[0].problems is not None, "eval", "--task", "be sums in a sweep", tasks[0].name)
+            demand(not width, "eval", "--width", "be --sweep block_size=... in a sweep", width)
+            demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
+            use_threads(threads, list(loaded.values()))
+            chosen_methods = [decoding.find(name).name for name in method or ()]
+            run_sweep(
+                console,
+                loaded,
+                sweep,
+                chosen_methods,
+                tasks[0],
+                seed=seed,
+                batch_size=batch_size,
+                most_rows=most_rows,
+                path=json_path,
+                resume=resume,
+                plot=plot,
+            )
+            return
         competing, unable = evaluation.candidates(loaded, method or (), width or ())
         skipped = absent + unable
         for line in skipped:

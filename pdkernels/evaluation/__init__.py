@@ -7,6 +7,7 @@ from pdkernels.evaluation import theory
 from pdkernels.evaluation.block_search import SCHEMES, BlockLimit, limit_of_block
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
+from pdkernels.evaluation.frontier import Comparison, compare, fronts, paired_difference, pareto, plot_frontier
 from pdkernels.evaluation.masked import plot_canvas, plot_masked
 from pdkernels.evaluation.planned import (
     PlannedScore,
@@ -22,6 +23,7 @@ from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
 from pdkernels.evaluation.speed_of_light import SpeedOfLight, speed_of_light
+from pdkernels.evaluation.sweep import SweepRow, Swept, parse_sweep, sweep, sweep_candidates, without_many_rows
 from pdkernels.evaluation.tasks import TASKS, Task, make_task
 
 __all__ = [
@@ -31,25 +33,34 @@ __all__ = [
     "TASKS",
     "BlockLimit",
     "Candidate",
+    "Comparison",
     "PlannedScore",
     "Row",
     "RowTimes",
     "SpeedOfLight",
+    "SweepRow",
+    "Swept",
     "Task",
     "as_json",
     "candidates",
+    "compare",
     "evaluate",
     "evaluate_planned",
     "extra_memory",
     "fit_row_times",
+    "fronts",
     "held_out_orders",
     "interval",
     "limit_of_block",
     "make_task",
     "measure_row_times",
+    "paired_difference",
+    "pareto",
+    "parse_sweep",
     "planned_json",
     "plot",
     "plot_canvas",
+    "plot_frontier",
     "plot_masked",
     "plot_planned",
     "plot_recurrent",
@@ -58,7 +69,10 @@ __all__ = [
     "plot_wave",
     "score_orders",
     "speed_of_light",
+    "sweep",
+    "sweep_candidates",
     "theory",
+    "without_many_rows",
 ]
 
 if not TYPE_CHECKING:

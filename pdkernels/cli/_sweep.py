@@ -1,0 +1,177 @@
+"""`eval --sweep`: combinations of options on the same prompts, kept as they come, so that a long one can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from pdkernels import evaluation
+from pdkernels._validation import check as demand
+from pdkernels._version import __version__
+from pdkernels.evaluation.comparison import processor
+from pdkernels.evaluation.frontier import Comparison
+from pdkernels.evaluation.sweep import Measured, SweepRow
+
+_SAVED_EVERY = 5.0  # seconds
+
+
+def run_sweep(
+    console: Console,
+    loaded: dict[str, Any],
+    swept: Sequence[str],
+    methods: Sequence[str],
+    task: evaluation.Task,
+    *,
+    seed: int,
+    batch_size: int,
+    most_rows: int | None,
+    path: Path | None,
+    resume: bool,
+    plot: Path | None,
+) -> None:
+    """Measure, print, write JSON and draw. What `path` holds of the same sweep is not measured again if `resume`."""
+    candidates = evaluation.sweep_candidates(loaded, [evaluation.parse_sweep(text) for text in swept], methods)
+    if most_rows is not None:
+        candidates, left_out = evaluation.without_many_rows(candidates, most_rows)
+        for line in left_out:
+            console.print(Text.assemble(("left out ", "yellow"), line), soft_wrap=True)
+    facts = {
+        "task": task.name,
+        "problems": len(task.prompts),
+        "seed": seed,
+        "batch_size": batch_size,
+        "threads": torch.get_num_threads(),
+        "device": processor(),
+        "torch": torch.__version__,
+        "pdkernels": __version__,
+    }
+    measured = _kept(path, facts) if resume else {}
+    saved = time.monotonic()
+
+    def keep(found: Measured, at_once: bool = False) -> None:
+        nonlocal saved
+        if path is not None and (at_once or time.monotonic() - saved > _SAVED_EVERY):
+            _write(path, {"facts": facts, "measured": found})
+            saved = time.monotonic()
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            bar = progress.add_task("", total=1.0)
+
+            def show(what: str, share: float) -> None:
+                progress.update(bar, description=what, completed=share)
+
+            rows = evaluation.sweep(
+                loaded, candidates, task, batch_size=batch_size, measured=measured, keep=keep, progress=show
+            )
+    except KeyboardInterrupt:
+        keep(measured, at_once=True)
+        left = f"{path} keeps what is measured, go on with --resume" if path else "nothing is kept without --json"
+        console.print(f"stopped: {left}.", soft_wrap=True)
+        raise typer.Exit(130) from None
+    comparisons = evaluation.compare(rows)
+    listed = [row.as_json() for row in rows]
+    fronts = evaluation.fronts(listed)
+    console.print(_table(rows, comparisons, fronts))
+    console.print(
+        "Forwards and seconds are per prompt. Speed: seconds of the cheapest baseline that is as often right (at most 3 points less) "
+        "over the row's own; none where no baseline is. * is on the front of right answers over forwards, ° over seconds. 95 % intervals."
+    )
+    if path is not None:
+        found = {"rows": listed, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}
+        _write(path, {"facts": facts, "measured": measured, **found})
+    if plot is not None:
+        evaluation.plot_frontier(listed, plot)
+
+
+def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
+    demand(path is not None, "eval", "--resume", "be with --json, which names the file to go on with", "none")
+    assert path is not None
+    try:
+        kept = json.loads(path.read_text(encoding="utf-8"))
+        before, measured = kept["facts"], kept["measured"]
+    except FileNotFoundError:
+        return {}
+    except (ValueError, KeyError, TypeError):
+        before, measured = None, {}
+    demand(
+        before is not None, "eval", "--resume", f"go on with a file that a sweep wrote, but {path} is none", "another"
+    )
+    for name, value in facts.items():
+        demand(
+            before.get(name) == value,
+            "eval",
+            "--resume",
+            f"have the {name} of {path}",
+            f"{value}, not {before.get(name)}",
+        )
+    found: Measured = measured
+    return found
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """As a whole or not at all."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _table(
+    rows: Sequence[SweepRow], comparisons: Sequence[Comparison], fronts: dict[str, dict[str, list[str]]]
+) -> Table:
+    first = rows[0]
+    title = f"{first.problems} prompts, batches of {-(-first.problems // len(first.batches))}"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=title, title_justify="left", title_style="bold")
+    table.add_column("", overflow="fold")
+    for heading in ("right", "forwards", "tokens/\nforward", "seconds", "speed"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    several = len({(row.model, row.label) for row in rows if row.baseline}) > len(fronts)
+    if several:
+        table.add_column("against", overflow="fold")
+    beside = {(one.model, one.label): one for one in comparisons}
+    before: tuple[str, str] | None = None
+    for row in rows:
+        if before is None or before[0] != row.model:
+            table.add_row(Text(row.model, "bold"))
+        if before != (row.model, row.method) and row.settings:
+            table.add_row(f" {row.method}")
+        before = (row.model, row.method)
+        low, high = row.interval
+        marks = "*" * (row.label in fronts[row.model]["forwards"]) + "°" * (row.label in fronts[row.model]["seconds"])
+        one = beside.get((row.model, row.label))
+        speed = "-" if one is None or one.speedup is None else "{:.2f}x ({:.2f}-{:.2f})".format(*one.speedup)
+        name = "  " + _settings(row.settings) if row.settings else f" {row.method}"
+        table.add_row(
+            f"{name} {marks}",
+            f"{row.share:.0%} ({low:.0%}-{high:.0%})",
+            f"{row.forwards / row.problems:.1f}",
+            f"{row.tokens / row.forwards:.2f}",
+            f"{row.seconds / row.problems:.3f}",
+            speed,
+            *(
+                ["" if one is None else (one.baseline or "none").partition(", ")[2] or one.baseline or "none"]
+                if several
+                else []
+            ),
+        )
+    return table
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in settings.items())

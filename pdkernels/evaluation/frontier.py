@@ -1,0 +1,231 @@
+"""What a sweep shows: fronts of accuracy against cost, and every candidate beside the cheapest baseline that is as often right."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdkernels._validation import check
+from pdkernels.evaluation.sweep import SweepRow
+
+_OP = "evaluation.frontier"
+_RESAMPLED = 2000
+TOLERANCE = 0.03
+"""A baseline that is right this much less often counts as equally accurate."""
+
+
+def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
+    """Which of (cost, gain) are not dominated, from the cheapest to the best: nobody else costs at most as much and gains at least as
+    much, and of equal points only the first is kept.
+
+    >>> pareto([(3, 0.9), (1, 0.5), (2, 0.4), (4, 0.9)])
+    [1, 0]
+    """
+    found: list[int] = []
+    for index in sorted(range(len(points)), key=lambda index: (points[index][0], -points[index][1], index)):
+        if not found or points[index][1] > points[found[-1]][1]:
+            found.append(index)
+    return found
+
+
+def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[float, float, float]:
+    """How much more often ours are right on the same prompts, and its 95 % interval (Agresti and Min's, of matched pairs).
+
+    Raises:
+        ValueError: answers to other numbers of prompts, or to none.
+
+    Example:
+        >>> [round(value, 3) for value in paired_difference([True] * 9 + [False], [True] * 7 + [False] * 3)]
+        [0.2, -0.1, 0.433]
+        >>> paired_difference([True, False], [True, False])[0]
+        0.0
+    """
+    check(len(ours) == len(theirs) > 0, _OP, "answers", "be to the same prompts", (len(ours), len(theirs)))
+    gained = sum(a and not b for a, b in zip(ours, theirs))
+    lost = sum(b and not a for a, b in zip(ours, theirs))
+    count = len(ours) + 2
+    middle = (gained - lost) / count
+    half = 1.959964 * math.sqrt(max(0.0, (gained + lost + 1) - (gained - lost) ** 2 / count)) / count
+    return (gained - lost) / len(ours), max(-1.0, middle - half), min(1.0, middle + half)
+
+
+def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """Their sum over ours, and its 95 % interval: a bootstrap over the pairs, whose draws are the same in every call.
+
+    >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
+    (2.0, 2.0, 2.0)
+    """
+    check(len(ours) == len(theirs) > 0, _OP, "seconds", "be of the same batches", (len(theirs), len(ours)))
+    chance, count = random.Random(0), len(ours)
+    drawn = []
+    for _ in range(_RESAMPLED):
+        chosen = chance.choices(range(count), k=count)
+        drawn.append(sum(theirs[index] for index in chosen) / sum(ours[index] for index in chosen))
+    drawn.sort()
+    return sum(theirs) / sum(ours), drawn[int(0.025 * _RESAMPLED)], drawn[int(0.975 * _RESAMPLED) - 1]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A candidate beside baselines of its model, on the same prompts.
+
+    Attributes:
+        label: of the candidate.
+        baseline: label of the cheapest baseline, in seconds, that is right as often, up to `TOLERANCE`; None: no baseline is.
+        difference: share of prompts that the candidate has right and this baseline has not, less the other way round, with its 95 %
+            interval.
+        speedup: seconds of this baseline over the candidate's, with its 95 % interval.
+        own_baseline: label of the baseline as it comes, the papers' own.
+        own_speedup: the same against that one.
+    """
+
+    model: str
+    label: str
+    baseline: str | None
+    difference: tuple[float, float, float] | None
+    speedup: tuple[float, float, float] | None
+    own_baseline: str
+    own_speedup: tuple[float, float, float]
+
+
+def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comparison]:
+    """Every row that is no baseline, beside the cheapest baseline of its model that is as often right and beside the default one.
+
+    A speed-up against a needlessly slow baseline says little: fewer recurrences, or fewer steps, may be as often right.
+
+    Args:
+        rows: of `sweep`; the first of each model is its baseline as it comes.
+    """
+    found = []
+    for row in rows:
+        if row.baseline:
+            continue
+        baselines = [other for other in rows if other.model == row.model and other.baseline]
+        equal = [other for other in baselines if other.share >= row.share - tolerance - 1e-9]
+        cheapest = min(equal, key=lambda other: other.seconds, default=None)
+        found.append(
+            Comparison(
+                row.model,
+                row.label,
+                cheapest.label if cheapest else None,
+                paired_difference(row.answers, cheapest.answers) if cheapest else None,
+                paired_ratio(cheapest.batches, row.batches) if cheapest else None,
+                baselines[0].label,
+                paired_ratio(baselines[0].batches, row.batches),
+            )
+        )
+    return found
+
+
+COSTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
+    "forwards": lambda row: row["forwards"] / row["problems"],
+    "seconds": lambda row: row["seconds"] / row["problems"],
+}
+"""Of a row in JSON, per prompt."""
+
+
+def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
+    """For each model and each of `COSTS` the labels on the front of right answers against that cost, from the cheapest on.
+
+    Args:
+        rows: `SweepRow.as_json` of each.
+    """
+    found: dict[str, dict[str, list[str]]] = {}
+    for model in dict.fromkeys(row["model"] for row in rows):
+        own = [row for row in rows if row["model"] == model]
+        found[model] = {
+            cost: [own[index]["label"] for index in pareto([(of(row), row["right"]) for row in own])]
+            for cost, of in COSTS.items()
+        }
+    return found
+
+
+_COLOURS = ("#4c78a8", "#e39c37", "#54a24b", "#b279a2", "#c44e52", "#7f6d5f", "#17becf")
+
+
+def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Right answers against forwards and against seconds, with 95 % intervals; a line joins the front, whose points are numbered.
+
+    Args:
+        rows: `SweepRow.as_json` of each; one row of panels for each model.
+        path: of the PNG.
+
+    Raises:
+        ValueError: no rows.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.ticker import ScalarFormatter
+
+    check(bool(rows), f"{_OP}.plot_frontier", "rows", "hold at least one", "none")
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    methods = list(dict.fromkeys(row["method"] for row in rows if not row["baseline"]))
+    colours = dict(zip(methods, _COLOURS * (len(methods) // len(_COLOURS) + 1)))
+    figure, grid = plt.subplots(
+        len(models), 2, figsize=(11.5, 0.4 + 5.2 * len(models)), squeeze=False, sharey="row", layout="constrained"
+    )
+    for panels, model in zip(grid, models):
+        own = [row for row in rows if row["model"] == model]
+        for axis, (cost, of) in zip(panels, COSTS.items()):
+            _panel(axis, own, of, colours)
+            costs = [of(row) for row in own]
+            if max(costs) > 8 * min(costs):
+                axis.set_xscale("log")
+                axis.xaxis.set_major_formatter(ScalarFormatter())
+            else:
+                axis.set_xlim(0, 1.06 * max(costs))
+            axis.set(xlabel=f"{cost} per prompt", ylim=(-3, 103))
+        panels[0].set_ylabel("% right")
+        panels[0].set_title(f"{model}, {own[0]['problems']} prompts, 95 % intervals", loc="left", fontsize=11)
+        panels[1].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _panel(
+    axis: Any, rows: Sequence[Mapping[str, Any]], of: Callable[[Any], float], colours: Mapping[str, str]
+) -> None:
+    for method in dict.fromkeys(row["method"] for row in rows):
+        own = [row for row in rows if row["method"] == method]
+        colour = colours.get(method, "#777777")
+        shares = [100 * row["right"] / row["problems"] for row in own]
+        ends = [[100 * end for end in row["interval"]] for row in own]
+        below = [max(0.0, share - low) for share, (low, _) in zip(shares, ends)]
+        above = [max(0.0, high - share) for share, (_, high) in zip(shares, ends)]
+        axis.errorbar(
+            [of(row) for row in own],
+            shares,
+            yerr=[below, above],
+            fmt="D" if own[0]["baseline"] else "o",
+            color=colour,
+            ecolor=colour,
+            elinewidth=0.8,
+            markersize=5,
+            alpha=0.9,
+            label=method.replace("_", " "),
+        )
+    front = [rows[index] for index in pareto([(of(row), row["right"]) for row in rows])]
+    axis.plot(
+        [of(row) for row in front],
+        [100 * row["right"] / row["problems"] for row in front],
+        color="#444444",
+        linewidth=1,
+        linestyle=":",
+        zorder=0,
+    )
+    key = []
+    for number, row in enumerate(front, 1):
+        place = (of(row), 100 * row["right"] / row["problems"])
+        white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
+        axis.annotate(str(number), place, (6, 4), textcoords="offset points", fontsize=8, bbox=white)
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
+        key.append(f"{number}  {row['method'].replace('_', ' ')}{': ' * bool(settings)}{settings}")
+    axis.text(0, -0.17, "\n".join(key), transform=axis.transAxes, va="top", fontsize=7.5, color="#444444")
+    axis.spines[["top", "right"]].set_visible(False)

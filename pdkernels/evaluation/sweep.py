@@ -1,0 +1,329 @@
+"""Every combination of some options' values on the same prompts: what is right, and what it cost in forwards and in seconds.
+
+Source: the sweeps of SlowFast sampling (figures 4 and 5), the configuration search of Jacobi Forcing (appendix E) and the
+threshold curves of Nemotron-Labs-Diffusion (figure 8), as one command: `python -m pdkernels eval --sweep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+from pdkernels import decoding
+from pdkernels._validation import check, fail
+from pdkernels.decoding._method import Method
+from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.comparison import baseline_of
+from pdkernels.evaluation.planned import interval
+from pdkernels.evaluation.tasks import Task
+
+_OP = "evaluation.sweep"
+
+
+class Swept(NamedTuple):
+    """An option and the values that it takes."""
+
+    option: str
+    values: tuple[Any, ...]
+    method: str | None = None
+    """None: all methods that have the option."""
+
+
+def parse_sweep(text: str) -> Swept:
+    """Of the form ``option=value,value`` or ``method.option=value,value``; values are numbers, true, false, none or words.
+
+    Raises:
+        ValueError: another form.
+
+    Example:
+        >>> parse_sweep("threshold=.5,.9,none")
+        Swept(option='threshold', values=(0.5, 0.9, None), method=None)
+        >>> parse_sweep("block_diffusion.block_size=8,16").method
+        'block_diffusion'
+    """
+    name, sign, values = text.partition("=")
+    method, _, option = name.strip().replace("-", "_").rpartition(".")
+    found = tuple(_value(value.strip()) for value in values.split(",") if value.strip())
+    if not (sign and option and found):
+        fail(_OP, "sweep", "have the form option=value,value", repr(text))
+    different = {repr(value): value for value in found}  # 1 and true are equal
+    return Swept(option, tuple(different.values()), method or None)
+
+
+def _value(text: str) -> Any:
+    words = {"none": None, "true": True, "false": False}
+    if text.lower() in words:
+        return words[text.lower()]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods: Sequence[str] = ()) -> list[Candidate]:
+    """For each model its baseline as it is, then every combination of values for every method that takes any of the options.
+
+    Args:
+        models: by name.
+        swept: options; a method ignores those that it does not have.
+        methods: none: all that the models can run and that have one of the options.
+
+    Raises:
+        ValueError: an option that none of the methods has, one that is swept twice, a method that has none of them.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> models = {"tiny-trimode": pd.models.load("tiny-trimode")}
+        >>> for one in sweep_candidates(models, [parse_sweep("threshold=.7,.9")], ["block_diffusion"]):
+        ...     print(one.label)
+        autoregressive
+        block_diffusion, threshold 0.7
+        block_diffusion, threshold 0.9
+    """
+    chosen = [decoding.find(name) for name in methods or decoding.available()]
+    found: dict[Candidate, None] = {}
+    used: set[Swept] = set()
+    for name, model in models.items():
+        baseline = baseline_of(model)
+        found[Candidate(name, baseline)] = None
+        able = [method for method in chosen if _can(method, model)]
+        for method in able:
+            own = [one for one in swept if one.method in (None, method.name) and one.option in method.options]
+            check(
+                len({one.option for one in own}) == len(own),
+                _OP,
+                "sweep",
+                "name an option once",
+                [o.option for o in own],
+            )
+            used.update(own)
+            if own or methods:
+                for values in product(*(one.values for one in own)):
+                    settings = tuple(zip((one.option for one in own), values))
+                    found[Candidate(name, method.name, settings=settings)] = None
+    for one in swept:
+        known = ", ".join(dict.fromkeys(option for method in chosen for option in method.options))
+        check(
+            one in used,
+            _OP,
+            "sweep",
+            "name an option of a method that the models can run",
+            one.option,
+            f"There are: {known}.",
+        )
+    return list(found)
+
+
+def _can(method: Method, model: Any) -> bool:
+    return method.supports(model) and not (method.needs_mask_token and model.mask_token is None)
+
+
+def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
+    """Leaves out candidates whose forwards have more than `most` rows a sequence, and says which.
+
+    Rows beyond the knee of a device cost time, so a search that starts from `RowTimes.knee` may skip blocks of more than twice as
+    many.
+
+    >>> few, many = Candidate("m", "jacobi", settings=(("block_size", 8),)), Candidate("m", "jacobi", settings=(("block_size", 64),))
+    >>> without_many_rows([few, many], 16)
+    ([Candidate(model='m', method='jacobi', width=None, settings=(('block_size', 8),))], ['m: jacobi, block_size 64: 64 rows'])
+    """
+    kept, left_out = [], []
+    for candidate in candidates:
+        rows = rows_of(candidate)
+        if rows <= most:
+            kept.append(candidate)
+        else:
+            left_out.append(f"{candidate.model}: {candidate.label}: {rows} rows")
+    return kept, left_out
+
+
+def rows_of(candidate: Candidate) -> int:
+    """The most rows of a decoding forward, as far as options tell: a block, times its blocks and candidates, or a group of masks for
+    each token, or a wavefront. 1 for others.
+
+    >>> [rows_of(Candidate("m", method, 8)) for method in ("autoregressive", "jacobi", "quadratic_self_speculation")]
+    [1, 8, 72]
+    """
+
+    def option(name: str) -> Any:
+        if name in candidate.options:
+            return candidate.options[name]
+        return decoding.default_option(candidate.method, name)
+
+    method = decoding.find(candidate.method)
+    if candidate.method == "recurrent_diffusion":
+        return int(option("max_wavefront"))
+    size = option("block_size") if "block_size" in method.options and method.family == "transformer" else None
+    if size is None:
+        return 1
+    if candidate.method == "quadratic_self_speculation":
+        return int(size * (1 + (option("masks_per_group") or size - option("label_shift"))))
+    if candidate.method == "jacobi_multiblock":
+        return int(size * (option("blocks") - 1 + option("verification_size")))
+    return int(size)
+
+
+@dataclass(frozen=True)
+class SweepRow:
+    """What a combination of options did.
+
+    Attributes:
+        model, method, settings: who.
+        baseline: whether this is its model's method token by token, with any settings.
+        problems: prompts.
+        right: of them, those whose answer is exactly right.
+        interval: 95 %, of the share that is right.
+        answers: for each prompt whether it is right.
+        tokens: new ones, all prompts together.
+        forwards: those in which each sequence took part, all together.
+        seconds: of all generations.
+        batches: seconds of each.
+    """
+
+    model: str
+    method: str
+    settings: dict[str, Any]
+    baseline: bool
+    problems: int
+    right: int
+    interval: tuple[float, float]
+    answers: list[bool]
+    tokens: int
+    forwards: float
+    seconds: float
+    batches: list[float]
+
+    @property
+    def share(self) -> float:
+        return self.right / self.problems
+
+    @property
+    def label(self) -> str:
+        """Method and settings."""
+        return Candidate(self.model, self.method, settings=tuple(self.settings.items())).label
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it, and the quotients that are read most."""
+        return {
+            **asdict(self),
+            "label": self.label,
+            "tokens_per_forward": self.tokens / self.forwards,
+            "tokens_per_second": self.tokens / self.seconds,
+        }
+
+
+Measured = dict[str, dict[str, Any]]
+"""What was measured, by candidate and by number of the batch (as a string, so that it is the same behind JSON)."""
+
+
+def key_of(candidate: Candidate) -> str:
+    """A name of its own for each candidate."""
+    return f"{candidate.model}: {candidate.label}"
+
+
+def sweep(
+    models: Mapping[str, Any],
+    candidates: Sequence[Candidate],
+    task: Task,
+    *,
+    batch_size: int = 1,
+    measured: Measured | None = None,
+    keep: Callable[[Measured], None] = lambda measured: None,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+) -> list[SweepRow]:
+    """Let all candidates work on the same prompts, in turns that begin with another one for each batch.
+
+    Args:
+        models: by name, with tokenizers.
+        candidates: as `sweep_candidates` gives them.
+        task: one whose answers are right or wrong.
+        batch_size: prompts per generation.
+        measured: what an interrupted sweep of the same task kept; it is added to.
+        keep: called with everything that is measured after each generation.
+        progress: called with what comes next and the share that is done.
+
+    Raises:
+        ValueError: a task without right and wrong, a batch size below 1.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from pdkernels.evaluation import make_task
+        >>> models = {"tiny-code": pd.models.load("tiny-code")}
+        >>> found = sweep_candidates(models, [parse_sweep("block_size=4")], ["jacobi"])
+        >>> rows = sweep(models, found, make_task("sums", 1))
+        >>> [row.label for row in rows], rows[0].answers == rows[1].answers, rows[1].forwards < rows[0].forwards
+        (['autoregressive', 'jacobi, block_size 4'], True, True)
+    """
+    check(batch_size >= 1, _OP, "batch_size", "be at least 1", batch_size)
+    check(task.problems is not None, _OP, "task", "be one whose answers are right or wrong", task.name)
+    assert task.problems is not None
+    measured = {} if measured is None else measured
+    warm: set[str] = set()
+    starts = range(0, len(task.prompts), batch_size)
+    total = len(starts) * len(candidates)
+    for number, start in enumerate(starts):
+        prompts, problems = task.prompts[start : start + batch_size], task.problems[start : start + batch_size]
+        begin = number % len(candidates)
+        for turn, candidate in enumerate([*candidates[begin:], *candidates[:begin]]):
+            key = key_of(candidate)
+            own = measured.setdefault(key, {})
+            if str(number) in own:
+                continue
+            progress(key, (number * len(candidates) + turn) / total)
+            if key not in warm:
+                _generate(models, candidate, task, (task.warm_up * batch_size)[:batch_size])
+                warm.add(key)
+            result = _generate(models, candidate, task, prompts)
+            stats = result.stats
+            own[str(number)] = {
+                "right": [problem.is_solved_by(text) for problem, text in zip(problems, result.text, strict=True)],
+                "tokens": stats.tokens,
+                "forwards": stats.tokens / stats.tokens_per_forward if stats.tokens else 0.0,
+                "seconds": stats.seconds,
+            }
+            keep(measured)
+    progress("done", 1.0)
+    return [
+        _row(
+            candidate,
+            measured[key_of(candidate)],
+            candidate.method == baseline_of(models[candidate.model]),
+            len(starts),
+        )
+        for candidate in candidates
+    ]
+
+
+def _generate(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: list[str]) -> Any:
+    return decoding.generate(
+        models[candidate.model],
+        prompts,
+        decoding.find(candidate.method),
+        max_new_tokens=task.limit,
+        end_tokens=task.end_tokens,
+        **candidate.options,
+    )
+
+
+def _row(candidate: Candidate, own: Mapping[str, Any], baseline: bool, count: int) -> SweepRow:
+    batches = [own[str(number)] for number in range(count)]
+    answers = [right for batch in batches for right in batch["right"]]
+    return SweepRow(
+        candidate.model,
+        candidate.method,
+        candidate.options,
+        baseline,
+        len(answers),
+        sum(answers),
+        interval(sum(answers), len(answers)),
+        answers,
+        sum(batch["tokens"] for batch in batches),
+        sum(batch["forwards"] for batch in batches),
+        sum(batch["seconds"] for batch in batches),
+        [batch["seconds"] for batch in batches],
+    )
