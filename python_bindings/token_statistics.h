@@ -11,7 +11,7 @@ using Statistics = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Te
 inline Statistics token_statistics(const Tensor& logits, double temperature, int64_t seed, const OptionalTensor& seeds,
                                    int64_t step, const OptionalTensor& steps, const OptionalTensor& positions,
                                    const OptionalTensor& row_index, const std::vector<int64_t>& suppress, int64_t top_k,
-                                   double top_p, double min_p, const std::string& distribution) {
+                                   double top_p, double min_p, const std::string& distribution, int64_t first_id) {
   const Launch launch(logits);
   const SameDevice device(logits);
   const Rows rows(logits);
@@ -20,10 +20,11 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   PDK_FITS((temperature == 0 || temperature >= 1e-30) && temperature <= 1e30 && top_p >= 0 && top_p <= 1 &&
            min_p >= 0 && min_p <= 1);
   PDK_FITS(top_k >= 1 && top_k <= kMaxTopK && top_k <= rows.width && suppress.size() <= kMaxSuppressed);
+  PDK_FITS(first_id >= 0 && first_id % 4 == 0 && first_id <= kWords - rows.width);
   TokenStatisticsArgs args = {};
   args.element = row_element(logits);
   args.logits = rows.view();
-  args.source_rows = rows.count, args.width = rows.width;
+  args.source_rows = rows.count, args.width = rows.width, args.first_id = first_id;
   const std::vector<int64_t> shape = row_index.has_value() ? sizes_of(*row_index) : shape_of(logits, -1);
   args.rows = 1;
   for (const int64_t size : shape) args.rows *= size;

@@ -27,8 +27,11 @@ def token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    first_id: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as in `pdkernels.token_statistics`.
+
+    The random numbers are those of the tokens `first_id` and after; ids count from 0 all the same.
 
     >>> ids, probs, top_ids, *_ = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)
     >>> ids.item(), round(probs.item(), 4), top_ids.tolist()
@@ -50,7 +53,7 @@ def token_statistics(
     if temperature > 0:
         places = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
         steps = torch.as_tensor(step, device=rows.device).expand(shape).reshape(-1, 1).long()
-        columns = torch.arange(rows.shape[-1], device=rows.device)
+        columns = first_id + torch.arange(rows.shape[-1], device=rows.device)
         if isinstance(seed, Tensor):
             seed = seed.expand(shape).reshape(-1, 1)
         noise = torch.log(-torch.log(uniforms(seed, steps, places, columns)))

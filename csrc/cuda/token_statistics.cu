@@ -238,7 +238,7 @@ __device__ Drawn draw(const TokenStatisticsArgs& args, int64_t r, int64_t begin,
   const PhiloxKey key = args.seeds.key(r);
   const float temperature = static_cast<float>(args.temperature);
   const auto words_at = [&](int64_t token) {
-    return philox4x32({{static_cast<uint32_t>(token / 4), position, step, 0}}, key);
+    return philox4x32({{static_cast<uint32_t>((args.first_id + token) / 4), position, step, 0}}, key);
   };
   const auto possible = [&](float x) { return x != -INFINITY && !(x < cut); };
   float rough[kEach], best = -INFINITY;

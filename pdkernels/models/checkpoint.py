@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from pdkernels.models.config import RecurrentDepthConfig, TransformerConfig
+from pdkernels.models.folder import Weights
 from pdkernels.models.layout import Layout
 from pdkernels.models.plan_tokens import PlanTokens
 from pdkernels.models.tokenizers import Tokenizer
@@ -28,6 +29,8 @@ class Checkpoint(NamedTuple):
     end_tokens: tuple[int, ...]
     mask_token: int | None = None
     plan_tokens: PlanTokens | None = None
+    weights: Weights | None = None
+    """Its files, where parts of tensors can be read from them."""
 
     def with_mask_token(self) -> Checkpoint:
         """The same one with one more id, which is the mask token's."""

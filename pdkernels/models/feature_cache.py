@@ -12,10 +12,9 @@ form is reference/dllm_cache.py. What the code keeps and never reads has no plac
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
-import torch.nn.functional as F
 
 from pdkernels._validation import check, check_index, check_type
 from pdkernels.backends import backend_of
@@ -44,6 +43,15 @@ class _Step(NamedTuple):
     def recomputed_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Of new rows, by their numbers; -1 stays."""
         return torch.where(rows >= 0, rows + self.prompt_lengths[:, None], -1)
+
+
+@runtime_checkable
+class SomeHeads(Protocol):
+    """A model that holds some of the heads, the others being elsewhere."""
+
+    def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
+        """Keys or values ``(..., own KV heads, head_dim)`` with those of the others: ``(..., all KV heads, head_dim)``."""
+        ...
 
 
 class FeatureCache:
@@ -216,7 +224,7 @@ class FeatureCache:
         place = torch.arange(tokens.shape[1], device=tokens.device)
         places = step.places._replace(slots=torch.where(place < step.places.visible[:, None], place, -1))
         new = step.recomputed_rows(step.new_rows)
-        x = F.embedding(tokens, model.embedding)
+        x = model.embed(tokens)
         for index, layer in enumerate(model.layers):
             added = layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
             x = x + self._keep(self._attention[index], added, new)
@@ -231,12 +239,12 @@ class FeatureCache:
     def _some(self, step: _Step, prompt_due: bool, new_due: bool) -> torch.Tensor:
         """New rows, all or those that moved, and the prompt's where they are due, or in the first layer its last one."""
         model, lengths = self._model, step.prompt_lengths[:, None]
-        new = F.embedding(step.tokens.gather(1, lengths + self._new_rows), model.embedding)
+        new = model.embed(step.tokens.gather(1, lengths + self._new_rows))
         old, slots = None, lengths - 1
         if prompt_due:
             slots = torch.where(self._prompt_rows < lengths, self._prompt_rows, -1)
         if prompt_due or self._shift:
-            old = F.embedding(step.tokens.gather(1, slots.clamp(min=0)), model.embedding)
+            old = model.embed(step.tokens.gather(1, slots.clamp(min=0)))
         last = lengths - 1 if prompt_due else torch.zeros_like(lengths)
         for index in range(len(model.layers)):
             new, old = self._layer(index, step, new, new_due or index == 0, old, slots)
@@ -288,15 +296,33 @@ class FeatureCache:
         """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: of no row."""
         most = int(self._generated * self._ratio)
         wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
-        rows = select_stale_rows_(
+        starts, fresh, cached, table, update = (
+            step.prompt_lengths,
             v,
             self._kv.v[layer],
-            step.prompt_lengths,
+            self._kv.block_table,
+            self._update,
+        )
+        if isinstance(self._model, SomeHeads):
+            # The choice is by all heads. It is made on copies; the rows that are chosen get their new values when they are stored.
+            places = (starts[:, None] + self._new_rows).clamp(max=self._kv.capacity - 1)[..., None, None]
+            mine = self._kv.layer(layer, self._kv.capacity)[1]
+            mine = mine.gather(1, places.expand(-1, -1, *mine.shape[2:]))
+            if update == "all":
+                select_stale_rows_(
+                    v, cached, starts, count=0, counts=step.counts, block_table=table, backend=self._backend
+                )
+            fresh, cached = (x.contiguous() for x in self._model.with_all_heads(torch.stack((v, mine))))
+            starts, table, update = torch.zeros_like(starts), None, "none"
+        rows = select_stale_rows_(
+            fresh,
+            cached,
+            starts,
             count=most,
             wanted=wanted,
             counts=step.counts,
-            update=self._update,
-            block_table=self._kv.block_table,
+            update=update,
+            block_table=table,
             backend=self._backend,
         )
         return rows if most else None

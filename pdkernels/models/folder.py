@@ -111,6 +111,25 @@ class Weights:
         except (SafetensorError, OSError, RuntimeError, ValueError) as error:
             fail(OP, some(sorted(self._open)), "be readable as safetensors", _why(error))
 
+    def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """Of a tensor of one or two dimensions, what lies between `start` and `stop` of dimension `dim`; no more is read."""
+        file = self.stored[name].file
+        try:
+            known = self._open[file].get_slice(name)
+            part: torch.Tensor = known[start:stop] if dim == 0 else known[:, start:stop]
+            return part
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            fail(OP, file, "be readable as safetensors", _why(error))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor, on the CPU."""
+        file = self.stored[name].file
+        try:
+            tensor: torch.Tensor = self._open[file].get_tensor(name)
+            return tensor
+        except (SafetensorError, OSError, RuntimeError, ValueError) as error:
+            fail(OP, file, "be readable as safetensors", _why(error))
+
     def _read_header(self, path: Path, name: str) -> None:
         try:
             with path.open("rb") as file:

@@ -76,6 +76,10 @@ class Layout(NamedTuple):
             check(same, OP, self.head, "equal the embedding of a tied model", "another matrix", remedy)
         return ours
 
+    def name_in(self, names: Mapping[str, object], part: str) -> str:
+        """The name under which a checkpoint with these `names` stores a part: a tied head may stand for the embedding."""
+        return self.head if self.tied and part == self.embedding and part not in names else part
+
     def scatter(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The inverse of `gather`: views with the published names."""
         theirs: dict[str, torch.Tensor] = {}

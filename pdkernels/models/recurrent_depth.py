@@ -240,7 +240,7 @@ class RecurrentDepth(nn.Module):
     def prelude(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """The embedding e `(batch, T, hidden_size)` of `tokens` `(batch, T)`, which every recurrence sees again."""
         try:
-            x = F.embedding(tokens, self.embedding) * self.config.embedding_scale
+            x = self._look_up(tokens) * self.config.embedding_scale
         except IndexError:
             expectation = f"hold ids in [0, {self.config.vocab_size})"
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
@@ -272,7 +272,13 @@ class RecurrentDepth(nn.Module):
         x = self._run(self.coda_layers, x, context, self.config.prelude_layers + self.config.core_layers)
         if rows is not None:
             x = select_rows("RecurrentDepth", x, rows)
-        return linear(rms_norm(x, self.norm, self.config.norm_eps), self.embedding)
+        return self._said(rms_norm(x, self.norm, self.config.norm_eps))
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
+
+    def _said(self, normed: torch.Tensor) -> torch.Tensor:
+        return linear(normed, self.embedding)
 
     def _run(
         self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int

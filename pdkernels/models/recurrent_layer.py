@@ -54,8 +54,14 @@ class RecurrentLayer(nn.Module):
         """What stands before norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` that of the cache."""
         qkv = linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
         mixed = self._attention(qkv, context, slot).flatten(-2)
-        h, normed = add_norm(linear(mixed, self.output), x, self.norm_2, self.norm_3, self.config.norm_eps)
-        return linear(gated(linear(normed, self.gate_up)), self.down), h
+        h, normed = add_norm(self._project_out(mixed), x, self.norm_2, self.norm_3, self.config.norm_eps)
+        return self._mlp(normed), h
+
+    def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
+        return linear(mixed, self.output)
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        return linear(gated(linear(normed, self.gate_up)), self.down)
 
     def _attention(self, qkv: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
         """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""

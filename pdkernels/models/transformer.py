@@ -334,7 +334,7 @@ class Transformer(nn.Module):
         return NewRows(rotation, self.config.rope_style, self.config.kv_heads, visibility, cache, counts)
 
     def _run(self, tokens: torch.Tensor, rows: NewRows | RecomputedRows, gate: torch.Tensor | None) -> torch.Tensor:
-        x = self._embed(tokens)
+        x = self.embed(tokens)
         added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
             if added is None:
@@ -344,13 +344,17 @@ class Transformer(nn.Module):
             x, added = layer(x, normed, partial(rows.attend_, layer=index), gate)
         return x if added is None else x + added
 
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The rows of the embedding, `(batch, T, hidden_size)`, where the first layer starts."""
         try:
-            return F.embedding(tokens, self.embedding)
+            return self._look_up(tokens)
         except IndexError:
             expectation = f"hold ids in [0, {self.config.vocab_size})"
             actual = f"{int(tokens.min())}..{int(tokens.max())}"
             raise ValueError(message("Transformer", "tokens", expectation, actual)) from None
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, self.embedding)
 
     def _validate(
         self,

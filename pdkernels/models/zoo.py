@@ -89,20 +89,14 @@ def load(
         >>> result.text
         's\\n'
     """
-    given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
-    check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
-    check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
-    device = _usable(device)
+    given, device = checked_request(name_or_path, dtype, device)
     if given in available():
         plain = adapter is None and drafter is None
         check(plain, OP, "adapter", "be for a checkpoint", f"one for the tiny model {given}")
         return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
     if given in PACKAGED:
         given = str(packaged(given))
-    file = given.lower().endswith(".gguf") and os.path.isfile(given)
-    found = (
-        gguf.read(Path(given), dtype) if file else _folder_checkpoint(_folder(given, name_or_path is not given), dtype)
-    )
+    found = checkpoint_of(given, name_or_path is not given, dtype)
     # Before the weights: what is wrong with an adapter then costs nothing.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
@@ -120,6 +114,23 @@ def load(
     return _assemble(
         found.config, state, found.dtype, device, found.tokenizer, found.end_tokens, found.mask_token, found.plan_tokens
     )
+
+
+def checked_request(
+    name_or_path: str | Path, dtype: torch.dtype | None, device: torch.device | str
+) -> tuple[str, torch.device]:
+    """The name or path and the device, where they are one."""
+    given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
+    check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
+    check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
+    return given, _usable(device)
+
+
+def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None) -> Checkpoint:
+    """The checkpoint in a folder or a GGUF file, its weights not yet read."""
+    if given.lower().endswith(".gguf") and os.path.isfile(given):
+        return gguf.read(Path(given), dtype)
+    return _folder_checkpoint(_folder(given, is_path), dtype)
 
 
 def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
@@ -232,7 +243,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
     def state() -> dict[str, torch.Tensor]:
         return layout.gather(weights.tensors())
 
-    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens)
+    return Checkpoint(config, layout, dtype, state, tokenizer, ends, mask_token, plan_tokens, weights)
 
 
 def _described(fields: Fields) -> tuple[Config, Layout]:

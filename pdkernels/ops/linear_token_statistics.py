@@ -11,6 +11,7 @@ from torch import Tensor
 from pdkernels._validation import check_floats, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import DEBUG_CHECKS, Draw, call, define
+from pdkernels.ops._vocabulary import Part, check_part
 from pdkernels.ops.linear import linear_op
 from pdkernels.ops.token_statistics import (
     OPTIONS,
@@ -18,8 +19,11 @@ from pdkernels.ops.token_statistics import (
     Options,
     TokenStatistics,
     check_options,
+    chosen_rows,
     given_top_k,
+    merged_statistics,
     new_results,
+    part_record,
     raw_options,
     reference_options,
     rows_shape,
@@ -50,6 +54,8 @@ def linear_token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    group: Any = None,
+    first_id: int = 0,
     backend: Backend = "auto",
 ) -> TokenStatistics:
     """`token_statistics` of the logits ``hidden @ weight^T``, of which there are never more than some at a time.
@@ -65,6 +71,8 @@ def linear_token_statistics(
         temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution: as in `token_statistics`.
         row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. So a
             sampler passes all hidden states and names those it asks about.
+        group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows go by blocks on CUDA too, and under
+            filters all logits of the rank's slice are there at once.
         backend: see `pdkernels.show_config`. The reference holds all logits, and takes float64 too.
 
     Returns:
@@ -89,11 +97,37 @@ def linear_token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    top_k = given_top_k(top_k, weight, 0)
+    check_part(OP, group, first_id)
+    top_k = given_top_k(top_k, weight, 0, group)
     options = raw_options(
         OP, "hidden", hidden, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
+    if group is not None:
+        return _merged(hidden, weight, Options(*options), Part(group, first_id, len(weight)), backend)
     return TokenStatistics(*call(linear_token_statistics_op, (hidden, weight, *options), hidden, backend))
+
+
+def _merged(hidden: Tensor, weight: Tensor, given: Options, part: Part, backend: Backend) -> TokenStatistics:
+    """Records are made by blocks of rows, and exchanged all at once."""
+    _check_product(hidden, weight)
+    _check_values(hidden, given) if hidden.device.type == "cpu" else None
+    shape = rows_shape(hidden, given.row_index)
+    rows, index, given = chosen_rows(OP, hidden, len(weight), given)
+    # Ranks exchange logits under filters, so there all have one block.
+    filtered = given.top_p < 1 or given.min_p > 0
+    size = max(1, len(rows) if filtered else BLOCK_LOGITS // len(weight))
+    records, theres = [], []
+    for start in range(0, max(len(rows), 1), size):
+        piece = slice(start, start + size)
+        block = rows[piece]
+        logits = torch.nn.functional.linear(block, weight) if backend == "reference" else _product(block, weight)
+        columns = (None if x is None else x[piece] for x in (given.positions, given.steps, given.seeds))
+        cut = given._replace(**dict(zip(("positions", "steps", "seeds"), columns)))  # type: ignore[arg-type]
+        here = None if index is None else torch.where(index[piece] < 0, -1, index[piece] - start)
+        record, there = part_record(logits, here, cut._replace(row_index=here), part, backend)
+        records.append(record)
+        theres.append(there)
+    return merged_statistics(OP, hidden, torch.cat(records), torch.cat(theres), given, part.group, shape)
 
 
 def _check_values(hidden: Tensor, options: Options) -> None:
@@ -114,13 +148,17 @@ def _check_values(hidden: Tensor, options: Options) -> None:
                 fail(OP, name, "be in [0, 2**32)", values[outside][0].item())
 
 
-def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def _check_product(hidden: Tensor, weight: Tensor) -> None:
     check_floats(OP, "hidden", hidden)
     if hidden.dim() == 0 or hidden.shape[-1] == 0:
         fail(OP, "hidden", "have shape (..., E), E at least 1", tuple(hidden.shape))
     check_floats(OP, "weight", weight, like=hidden)
     if weight.dim() != 2 or weight.shape[0] == 0 or weight.shape[1] != hidden.shape[-1]:
         fail(OP, "weight", f"have shape (V, {int(hidden.shape[-1])}), V at least 1", tuple(weight.shape))
+
+
+def _fake(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    _check_product(hidden, weight)
     given = Options(*options)
     check_options(OP, hidden, weight.shape[0], given)
     return new_results(hidden, rows_shape(hidden, given.row_index), given.top_k)

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from pdkernels._validation import check_floats, check_index, check_indices, check_int, check_number, check_type, fail
 from pdkernels.backends import Backend
 from pdkernels.ops._library import Draw, call, define, keys
+from pdkernels.ops._vocabulary import Draws, Part, check_part, merged, own_tokens, recorded
 from pdkernels.reference import token_statistics as reference
 
 __all__ = ["TokenStatistics", "token_statistics"]
@@ -80,6 +82,8 @@ def token_statistics(
     top_p: float = 1.0,
     min_p: float = 0.0,
     distribution: str = "model",
+    group: Any = None,
+    first_id: int = 0,
     backend: Backend = "auto",
 ) -> TokenStatistics:
     """A token for each row of logits, its probability, the runners-up, margin, entropy and log-sum-exp.
@@ -112,6 +116,9 @@ def token_statistics(
         top_k: how many of the most probable tokens, 1 .. min(V, 16). None: 5, or V where that is less.
         top_p, min_p: in [0, 1].
         distribution: ``"model"`` or ``"sampling"``.
+        group: a `torch.distributed.ProcessGroup` whose ranks hold the vocabulary in slices, in the order of the ranks; `logits` are
+            those of this rank's slice. All of them call with equal options, and all get the same results, bit for bit.
+        first_id: the id of the first of these logits, a multiple of 4: how many ids the ranks before hold. For a group only.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
 
     Raises:
@@ -119,6 +126,11 @@ def token_statistics(
             step below 0 or above 2**32 - 1 that a draw would use. On CUDA such a row counts as no row, and of positions and
             steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
+
+    With a `group` ids, `suppress` and `top_k` (None: 5) are of the whole vocabulary. No logits are exchanged, but one record of
+    ``8 (7 + 3 max(top_k, 2))`` bytes a row, and under `top_p` or `min_p` the largest logits of each rank until the filters are settled, for
+    which the host waits. Tokens are those of one device, draws included: noise belongs to ids, and
+    scores are compared in double precision.
 
     No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
     at temperature 0.
@@ -132,15 +144,31 @@ def token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    top_k = given_top_k(top_k, logits, -1)
-    options = raw_options(
+    if has_torch_function_unary(logits):  # a vocabulary in slices, as models in parallel give it
+        options: dict[str, Any] = dict(
+            temperature=temperature, seed=seed, step=step, positions=positions, row_index=row_index
+        )
+        options |= dict(suppress=suppress, top_k=top_k, top_p=top_p, min_p=min_p, distribution=distribution)
+        found: TokenStatistics = handle_torch_function(token_statistics, (logits,), logits, **options, backend=backend)
+        return found
+    check_part(OP, group, first_id)
+    top_k = given_top_k(top_k, logits, -1, group)
+    raw = raw_options(
         OP, "logits", logits, temperature, seed, step, positions, row_index, suppress, top_k, top_p, min_p, distribution
     )
-    return TokenStatistics(*call(token_statistics_op, (logits, *options), logits, backend))
+    if group is not None:
+        given = Options(*raw)
+        _check_logits(logits)
+        rows, index, given = chosen_rows(OP, logits, logits.shape[-1], given)
+        record, there = part_record(rows, index, given, Part(group, first_id, logits.shape[-1]), backend)
+        return merged_statistics(OP, logits, record, there, given, group, rows_shape(logits, row_index))
+    return TokenStatistics(*call(token_statistics_op, (logits, *raw), logits, backend))
 
 
-def given_top_k(top_k: int | None, x: Tensor, dim: int) -> int:
-    """`top_k`, or what None stands for where the vocabulary is dimension `dim` of `x`."""
+def given_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
+    """`top_k`, or what None stands for where the vocabulary is dimension `dim` of `x`; ranks of a group must agree on it."""
+    if top_k is None and group is not None:
+        return 5
     if top_k is None:
         top_k = min(5, x.shape[dim]) if isinstance(x, Tensor) and x.dim() > 0 else 5
     return top_k
@@ -220,12 +248,82 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
             fail(op, "suppress", f"be ids in 0 .. {int(width) - 1}", token)
 
 
-def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
+def chosen_rows(op: str, x: Tensor, width: int, given: Options) -> tuple[Tensor, Tensor | None, Options]:
+    """The rows of `x` that a rank of a group looks at, which of them are none (-1), and the options as those rows take them."""
+    whole = given._replace(suppress=(), top_k=1)
+    check_options(op, x, width, whole)
+    check_int(op, "top_k", given.top_k)
+    if not 1 <= given.top_k <= MAX_TOP_K:
+        fail(op, "top_k", f"be in 1 .. {MAX_TOP_K}", given.top_k)
+    _check_suppress(op, given.suppress, 2**32)
+    rows = x.reshape(-1, x.shape[-1])
+    positions, steps, seeds = (
+        None if t is None else t.reshape(-1) for t in (given.positions, given.steps, given.seeds)
+    )
+    index = None
+    if given.row_index is None:
+        number = torch.arange(len(rows), device=x.device)
+    else:
+        number = given.row_index.reshape(-1).long()
+        there = (number >= 0) & (number < len(rows))
+        if x.device.type == "cpu" and not bool((there | (number == -1)).all()):
+            fail(op, "row_index", f"be in [-1, {len(rows) - 1}]", number[~there & (number != -1)][0].item())
+        taken = torch.where(there, number, 0)
+        rows = rows.index_select(0, taken) if len(rows) else rows.new_zeros(len(taken), rows.shape[1])
+        index = torch.where(there, torch.arange(len(taken), device=x.device), -1)
+    positions = number if positions is None else positions
+    return rows, index, given._replace(row_index=index, positions=positions, steps=steps, seeds=seeds)
+
+
+def part_record(
+    logits: Tensor, index: Tensor | None, given: Options, part: Part, backend: Backend
+) -> tuple[Tensor, Tensor]:
+    """The record that a rank makes of its `logits` ``(rows, width)``, and which rows are there."""
+    if own := own_tokens(given.suppress, part):
+        logits = logits.index_fill(-1, torch.tensor(own, device=logits.device), -torch.inf)
+    there = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if index is None else index >= 0
+
+    def run(rows: Tensor, **changes: Any) -> tuple[Tensor, ...]:
+        options = given._replace(suppress=(), top_p=1.0, min_p=0.0, **changes)
+        results: tuple[Tensor, ...] = call(token_statistics_op, (rows, *options, part.first_id), rows, backend)
+        return results
+
+    return recorded(logits, there, given.top_k, _draws(given), part, run), there
+
+
+def merged_statistics(
+    op: str, x: Tensor, record: Tensor, there: Tensor, given: Options, group: Any, shape: torch.Size
+) -> TokenStatistics:
+    """The results of rows of this `shape` from the records of all ranks."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    results = merged(op, record, there, given.top_k, _draws(given), group, dtype)
+    return TokenStatistics(*(t.view((*shape, *t.shape[1:])) for t in results))
+
+
+def _draws(given: Options) -> Draws:
+    def column(one: int, several: Tensor | None) -> Tensor | int:
+        return one if several is None else several[:, None]
+
+    assert given.positions is not None
+    seeds, steps = column(given.seed, given.seeds), column(given.step, given.steps)
+    positions = given.positions.long().clamp(min=0)
+    return Draws(given.temperature, seeds, steps, positions, given.top_p, given.min_p, given.distribution)
+
+
+def _check_logits(logits: Tensor) -> None:
     check_floats(OP, "logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         fail(OP, "logits", "have shape (..., V), V at least 1", tuple(logits.shape))
-    given = Options(*options)
+
+
+def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
+    _check_logits(logits)
+    count = len(Options._fields)
+    given, first_id = Options(*options[:count]), options[count] if len(options) > count else 0
     check_options(OP, logits, logits.shape[-1], given)
+    check_int(OP, "first_id", first_id)
+    if first_id < 0 or first_id % 4 or first_id + logits.shape[-1] > 2**32:
+        fail(OP, "first_id", "be a multiple of 4 in [0, 2**32 - V]", first_id)
     return new_results(logits, rows_shape(logits, given.row_index), given.top_k)
 
 
@@ -238,7 +336,10 @@ def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
 
 
 def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
-    results: tuple[Tensor, ...] = reference.token_statistics(logits, *reference_options(options))
+    count = len(Options._fields)
+    results: tuple[Tensor, ...] = reference.token_statistics(
+        logits, *reference_options(options[:count]), *options[count:]
+    )
     return results
 
 
@@ -253,5 +354,9 @@ def _example(draw: Draw) -> dict[str, Any]:
 
 
 token_statistics_op = define(
-    f"{OP}(Tensor logits, {OPTIONS}) -> {RESULTS}", fake=_fake, reference=_reference, example=_example, gradients="cut"
+    f"{OP}(Tensor logits, {OPTIONS}, int first_id=0) -> {RESULTS}",
+    fake=_fake,
+    reference=_reference,
+    example=_example,
+    gradients="cut",
 )

@@ -147,7 +147,7 @@ PDK_INLINE void draw_from(const TokenStatisticsArgs& args, int64_t r, const T* l
   comparison.set_best(runners.score);
   alignas(64) uint32_t words[kStrip];
   for_strips(0, count, [&](int64_t first, int64_t last) {
-    random.write(words, first_id + first, last - first);
+    random.write(words, args.first_id + first_id + first, last - first);
     Vec best = splat(-1.0f);
     const auto chance = [&](int64_t at, auto lanes) {
       return comparison.chance(load(logits + at, lanes, -kInfinity),

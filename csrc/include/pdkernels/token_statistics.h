@@ -90,6 +90,7 @@ struct TokenStatisticsArgs {
   RowsView logits;
   int64_t rows;  // to evaluate
   int64_t source_rows, width;
+  int64_t first_id;  // of the first logit, a multiple of 4: names the random words, while all ids count from 0
   IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
   uint32_t step;
   PhiloxSeeds seeds;

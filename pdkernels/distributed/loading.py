@@ -1,0 +1,99 @@
+"""Checkpoints of which each rank reads its own part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pdkernels._validation import check
+from pdkernels.distributed.shards import Piece, Shards
+from pdkernels.distributed.tensor_parallel import ParallelModel, assembled, group_of, parallelize
+from pdkernels.models.folder import Weights
+from pdkernels.models.layout import Layout, Parts
+from pdkernels.models.packaged import PACKAGED, packaged
+from pdkernels.models.zoo import available, checked_request, checkpoint_of
+from pdkernels.models.zoo import load as load_whole
+
+OP = "distributed.load"
+
+
+def load(
+    name_or_path: str | Path, mesh: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> ParallelModel:
+    """As `pdkernels.models.load` and `parallelize`, but a rank reads no more of a checkpoint's folder than what it keeps.
+
+    Args:
+        name_or_path: as for `pdkernels.models.load`. Of models in the package and of GGUF files each rank reads the whole.
+        mesh: as for `parallelize`.
+        dtype, device: as for `pdkernels.models.load`. With one GPU a rank, its own: ``f"cuda:{local_rank}"``.
+
+    Returns:
+        The rank's part of the model.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, ImportError: as both of them.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> model = pd.distributed.load("/models/llada-8b", mesh, device="cuda:0")   # doctest: +SKIP
+    """
+    group = group_of(OP, mesh)
+    given, usable = checked_request(name_or_path, dtype, device)
+    if given in available():
+        return parallelize(load_whole(given, dtype=dtype), group).to(usable)
+    if given in PACKAGED:
+        given = str(packaged(given))
+    found = checkpoint_of(given, name_or_path is not given, dtype)
+    if found.weights is None:
+        return parallelize(load_whole(given, dtype=dtype), group).to(usable)
+    shards = Shards(found.config, dist.get_rank(group), dist.get_world_size(group))
+    read = _read(found.layout, found.weights, shards)
+    parts = ((name, tensor.to(usable, found.dtype)) for name, tensor in read)
+    facts: dict[str, Any] = {"tokenizer": found.tokenizer, "end_tokens": found.end_tokens}
+    if hasattr(found.config, "predicts"):  # a Transformer's
+        facts |= {"mask_token": found.mask_token, "plan_tokens": found.plan_tokens}
+    return assembled(found.config, shards, group, parts, facts)
+
+
+def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
+    """The rank's part of each parameter, one after the other."""
+    for name, parts in layout.parts():
+        sources = {layout.name_in(weights.stored, part): shape for part, shape in parts.items()}
+        piece = shards.piece(name)
+        tensor = _part(weights, sources, piece)
+        if name == "embedding" and layout.tied and layout.head in weights.stored and layout.head not in sources:
+            head = _part(weights, {layout.head: weights.stored[layout.head].shape}, piece)
+            same = head.dtype == tensor.dtype and torch.equal(head, tensor)
+            remedy = f"It is {layout.source} that says whether they are tied."
+            check(same, OP, layout.head, "equal the embedding of a tied model", "another matrix", remedy)
+        yield name, tensor
+
+
+def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor:
+    """A piece of what the stored tensors are together, the rows of one behind those of the other."""
+    if piece is None:
+        tensors = [_flat(weights.whole(name)) for name in sources]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if piece.dim == 1:
+        ((name, _),) = sources.items()
+        ((start, stop),) = piece.ranges
+        return weights.part(name, 1, start, stop).contiguous()
+    taken = []
+    for low, high in piece.ranges:
+        first = 0
+        for name, shape in sources.items():
+            rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else shape[0]
+            start, stop = max(low - first, 0), min(high - first, rows)
+            if start < stop:
+                few = len(shape) > 2  # biases, which we keep as a matrix
+                taken.append(_flat(weights.whole(name))[start:stop] if few else weights.part(name, 0, start, stop))
+            first += rows
+    return torch.cat(taken)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dim() <= 2 else tensor.flatten(0, -2)

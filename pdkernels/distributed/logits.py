@@ -1,0 +1,266 @@
+"""Logits whose vocabulary lies on several ranks, and what is asked of them without bringing them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import message
+from pdkernels.ops import token_statistics
+from pdkernels.ops._collectives import gathered
+from pdkernels.ops._vocabulary import Part
+
+_T = torch.Tensor
+
+
+def _getters(*names: str) -> set[Any]:
+    return {getattr(_T, name).__get__ for name in names}
+
+
+# What is known without numbers.
+_FACTS = _getters("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
+_FACTS |= {_T.dim, _T.size, _T.numel, _T.is_floating_point, _T.__len__, _T.element_size, torch.is_floating_point}
+# Number by number, and rows in their order.
+_EACH = {
+    _T.double,
+    _T.float,
+    _T.to,
+    _T.clone,
+    _T.contiguous,
+    _T.detach,
+    _T.exp,
+    _T.log,
+    _T.neg,
+    _T.isnan,
+    _T.isfinite,
+    _T.clamp,
+}
+_EACH |= {_T.add, _T.sub, _T.mul, _T.div, _T.__add__, _T.__sub__, _T.__mul__, _T.__truediv__, _T.__radd__, _T.__rsub__}
+_EACH |= {
+    _T.__rmul__,
+    _T.__lt__,
+    _T.__gt__,
+    _T.__le__,
+    _T.__ge__,
+    _T.__eq__,
+    _T.__ne__,
+    _T.lt,
+    _T.gt,
+    _T.le,
+    _T.ge,
+    _T.eq,
+    _T.ne,
+}
+_EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or__, _T.__invert__}
+
+
+class ShardedLogits(torch.Tensor):
+    """Logits ``(..., vocab_size)`` of which this rank holds a slice; what `parallelize`d models give.
+
+    Token statistics, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers a row from the other ranks;
+    arithmetic needs none. Whatever else is asked for is computed on all logits, `full_tensor`, which then are exchanged. All ranks ask for
+    the same. Changes in place reach whole columns: ``logits[..., token] = value``.
+    """
+
+    local: Tensor
+    """``(..., width)``: of the rank's ids."""
+    part: Part
+
+    def __new__(cls, local: Tensor, part: Part, vocab_size: int) -> ShardedLogits:
+        shape = (*local.shape[:-1], vocab_size)
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        made.local, made.part = local, part
+        return cast(ShardedLogits, made)
+
+    def full_tensor(self) -> Tensor:
+        """All logits, on every rank."""
+        # Slices are as wide as the first one's, but for the last rank's.
+        with torch._C.DisableTorchFunctionSubclass():
+            size, ranks = self.shape[-1], torch.distributed.get_world_size(self.part.group)
+        widest = -(-size // (4 * ranks)) * 4
+        padded = torch.nn.functional.pad(self.local, (0, widest - self.part.width))
+        parts = gathered(padded.view(torch.uint8) if padded.dtype == torch.bool else padded, self.part.group)
+        whole = torch.cat(list(parts.unbind(0)), -1)[..., :size]
+        return whole.bool() if padded.dtype == torch.bool else whole
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            first, width, shape = self.part.first_id, self.part.width, tuple(self.shape)
+        return f"ShardedLogits{shape}, here {first} .. {first + width - 1}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FACTS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _EACH:
+            return _each(func, args, kwargs)
+        rule = _RULES.get(func)
+        if rule is not None and isinstance(args[0], ShardedLogits):
+            answer = rule(*args, **kwargs)
+            if answer is not None:
+                return answer
+        name = getattr(func, "__name__", str(func))
+        # `x.add_` and the like would change a copy.
+        if (name.endswith("_") and not name.endswith("__")) or name in ("__setitem__", "__set__") or "out" in kwargs:
+            remedy = "Change .full_tensor(), which is a copy."
+            raise NotImplementedError(message("distributed", "logits", "not be changed by " + name, "a slice", remedy))
+        args, kwargs = torch.utils._pytree.tree_map_only(ShardedLogits, ShardedLogits.full_tensor, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = torch.utils._pytree.tree_map_only(ShardedLogits, ShardedLogits.full_tensor, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """A function of numbers in their places, on the rank's own slice; tensors as wide as the vocabulary are sliced as well."""
+    leaves, tree = torch.utils._pytree.tree_flatten((args, kwargs))
+    like = next(x for x in leaves if isinstance(x, ShardedLogits))
+    part, size = like.part, _width(like)
+
+    def mine(x: Any) -> Any:
+        if isinstance(x, ShardedLogits):
+            return x.local
+        if isinstance(x, Tensor) and x.dim() and size > 1 and x.shape[-1] == size:
+            return x[..., part.first_id : part.first_id + part.width]
+        return x
+
+    args, kwargs = torch.utils._pytree.tree_unflatten([mine(x) for x in leaves], tree)
+    return ShardedLogits(func(*args, **kwargs), part, size)
+
+
+def _width(x: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape[-1]
+
+
+def _last(x: ShardedLogits, dim: Any) -> bool:
+    return type(dim) is int and dim in (-1, x.local.dim() - 1)
+
+
+def _shaped(x: Tensor, keepdim: bool) -> Tensor:
+    return x.unsqueeze(-1) if keepdim else x
+
+
+def _argmax(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor | None:
+    if not _last(x, dim):
+        return None
+    best = x.local.argmax(-1, keepdim=True)
+    pair = torch.stack((x.local.gather(-1, best)[..., 0].double(), (best[..., 0] + x.part.first_id).double()), -1)
+    values, ids = gathered(pair, x.part.group).unbind(-1)
+    # The first of equals, as everywhere; a NaN counts as the largest.
+    return _shaped(ids.gather(0, values.argmax(0, keepdim=True))[0].long(), keepdim)
+
+
+def _amax(x: ShardedLogits, dim: Any = (), keepdim: bool = False) -> Tensor | None:
+    return _shaped(gathered(x.local.amax(-1), x.part.group).amax(0), keepdim) if _last(x, dim) else None
+
+
+def _logsumexp(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor | None:
+    if not _last(x, dim):
+        return None
+    return _shaped(gathered(x.local.logsumexp(-1), x.part.group).logsumexp(0), keepdim)
+
+
+def _softmax(x: ShardedLogits, dim: Any = None, dtype: torch.dtype | None = None, **rest: Any) -> Any:
+    if not _last(x, dim):
+        return None
+    local = x.local if dtype is None else x.local.to(dtype)
+    # As softmax does: a row of nothing but -inf becomes NaN.
+    largest = gathered(local.amax(-1), x.part.group).amax(0)[..., None]
+    terms = (local - largest).exp()
+    total = gathered(terms.sum(-1), x.part.group).sum(0)[..., None]
+    return ShardedLogits(terms / total, x.part, _width(x))
+
+
+def _gather(x: ShardedLogits, dim: Any, index: Tensor, **rest: Any) -> Tensor | None:
+    if not _last(x, dim):
+        return None
+    place = index - x.part.first_id
+    here = (place >= 0) & (place < x.part.width)
+    found = x.local.gather(-1, place.clamp(0, x.part.width - 1))
+    found = torch.where(here, found, torch.zeros_like(found))
+    whole = gathered(found, x.part.group)
+    # Not a sum, in which a NaN or an infinity of the right rank would meet zeros; the owner of an id is known.
+    widest = -(-_width(x) // (4 * len(whole))) * 4
+    return whole.gather(0, (index // widest)[None])[0]
+
+
+def _topk(x: ShardedLogits, k: int, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if not _last(x, dim) or not largest or k > _width(x):
+        return None
+    own = x.local.topk(min(k, x.part.width), -1)
+    spare = k - own.values.shape[-1]
+    values = torch.nn.functional.pad(own.values.double(), (0, spare), value=-torch.inf)
+    ids = torch.nn.functional.pad((own.indices + x.part.first_id).double(), (0, spare), value=-1.0)
+    both = gathered(torch.stack((values, ids), -1), x.part.group)
+    both = both.movedim(0, -3).flatten(-3, -2)
+    values, ids = both.unbind(-1)
+    order = values.sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(-1, (ids.gather(-1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[..., :k]
+    return torch.return_types.topk((values.gather(-1, order).to(x.local.dtype), ids.gather(-1, order).long()))
+
+
+def _getitem(x: ShardedLogits, index: Any) -> Any:
+    """Rows; their numbers stay where they are."""
+    places = index if isinstance(index, tuple) else (index,)
+    taken = 0
+    for place in places:
+        if place is None:
+            continue
+        if place is Ellipsis:
+            return None
+        taken += place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+    if taken >= x.local.dim():
+        return None
+    return ShardedLogits(x.local[index], x.part, _width(x))
+
+
+def _setitem(x: ShardedLogits, index: Any, value: Any) -> Any:
+    """A column, which one rank has."""
+    fits = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and type(index[1]) is int
+    if not fits or isinstance(value, Tensor):
+        return None
+    size = _width(x)
+    if not -size <= index[1] < size:
+        raise IndexError(f"index {index[1]} is out of bounds for dimension {x.local.dim() - 1} with size {size}")
+    place = index[1] % size - x.part.first_id
+    if 0 <= place < x.part.width:
+        x.local[..., place] = value
+    return x
+
+
+def _split(x: ShardedLogits, sizes: Any, dim: int = 0) -> Any:
+    if dim % x.local.dim() == x.local.dim() - 1:
+        return None
+    return tuple(ShardedLogits(part, x.part, _width(x)) for part in x.local.split(sizes, dim))
+
+
+def _statistics(x: ShardedLogits, **options: Any) -> Any:
+    return token_statistics(x.local, group=x.part.group, first_id=x.part.first_id, **options)
+
+
+_RULES: dict[Any, Callable[..., Any]] = {
+    _T.argmax: _argmax,
+    torch.argmax: _argmax,
+    _T.amax: _amax,
+    torch.amax: _amax,
+    _T.logsumexp: _logsumexp,
+    torch.logsumexp: _logsumexp,
+    _T.softmax: _softmax,
+    torch.softmax: _softmax,
+    _T.gather: _gather,
+    torch.gather: _gather,
+    _T.topk: _topk,
+    torch.topk: _topk,
+    _T.__getitem__: _getitem,
+    _T.__setitem__: _setitem,
+    _T.split: _split,
+    token_statistics: _statistics,
+}

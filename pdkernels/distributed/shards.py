@@ -1,0 +1,94 @@
+"""Which part of each parameter a rank holds.
+
+Query heads, KV heads and the MLP's inner width are cut into equal parts in the order of the ranks; so a rank's q, k and v are three pieces
+of one matrix. Rows of the vocabulary go in equal parts too, of a multiple of 4 rows, and what is left to the last rank. Norms, and what
+is added once, are on all ranks. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from pdkernels._validation import check
+from pdkernels.models import RecurrentDepthConfig, TransformerConfig
+
+OP = "distributed.parallelize"
+
+
+class Piece(NamedTuple):
+    """What a rank takes of a tensor: these ranges of a dimension, one behind the other."""
+
+    dim: int
+    ranges: list[tuple[int, int]]
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, which does not keep the whole tensor alive."""
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
+        return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
+
+
+class Shards:
+    """The parts of `rank` of `ranks` of a model with this `config`.
+
+    >>> config = TransformerConfig(vocab_size=258, hidden_size=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate_size=96)
+    >>> second = Shards(config, 1, 2)
+    >>> second.piece("layers.0.qkv")                     # 2 of 4 query heads, a KV head of each kind
+    Piece(dim=0, ranges=[(32, 64), (80, 96), (112, 128)])
+    >>> second.vocabulary, second.local(config).heads
+    ((132, 258), 2)
+    """
+
+    def __init__(self, config: TransformerConfig | RecurrentDepthConfig, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        words = f"be divisible by the {ranks} ranks"
+        check(config.heads % ranks == 0, OP, "heads", words, config.heads)
+        check(config.intermediate_size % ranks == 0, OP, "intermediate_size", words, config.intermediate_size)
+        kv = config.kv_heads
+        shared = ranks % kv == 0
+        check(kv % ranks == 0 or shared, OP, "kv_heads", f"divide the {ranks} ranks, or be divisible by them", kv)
+        share = -(-config.vocab_size // (4 * ranks)) * 4
+        fits = share * (ranks - 1) < config.vocab_size
+        check(fits, OP, "vocab_size", f"give each of {ranks} ranks a multiple of 4 rows", config.vocab_size)
+        self.vocabulary = rank * share, min((rank + 1) * share, config.vocab_size)
+        self.heads = config.heads // ranks
+        # With fewer KV heads than ranks, neighbours hold the same one.
+        self.kv_heads = kv // ranks if kv % ranks == 0 else 1
+        first_kv = rank * self.kv_heads if kv % ranks == 0 else rank * kv // ranks
+        width, inner = config.head_dim, config.intermediate_size // ranks
+        heads = self._ranges(width, config.heads, rank * self.heads, self.heads)
+        keys = self._ranges(width, kv, first_kv, self.kv_heads)
+        starts = 0, config.heads * width, (config.heads + kv) * width
+        qkv = [(start + low, start + high) for start, (low, high) in zip(starts, (heads, keys, keys))]
+        mine = rank * inner, (rank + 1) * inner
+        both = [mine, (config.intermediate_size + mine[0], config.intermediate_size + mine[1])]
+        # One row of `qk_bias` a head.
+        bias = [(rank * self.heads, (rank + 1) * self.heads)]
+        bias.append((config.heads + bias[0][0], config.heads + bias[0][1]))
+        rows, columns = Piece(0, [self.vocabulary]), Piece(1, [heads])
+        self._pieces = {"embedding": rows, "head": rows, "qkv": Piece(0, qkv), "qkv_bias": Piece(0, qkv)}
+        self._pieces |= {"qk_bias": Piece(0, bias), "output": columns, "adapter_in": columns}
+        self._pieces |= {"gate_up": Piece(0, both), "gate_up_bias": Piece(0, both), "down": Piece(1, [mine])}
+        self._inner = inner
+
+    @staticmethod
+    def _ranges(width: int, count: int, first: int, own: int) -> tuple[int, int]:
+        assert first + own <= count
+        return first * width, (first + own) * width
+
+    def piece(self, name: str) -> Piece | None:
+        """What the rank takes of the parameter of this name; None: all of it."""
+        return self._pieces.get(name.rpartition(".")[2])
+
+    def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The rank's part of a whole parameter."""
+        piece = self.piece(name)
+        return tensor.detach() if piece is None else piece.of(tensor.detach())
+
+    def local(self, config: Any) -> Any:
+        """The sizes of the rank's own heads and inner width; the vocabulary stays whole, as callers know it."""
+        if isinstance(config, TransformerConfig):
+            return replace(config, heads=self.heads, kv_heads=self.kv_heads, intermediate_size=self._inner)
+        return replace(config, heads=self.heads, intermediate_size=self._inner)

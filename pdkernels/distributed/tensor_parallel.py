@@ -1,0 +1,256 @@
+"""Models whose heads, MLPs and vocabulary lie on several ranks.
+
+Every rank runs the same program on the same tokens. It computes attention of its own heads and its own part of each MLP, and what
+those add to the residual is summed over the ranks: twice a layer, and once where the embedding is looked up. Its KV cache holds its own
+heads. Logits stay in slices of the vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all of them take the same
+decisions, and a row's do not depend on other rows, so that lossless methods stay so bit for bit.
+
+Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism" (2019), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, cast, overload
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from pdkernels._validation import check, check_type, message
+from pdkernels.backends import backend_of
+from pdkernels.cache import Cache
+from pdkernels.distributed.logits import ShardedLogits
+from pdkernels.distributed.shards import OP, Shards
+from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig
+from pdkernels.models.fused import gated, linear, rms_norm
+from pdkernels.models.layer import Layer
+from pdkernels.models.recurrent_layer import RecurrentLayer
+from pdkernels.ops import TokenStatistics, linear_token_statistics
+from pdkernels.ops._collectives import gathered, summed
+from pdkernels.ops._vocabulary import Part
+
+ParallelModel = Transformer | RecurrentDepth
+
+
+class Ranks:
+    """The group that a model lies on, and the rank's slice of its vocabulary."""
+
+    def __init__(self, group: Any, vocabulary: tuple[int, int], vocab_size: int) -> None:
+        first, end = vocabulary
+        self.group, self.vocab_size = group, vocab_size
+        self.part = Part(group, first, end - first)
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Of what the ranks computed, each in part."""
+        if x.requires_grad and torch.is_grad_enabled():
+            remedy = "Train with FSDP2 or DDP, and parallelize what was trained."
+            raise NotImplementedError(message(OP, "model", "run without gradients", "parameters that need one", remedy))
+        return summed(x, self.group)
+
+    def look_up(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, each of which one rank has."""
+        place = tokens - self.part.first_id
+        elsewhere = (place < 0) | (place >= self.part.width)
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)  # which every rank refuses, as one device does
+        place = torch.where(wrong, self.part.width, torch.where(elsewhere, 0, place))
+        return self.sum(F.embedding(place, embedding).masked_fill(elsewhere[..., None], 0))
+
+    def logits(self, local: torch.Tensor) -> torch.Tensor:
+        """With the slices of the other ranks."""
+        return ShardedLogits(local, self.part, self.vocab_size)
+
+    def agree(self, op: str, device: torch.device, *numbers: int) -> None:
+        """ValueError on all ranks where they ask for different sizes, which else would wait for each other forever."""
+        asked = gathered(torch.tensor(numbers, device=device), self.group).tolist()
+        words = "be called with the same sizes on every rank"
+        check(all(row == asked[0] for row in asked), op, "batch and capacity", words, asked, "Pass equal prompts.")
+
+
+class ParallelLayer(Layer):
+    """The rank's heads of a layer and its part of the MLP."""
+
+    def __init__(self, config: TransformerConfig, ranks: Ranks) -> None:
+        super().__init__(config)
+        self.ranks = ranks
+
+    def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
+        mixed = mixed.flatten(-2)
+        out = linear(mixed, self.output)
+        if adapted is not None:
+            assert self.adapter_in is not None and self.adapter_out is not None
+            # Of a part of the heads, as `out` is: one sum for both.
+            out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
+        return self._biased(out, self.output_bias)
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        return self._biased(linear(gated(linear(normed, self.gate_up, self.gate_up_bias)), self.down), self.down_bias)
+
+    def _biased(self, out: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self.ranks.sum(out)
+        return out if bias is None else out + bias
+
+
+class ParallelTransformer(Transformer):
+    """A `Transformer` on several ranks; `config` has the sizes of this one's heads and MLPs."""
+
+    def __init__(self, config: TransformerConfig, shards: Shards, group: Any, **facts: Any) -> None:
+        super().__init__(shards.local(config), **facts)
+        self.ranks = Ranks(group, shards.vocabulary, config.vocab_size)
+        self.copies = shards.kv_heads * shards.ranks // config.kv_heads  # ranks that hold the same KV head
+        self.layers = cast(Sequence[Layer], nn.ModuleList(ParallelLayer(self.config, self.ranks) for _ in self.layers))
+        _slice_vocabulary(self, self.ranks.part.width)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.ranks.logits(super().logits(hidden))
+
+    def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
+        head = self.embedding if self.head is None else self.head
+        normed, part = rms_norm(hidden, self.norm, self.config.norm_eps), self.ranks.part
+        place = {"group": part.group, "first_id": part.first_id}
+        return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **place, **options)
+
+    def new_cache(
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+    ) -> Cache:
+        self.ranks.agree("Transformer.new_cache", self.device, batch, capacity, page_size * (kind == "paged"))
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size)
+
+    def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
+        """Keys or values ``(..., own KV heads, head_dim)`` with those of the other ranks, in order."""
+        # With fewer KV heads than ranks, neighbours hold the same one.
+        parts = gathered(kv, self.ranks.group)[:: self.copies]
+        return torch.cat(list(parts.unbind(0)), -2)
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.ranks.look_up(tokens, self.embedding)
+
+
+class ParallelRecurrentLayer(RecurrentLayer):
+    """The rank's heads of a layer and its part of the MLP."""
+
+    def __init__(self, config: RecurrentDepthConfig, ranks: Ranks) -> None:
+        super().__init__(config)
+        self.ranks = ranks
+
+    def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(super()._project_out(mixed))
+
+    def _mlp(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.ranks.sum(super()._mlp(normed))
+
+
+class ParallelRecurrentDepth(RecurrentDepth):
+    """A `RecurrentDepth` model on several ranks; `config` has the sizes of this one's heads and MLPs."""
+
+    def __init__(self, config: RecurrentDepthConfig, shards: Shards, group: Any, **facts: Any) -> None:
+        super().__init__(shards.local(config), **facts)
+        self.ranks = Ranks(group, shards.vocabulary, config.vocab_size)
+        for name in ("prelude_layers", "core_layers", "coda_layers"):
+            layers = nn.ModuleList(ParallelRecurrentLayer(self.config, self.ranks) for _ in getattr(self, name))
+            setattr(self, name, layers)
+        _slice_vocabulary(self, self.ranks.part.width)
+
+    def new_cache(
+        self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
+    ) -> Cache:
+        self.ranks.agree("RecurrentDepth.new_cache", self.device, batch, capacity, page_size * (kind == "paged"))
+        return super().new_cache(batch, capacity, kind=kind, page_size=page_size)
+
+    def _look_up(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.ranks.look_up(tokens, self.embedding)
+
+    def _said(self, normed: torch.Tensor) -> torch.Tensor:
+        return self.ranks.logits(super()._said(normed))
+
+
+def _slice_vocabulary(model: Transformer | RecurrentDepth, rows: int) -> None:
+    hidden = model.config.hidden_size
+    for name in ("embedding", "head"):
+        if getattr(model, name, None) is not None:
+            setattr(model, name, nn.Parameter(torch.empty(rows, hidden)))
+
+
+def group_of(op: str, mesh: Any) -> Any:
+    """The process group of a mesh of one dimension, or the group that is given instead."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    words = "be a DeviceMesh of one dimension or a ProcessGroup"
+    check_type(hasattr(mesh, "get_group"), op, "mesh", words, type(mesh).__name__)
+    remedy = 'Pass one of its dimensions, as in mesh["tp"].'
+    check(mesh.ndim == 1, op, "mesh", "have one dimension", mesh.ndim, remedy)
+    return mesh.get_group()
+
+
+@overload
+def parallelize(model: Transformer, mesh: Any) -> Transformer: ...
+@overload
+def parallelize(model: RecurrentDepth, mesh: Any) -> RecurrentDepth: ...
+def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
+    """The rank's part of a model: a model that all ranks run together, for all decoding methods.
+
+    Args:
+        model: the whole one, equal on all ranks. It is left as it is; the parts are copies. `pdkernels.distributed.load` reads a checkpoint
+            without ever holding all of it.
+        mesh: a `DeviceMesh` of one dimension (of a larger mesh: ``mesh["tp"]``), or a `ProcessGroup`.
+
+    Returns:
+        A model of the same kind, in evaluation mode and without gradients. Its `config` has the sizes of the rank's heads and MLPs.
+        All ranks must call it alike: `pdkernels.decoding.generate` with the same arguments gives the same tokens on all of them. A
+        forward gives `ShardedLogits`.
+
+    Raises:
+        ValueError: heads or the MLP's width that the ranks do not divide, KV heads that neither divide the ranks nor are divided by
+            them, fewer than 4 ids for a rank.
+        TypeError: another kind of model, or no mesh.
+        NotImplementedError: a forward that would need gradients.
+
+    Logits differ from one device's by the rounding of sums in another order.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> mesh = init_device_mesh("cpu", (2,))                                    # doctest: +SKIP
+        >>> model = pd.distributed.parallelize(pd.models.load("tiny-code"), mesh)   # doctest: +SKIP
+        >>> pd.decoding.generate(model, "import o", max_new_tokens=2).text          # doctest: +SKIP
+        's\\n'
+    """
+    kinds = (Transformer, RecurrentDepth)
+    check_type(isinstance(model, kinds), OP, "model", "be a Transformer or RecurrentDepth", type(model).__name__)
+    parallel = (ParallelTransformer, ParallelRecurrentDepth)
+    check(not isinstance(model, parallel), OP, "model", "be a whole model", "one that is parallel already")
+    group = group_of(OP, mesh)
+    shards = Shards(model.config, dist.get_rank(group), dist.get_world_size(group))
+    parts = ((name, shards.take(name, parameter)) for name, parameter in model.state_dict().items())
+    return assembled(model.config, shards, group, parts, facts_of(model))
+
+
+def facts_of(model: ParallelModel) -> dict[str, Any]:
+    """What a model knows besides its sizes and weights, as its class takes it."""
+    facts: dict[str, Any] = {"tokenizer": model.tokenizer, "end_tokens": model.end_tokens}
+    if isinstance(model, Transformer):
+        facts |= {"mask_token": model.mask_token, "plan_tokens": model.plan_tokens}
+    return facts
+
+
+def assembled(
+    config: TransformerConfig | RecurrentDepthConfig,
+    shards: Shards,
+    group: Any,
+    parts: Iterator[tuple[str, torch.Tensor]],
+    facts: dict[str, Any],
+) -> ParallelModel:
+    """A parallel model of a rank's parts of the parameters."""
+    model: ParallelTransformer | ParallelRecurrentDepth
+    state = dict(parts)
+    with torch.device("meta"):
+        if isinstance(config, RecurrentDepthConfig):
+            model = ParallelRecurrentDepth(config, shards, group, **facts)
+        else:
+            model = ParallelTransformer(config, shards, group, **facts)
+    if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
+        pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
+        model.attach_adapter_(pairs)
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()

@@ -1,0 +1,106 @@
+"""The few collectives that our code calls, each with an order of its own for sums, and the count of what they move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 gave it another name.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+
+SMALL = 1 << 16
+"""Bytes of a tensor up to which one exchange of all of it is preferred to two of its parts."""
+
+
+@dataclass
+class Traffic:
+    """What the collectives of this process moved while it was counted.
+
+    >>> Traffic()
+    Traffic(calls=0, bytes=0)
+    """
+
+    calls: int = 0
+    """Collectives that ran; a sum of many rows is two, one that scatters and one that gathers."""
+    bytes: int = 0
+    """That this rank had to receive from others; its own share is not among them."""
+
+
+_counters: list[Traffic] = []
+
+
+@contextmanager
+def count_communication() -> Iterator[Traffic]:
+    """Counts calls and bytes of the collectives that our code runs in this process while the block runs.
+
+    >>> with count_communication() as traffic:
+    ...     pass
+    >>> traffic.calls
+    0
+    """
+    traffic = Traffic()
+    _counters.append(traffic)
+    try:
+        yield traffic
+    finally:
+        # By identity: equal counts are no reason to end another's.
+        _counters[:] = [counter for counter in _counters if counter is not traffic]
+
+
+def _count(received: int) -> None:
+    for counter in _counters:
+        counter.calls += 1
+        counter.bytes += received
+
+
+def gathered(x: Tensor, group: Any) -> Tensor:
+    """`x` of every rank, one behind the other: ``(ranks, *x.shape)``. Shapes and dtypes must be the same on all."""
+    ranks = dist.get_world_size(group)
+    out = x.new_empty((ranks, *x.shape))
+    if x.numel():
+        _count((ranks - 1) * x.numel() * x.element_size())
+        _all_gather(out.view(-1), x.contiguous().view(-1), group=group)
+    return out
+
+
+def summed(x: Tensor, group: Any) -> Tensor:
+    """The sum of `x` over the ranks, with the same bits on all of them, and for an element regardless of the others.
+
+    A backend's own all-reduce adds in an order that depends on where an element lies in the tensor, so that a row would round
+    differently in another batch. Here 16-bit numbers are added in float32 in the order of the ranks and rounded once. With two ranks
+    there is one order only.
+    """
+    ranks = dist.get_world_size(group)
+    size = x.numel() * x.element_size()
+    if ranks == 1 or size == 0:
+        return x
+    if ranks == 2:
+        x = x.contiguous()
+        _count(size)
+        dist.all_reduce(x, group=group)
+        return x
+    if size <= SMALL:
+        return _added(gathered(x, group)).to(x.dtype)
+    flat = x.contiguous().view(-1)
+    share = -(-len(flat) // ranks)
+    if share * ranks != len(flat):
+        flat = torch.cat((flat, flat.new_zeros(share * ranks - len(flat))))
+    parts = torch.empty_like(flat)
+    _count((ranks - 1) * share * x.element_size())
+    dist.all_to_all_single(parts, flat, group=group)
+    own = _added(parts.view(ranks, share)).to(x.dtype)
+    return gathered(own, group).view(-1)[: x.numel()].view(x.shape)
+
+
+def _added(parts: Tensor) -> Tensor:
+    """Over the first dimension, in its order."""
+    total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
+    for part in parts[1:]:
+        total = total + part
+    return total

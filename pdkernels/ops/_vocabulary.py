@@ -1,0 +1,223 @@
+"""Statistics of rows whose vocabulary lies on several ranks, merged from a few numbers a row.
+
+A rank looks at its own slice of the logits and makes a record of each row; the records of all ranks are exchanged once, and every
+rank merges them alike. A draw needs no more: its noise belongs to ids of the whole vocabulary, so that the winner of the row is the
+best of the ranks' winners. Only a nucleus (`top_p`) has to be looked for: in the largest logits of each rank, of which more are asked for
+until they are enough.
+
+Source: sums merged over parts after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, check_type, fail
+from pdkernels.ops._collectives import gathered
+from pdkernels.reference.sampling import uniforms
+
+Results = tuple[Tensor, ...]
+Run = Callable[..., Results]
+"""Results of `token_statistics` of a rank's rows; keywords take the place of options."""
+
+
+class Part(NamedTuple):
+    """A rank's slice of the vocabulary."""
+
+    group: Any
+    first_id: int
+    width: int
+
+
+class Draws(NamedTuple):
+    """What the numbers of a draw belong to, for each row, and what may be drawn."""
+
+    temperature: float
+    seeds: Tensor | int
+    steps: Tensor | int
+    positions: Tensor
+    top_p: float
+    min_p: float
+    distribution: str
+
+    @property
+    def heat(self) -> float:
+        return self.temperature if self.temperature > 0 else 1.0
+
+    @property
+    def inverse(self) -> float:
+        """Factor of the logits whose distribution is described."""
+        return 1 / self.heat if self.distribution == "sampling" else 1.0
+
+    @property
+    def filtered(self) -> bool:
+        return (self.top_p < 1 or self.min_p > 0) and (self.temperature > 0 or self.distribution == "sampling")
+
+
+def check_part(op: str, group: Any, first_id: int) -> None:
+    """ValueError or TypeError for a slice that starts nowhere."""
+    check_type(type(first_id) is int, op, "first_id", "be an int", type(first_id).__name__)
+    if group is None:
+        check(first_id == 0, op, "first_id", "be 0 without a group", first_id, "Pass the group of the ranks too.")
+    check(0 <= first_id < 2**32, op, "first_id", "be in [0, 2**32)", first_id)
+    check(first_id % 4 == 0, op, "first_id", "be a multiple of 4", first_id, "Random numbers come in fours.")
+
+
+def own_tokens(tokens: Sequence[int], part: Part) -> list[int]:
+    """Those of the slice, counted from its start."""
+    return [token - part.first_id for token in tokens if 0 <= token - part.first_id < part.width]
+
+
+def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part, run: Run) -> Tensor:
+    """What the others have to know of a rank's rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k being `ranked` of `top_k`.
+
+    `there` ``(rows,)``: which rows are rows. `run` computes the statistics of `scores`, or of others that are put in their place.
+    """
+    least = min(ranked(top_k), part.width)
+    if draws.filtered:
+        kept = scores.masked_fill(scores < _cut(scores, there, draws, part), -torch.inf)
+        sampling = draws.distribution == "sampling"
+        found = run(kept, top_k=least) if sampling else run(scores, top_k=least, temperature=0.0)
+        drawn = found[0] if sampling else run(kept, top_k=1)[0]
+    else:
+        found = run(scores, top_k=least)
+        drawn = found[0]
+    _, _, top_ids, top_probs, _, entropy, total = found
+    rows = torch.arange(len(scores), device=scores.device)
+    exact = scores.double()
+    first = torch.arange(least, device=scores.device)
+    # A slice where all is impossible still has ids, which may be among the row's first.
+    top_ids = torch.where((top_ids < 0).all(-1, keepdim=True), first, top_ids)
+    top_logits = exact[rows[:, None], top_ids]
+    if draws.filtered and draws.distribution == "sampling":
+        top_logits = torch.where(top_probs > 0, top_logits, torch.where(total.isnan()[:, None], top_logits, -torch.inf))
+    # From the first token's probability: the float32 of a log-sum-exp would lose a digit.
+    sharp = top_logits[:, 0] * draws.inverse - top_probs[:, 0].double().log()
+    total = torch.where(total.isfinite(), sharp, total.double())
+    chosen = drawn.clamp(min=0)
+    logit = exact[rows, chosen]
+    prob = (logit * draws.inverse - total).exp()
+    score = logit
+    if draws.temperature > 0:
+        ids = (part.first_id + chosen)[:, None]
+        noise = torch.log(-torch.log(uniforms(draws.seeds, draws.steps, draws.positions[:, None], ids)))[:, 0]
+        score = logit - draws.temperature * noise
+    score = torch.where(drawn < 0, -torch.inf, score)
+    numbers = [part.first_id + chosen, score, prob, entropy, total]
+    numbers += [torch.full_like(total, part.first_id), torch.full_like(total, part.width)]
+    spare = ranked(top_k) - least
+    pad = torch.nn.functional.pad
+    tops = (
+        pad(part.first_id + top_ids.double(), (0, spare), value=-1.0),
+        pad(top_logits, (0, spare), value=-torch.inf),
+        pad(top_probs.double(), (0, spare)),
+    )
+    return torch.cat((torch.stack([number.double() for number in numbers], -1), *tops), -1)
+
+
+def ranked(top_k: int) -> int:
+    """How many of the first tokens a rank names: the margin needs two."""
+    return max(top_k, 2)
+
+
+def merged(op: str, record: Tensor, there: Tensor, top_k: int, draws: Draws, group: Any, dtype: torch.dtype) -> Results:
+    """The results of all rows, floats of `dtype`, with the same bits on every rank."""
+    records = gathered(record, group)
+    if record.device.type == "cpu" and len(there):
+        _check_slices(op, records[:, 0, 5:7])
+    ids, scores, probs, entropies, totals, _, _ = records[..., :7].unbind(-1)
+    undefined = totals.isnan().any(0)
+    total = totals.logsumexp(0)
+    missing = ~there | (total == -torch.inf)
+    share = torch.where(totals == -torch.inf, 0.0, (totals - total).exp())
+    count = ranked(top_k)
+    top_ids, top_logits, top_probs = (
+        block.transpose(0, 1).flatten(1) for block in (records[..., 7 + i * count :][..., :count] for i in range(3))
+    )
+    top_probs = top_probs * share.T.repeat_interleave(count, 1)
+    # Stable: of equals the one of the lower rank comes first, which has the lower id; NaN before all. Padding, which is no token, last.
+    order = torch.where(top_ids < 0, -torch.inf, top_logits).sort(dim=-1, descending=True, stable=True).indices
+    order = order.gather(1, (top_ids.gather(1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[:, :count]
+    top_ids, top_logits, top_probs = (block.gather(1, order) for block in (top_ids, top_logits, top_probs))
+    winner = scores.argmax(0, keepdim=True)
+    if draws.temperature > 0:
+        chosen = torch.where(undefined, top_ids[:, 0], ids.gather(0, winner)[0])
+        prob = (probs * share).gather(0, winner)[0]
+    else:
+        chosen, prob = top_ids[:, 0], top_probs[:, 0]
+    gap = (top_logits[:, 1] - top_logits[:, 0]) * draws.inverse
+    margin = -torch.expm1(torch.where(gap.isnan(), -torch.inf, gap)) * top_probs[:, 0]
+    entropy = torch.where(share > 0, share * (entropies + total - totals), 0.0).sum(0)
+
+    def numbers(x: Tensor, of_none: float = 0.0) -> Tensor:
+        rows = (-1, *[1] * (x.dim() - 1))
+        x = torch.where(undefined.view(rows), torch.nan, x)
+        return torch.where(missing.view(rows), of_none, x)
+
+    floats = prob, top_probs[:, :top_k], margin, entropy
+    prob, top_probs, margin, entropy = (numbers(x) for x in floats)
+    none = missing[:, None]
+    return (
+        torch.where(missing, -1, chosen).long(),
+        prob.to(dtype),
+        torch.where(none, -1, top_ids[:, :top_k]).long(),
+        top_probs.to(dtype),
+        margin.to(dtype),
+        entropy.to(dtype),
+        numbers(total, -torch.inf).to(dtype),
+    )
+
+
+def _check_slices(op: str, slices: Tensor) -> None:
+    """On the host, from what all ranks know, so that all of them raise."""
+    expected = 0
+    for first, width in slices.tolist():
+        if first != expected:
+            wanted = "be the ids of the ranks before, in the order of the ranks"
+            fail(op, "first_id", wanted, [int(first) for first, _ in slices.tolist()])
+        expected += int(width)
+
+
+def _cut(scores: Tensor, there: Tensor, draws: Draws, part: Part) -> Tensor:
+    """The smallest logit of each row that the filters leave, ``(rows, 1)``; -inf where nothing is dropped."""
+    exact = scores.double()
+    broken = (exact.isnan() | (exact == torch.inf)).any(-1)
+    exact = torch.where((broken | ~there)[:, None], -torch.inf, exact)
+    mass = (exact / draws.heat).logsumexp(-1)
+    facts = gathered(torch.stack((exact.amax(-1), mass, broken.double()), -1), part.group)
+    largest, total, whole = facts[..., 0].amax(0), facts[..., 1].logsumexp(0), ~(facts[..., 2] > 0).any(0)
+    cut = torch.full_like(largest, -torch.inf)
+    if draws.min_p > 0:
+        cut = largest + draws.heat * math.log(draws.min_p)
+    if draws.top_p < 1:
+        cut = torch.maximum(cut, _nucleus(exact, total, draws, part))
+    cut = torch.minimum(cut, largest)
+    return torch.where(whole & (largest > -torch.inf), cut, -torch.inf).to(torch.float64)[:, None]
+
+
+def _nucleus(exact: Tensor, total: Tensor, draws: Draws, part: Part) -> Tensor:
+    """The smallest logit with less than `top_p` of the mass above it, ``(rows,)``; ranks ask for more until all rows are settled."""
+    count = 64
+    while True:
+        known = exact.topk(min(count, part.width), -1).values
+        known = torch.nn.functional.pad(known, (0, count - known.shape[1]), value=-torch.inf)
+        tops = gathered(known, part.group)
+        bound = tops[..., -1].amax(0)  # all above it are known
+        values = tops.transpose(0, 1).flatten(1).sort(dim=-1, descending=True).values
+        mass = torch.where(values == -torch.inf, 0.0, (values / draws.heat - total[:, None]).exp())
+        before = mass.cumsum(-1) - mass
+        first = torch.ones_like(before, dtype=torch.bool)
+        first[:, 1:] = values[:, 1:] < values[:, :-1]
+        before = torch.where(first, before, 0.0).cummax(-1).values  # of equals, the mass before the first of them
+        inside = (before < draws.top_p) & (values > -torch.inf)
+        inside[:, 0] = True  # the first always stays
+        smallest = torch.where(inside, values, torch.inf).amin(-1)
+        dropped = (~inside & (values >= bound[:, None]) & (values > -torch.inf)).any(-1)
+        if bool((dropped | (bound == -torch.inf)).all()):
+            return smallest
+        count *= 8
