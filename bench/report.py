@@ -8,31 +8,19 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench import gpu_report, plots
 from bench.gpu_report import table
+from bench.planned_report import evaluation_planned, planned_round
 from bench.rows import Row, best_settings, by_candidate, family, load
+from bench.tables import beside, beside_ours, machine, microseconds, ratio
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results/cpu"
 GPU_RESULTS = ROOT / "bench/results"
-
-
-def microseconds(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
-
-
-def ratio(value: float) -> str:
-    return f"{value:,.0f}x" if value >= 10 else f"{value:.2f}x"
-
-
-def beside(row: Row, own: Row) -> str:
-    """How many times as long as ours. Each was timed in turn with the same baseline: only ratios to it may be compared."""
-    return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 
 def kv_commit(rows: list[Row], batch: int = 1) -> str:
@@ -280,25 +268,6 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
     return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
-def beside_ours(found: dict[str, list[Row | None]], shown: Callable[[float], str]) -> list[list[str]]:
-    """A line for each candidate: its times, formatted by `shown`, and their ratio to ours."""
-    return [
-        [
-            f"**{name}**" if name == "pdkernels" else name,
-            *(
-                f"{shown(row['median_us'])} ({beside(row, own)})" if row and own else "-"
-                for row, own in zip(times, found["pdkernels"])
-            ),
-        ]
-        for name, times in found.items()
-    ]
-
-
-def machine(rows: list[Row]) -> str:
-    row = rows[0]
-    return f"{row['device']}, {row['threads']} threads, torch {row['torch']}, pdkernels {row['pdkernels']}"
-
-
 # One line of the table of peers: which rows, and the op as a reader knows it.
 PEERS: list[tuple[str, dict[str, Any]]] = [
     ("`block_sparse_attention`, forward", {"op": "block_sparse_attention", "backward": False}),
@@ -362,11 +331,13 @@ TABLES = {
     "evaluation picture": evaluation_picture,
     "evaluation recurrent": lambda rows: evaluation_of(rows, "recurrent", "step"),
     "evaluation masked": lambda rows: evaluation_of(rows, "masked", "forward"),
+    "evaluation planned": evaluation_planned,
     "planner": planner,
     "block_sparse_attention": lambda rows: block_sparse_attention(rows, backward=False),
     "block_sparse_attention backward": lambda rows: block_sparse_attention(rows, backward=True),
     "block_sparse_attention short": lambda rows: block_sparse_attention(rows, length=1152, head_dim=128),
     "speculative_attention": speculative_attention,
+    "planned round": planned_round,
     "speculative_attention_append_": lambda rows: by_sizes(
         rows,
         "bf16, a prefix of 512, µs, median (times pdkernels)",

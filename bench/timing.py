@@ -20,7 +20,7 @@ import torch
 import pdkernels as pd
 from bench.devices import DRY_RUN
 from bench.gpu_clock import gpu_clock, replay
-from pdkernels.evaluation.comparison import processor
+from pdkernels.evaluation.machine import processor
 
 Call = Callable[[], object]
 

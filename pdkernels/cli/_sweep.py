@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich import box
 from rich.console import Console
@@ -19,8 +18,7 @@ from rich.text import Text
 
 from pdkernels import evaluation
 from pdkernels._validation import check as demand
-from pdkernels._version import __version__
-from pdkernels.evaluation.comparison import processor
+from pdkernels.evaluation import machine
 from pdkernels.evaluation.frontier import Comparison
 from pdkernels.evaluation.sweep import Measured, SweepRow
 
@@ -47,16 +45,7 @@ def run_sweep(
         candidates, left_out = evaluation.without_many_rows(candidates, most_rows)
         for line in left_out:
             console.print(Text.assemble(("left out ", "yellow"), line), soft_wrap=True)
-    facts = {
-        "task": task.name,
-        "problems": len(task.prompts),
-        "seed": seed,
-        "batch_size": batch_size,
-        "threads": torch.get_num_threads(),
-        "device": processor(),
-        "torch": torch.__version__,
-        "pdkernels": __version__,
-    }
+    facts = machine.facts() | {"task": task.name, "problems": len(task.prompts), "seed": seed, "batch_size": batch_size}
     measured = _kept(path, facts) if resume else {}
     saved = time.monotonic()
 

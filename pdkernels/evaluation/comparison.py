@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from pdkernels import decoding
-from pdkernels._host import cpu_isa
 from pdkernels._validation import check
-from pdkernels._version import __version__
 from pdkernels.decoding._method import FAMILIES as MODELS
 from pdkernels.decoding._method import family_of
 from pdkernels.decoding.methods import METHODS
 from pdkernels.decoding.result import DecodeResult
 from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.machine import facts
 from pdkernels.evaluation.masked import masked_candidates
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
 from pdkernels.evaluation.tasks import TASKS, Task
@@ -284,14 +281,7 @@ def evaluate(
 
 def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
     """The rows in the form of the other benchmarks, which `bench/report.py` reads, with the machine and the versions."""
-    facts = {
-        "op": "evaluation",
-        "device": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "pdkernels": __version__,
-    }
+    common = {"op": "evaluation", **facts()}
     benchmarks = []
     for row in rows:
         first, third = _quartiles(row.seconds)
@@ -303,7 +293,7 @@ def as_json(rows: Sequence[Row], skipped: Sequence[str] = ()) -> dict[str, Any]:
                 "name": f"{row.model}: {row.label}",
                 "stats": {**stats, "rounds": len(row.seconds)},
                 "extra_info": {
-                    **facts,
+                    **common,
                     **known,
                     "settings": dict(row.settings),
                     "candidate": row.label,
@@ -412,15 +402,3 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
         return values[0], values[0]
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
-
-
-def processor() -> str:
-    """Name of this machine's CPU, and the instructions that kernels use on it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    name = next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
-    )
-    return f"{name} ({cpu_isa()})"

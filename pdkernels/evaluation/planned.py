@@ -17,6 +17,7 @@ from pdkernels import decoding
 from pdkernels._validation import check
 from pdkernels.decoding.result import PlanReport
 from pdkernels.evaluation.candidate import Candidate
+from pdkernels.evaluation.machine import facts
 from pdkernels.training.lists import PICK, PICKED, Orders, orders
 
 KINDS = ("lists", "picks", "lists of picks")
@@ -232,7 +233,13 @@ def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: i
                     "group": "evaluation, orders",
                     "name": f"{model}: {label}",
                     "stats": stats,
-                    "extra_info": {"op": "evaluation of plans", "model": model, "candidate": label, **figures},
+                    "extra_info": {
+                        "op": "evaluation of plans",
+                        **facts(),
+                        "model": model,
+                        "candidate": label,
+                        **figures,
+                    },
                 }
             )
     return {"benchmarks": benchmarks}

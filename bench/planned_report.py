@@ -1,0 +1,47 @@
+"""Tables of planned diffusion: attention of a round, and what a model that plans gets right."""
+
+from __future__ import annotations
+
+from bench.gpu_report import table
+from bench.rows import Row, by_candidate
+from bench.tables import beside_ours, machine
+
+
+def planned_round(rows: list[Row]) -> str:
+    rows = [row for row in rows if row["op"] == "planned round"]
+    if not rows:
+        return "not measured"
+    cases = [(f"{kind}, {d}", {"kind": kind, "dtype": d}) for kind in ("dense", "sparse") for d in ("fp32", "bf16")]
+    found = dict(by_candidate(rows, cases))
+    lines = beside_ours(found, lambda us: f"{us / 1e3:.2f}")
+    first = {name: max(row["first_call_ms"] for row in times if row) for name, times in found.items()}
+    lines = [[*line, f"{longest:,.0f}"] for line, longest in zip(lines, first.values(), strict=True)]
+    header = ["ms, median (times pdkernels)", *(title for title, _ in cases), "first call, ms, the longest"]
+    return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
+def evaluation_planned(rows: list[Row]) -> str:
+    """Of `python -m pdkernels eval --family planned --json`, a table for each batch size."""
+    rows = [row for row in rows if row["op"] == "evaluation of plans"]
+    if not rows:
+        return "not measured"
+    tables = []
+    for size in sorted({row["batch_size"] for row in rows}):
+        own = [row for row in rows if row["batch_size"] == size]
+        lines = []
+        for row in own:
+            right, count = row["items"]
+            low, high = row["interval"]
+            lines.append(
+                [
+                    f"{row['model']}: {row['candidate']}",
+                    f"{right / count:.1%} ({low:.1%} to {high:.1%})",
+                    "-" if row["valid_plans"] is None else f"{row['valid_plans'] / row['problems']:.0%}",
+                    f"{row['critical_path']:.1f}",
+                    f"{row['characters'] / row['seconds']:,.0f}",
+                ]
+            )
+        count = f"{own[0]['problems']} prompts with {own[0]['items'][1]} orders, batch size {size}"
+        header = [count, "right (95 % interval)", "valid plans", "critical path", "characters/s"]
+        tables.append(table(header, lines))
+    return "\n\n".join([*tables, machine(rows)])
