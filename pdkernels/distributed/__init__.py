@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from pdkernels.distributed.context import ContextSlices, context_parallel_attention, slice_context
 from pdkernels.distributed.loading import load as load
 from pdkernels.distributed.logits import ShardedLogits
 from pdkernels.distributed.tensor_parallel import parallelize
 from pdkernels.ops._collectives import Traffic, count_communication
 
-__all__ = ["ShardedLogits", "Traffic", "count_communication", "load", "parallelize"]
+__all__ = [
+    "ContextSlices",
+    "ShardedLogits",
+    "Traffic",
+    "context_parallel_attention",
+    "count_communication",
+    "load",
+    "parallelize",
+    "slice_context",
+]

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from pdkernels._validation import check
+from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import Piece, Shards
-from pdkernels.distributed.tensor_parallel import ParallelModel, assembled, group_of, parallelize
+from pdkernels.distributed.tensor_parallel import ParallelModel, assembled, parallelize
 from pdkernels.models.folder import Weights
 from pdkernels.models.layout import Layout, Parts
 from pdkernels.models.packaged import PACKAGED, packaged

@@ -22,6 +22,7 @@ from pdkernels._validation import check, check_type, message
 from pdkernels.backends import backend_of
 from pdkernels.cache import Cache
 from pdkernels.distributed.logits import ShardedLogits
+from pdkernels.distributed.mesh import group_of
 from pdkernels.distributed.shards import OP, Shards
 from pdkernels.models import RecurrentDepth, RecurrentDepthConfig, Transformer, TransformerConfig
 from pdkernels.models.fused import gated, linear, rms_norm
@@ -170,17 +171,6 @@ def _slice_vocabulary(model: Transformer | RecurrentDepth, rows: int) -> None:
     for name in ("embedding", "head"):
         if getattr(model, name, None) is not None:
             setattr(model, name, nn.Parameter(torch.empty(rows, hidden)))
-
-
-def group_of(op: str, mesh: Any) -> Any:
-    """The process group of a mesh of one dimension, or the group that is given instead."""
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    words = "be a DeviceMesh of one dimension or a ProcessGroup"
-    check_type(hasattr(mesh, "get_group"), op, "mesh", words, type(mesh).__name__)
-    remedy = 'Pass one of its dimensions, as in mesh["tp"].'
-    check(mesh.ndim == 1, op, "mesh", "have one dimension", mesh.ndim, remedy)
-    return mesh.get_group()
 
 
 @overload

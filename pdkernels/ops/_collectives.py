@@ -104,3 +104,25 @@ def _added(parts: Tensor) -> Tensor:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def scattered(parts: Tensor, group: Any) -> Tensor:
+    """Of ``(ranks, ...)`` on every rank, part r of all of them, added on rank r in the order of the ranks."""
+    got = torch.empty_like(parts)
+    if parts.numel():
+        _count((len(parts) - 1) * parts[0].numel() * parts.element_size())
+        dist.all_to_all_single(got.view(-1), parts.contiguous().view(-1), group=group)
+    return _added(got).to(parts.dtype)
+
+
+def passed_on(x: Tensor, group: Any) -> Tensor:
+    """Gives `x` to the rank before and returns that of the rank after, in a ring: the same shape and dtype on all."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    got = torch.empty_like(x)
+    if x.numel():
+        _count(x.numel() * x.element_size())
+        to, of = (dist.get_global_rank(group, (rank + by) % ranks) for by in (-1, 1))
+        pair = [dist.P2POp(dist.isend, x, to, group), dist.P2POp(dist.irecv, got, of, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+    return got
