@@ -130,7 +130,7 @@ def define(
     elif not _native.has_native():
         LIBRARY.impl(name, reference, "CPU")
     if triton:
-        LIBRARY.impl(name, _checked(fake, triton), "CUDA")
+        LIBRARY.impl(name, _checked(fake, _on_its_device(triton)), "CUDA")
     return overload
 
 
@@ -138,6 +138,16 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
     def run(*arguments: Any, **options: Any) -> Any:
         check(*arguments, **options)
         return kernel(*arguments, **options)
+
+    return run
+
+
+def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, which need not be that of the tensors: the first of them decides."""
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        with torch.cuda.device_of(arguments[0]):
+            return kernel(*arguments, **options)
 
     return run
 

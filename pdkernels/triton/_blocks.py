@@ -93,6 +93,22 @@ def scale_rows(block, factor, D1: tl.constexpr):
 
 
 @triton.jit
+def zero_rows(block, rows, D1: tl.constexpr):
+    """0 in some rows, whatever is there."""
+    if D1 == 0:
+        return (tl.where(rows[:, None], 0.0, block[0]),)
+    else:
+        return (tl.where(rows[:, None], 0.0, block[0]), tl.where(rows[:, None], 0.0, block[1]))
+
+
+@triton.jit
+def divide_rows(block, total, D1: tl.constexpr):
+    """Weighted values over the sums of their weights. A row without any is 0, also where its zeros met infinite values."""
+    nothing = total == 0.0
+    return zero_rows(scale_rows(block, 1.0 / tl.where(nothing, 1.0, total), D1), nothing, D1)
+
+
+@triton.jit
 def products(a, b, D1: tl.constexpr):
     """Inner products of the rows of two head blocks, ``(rows of a, rows of b)``."""
     result = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")

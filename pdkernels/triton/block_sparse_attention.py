@@ -46,10 +46,16 @@ def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: 
     rows += batch * rows_stride
     tile = tl.load(rows + rank * 4 + 3)
     rows += tile * 4
+    # Heads in 64 bits: in a view whose heads come first, the stride of one is all tokens.
+    kv_head = kv_head.to(tl.int64)
     return batch, kv_head, in_group, tile, cut, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
 
 
-@triton.jit
+# Lengths change from call to call; what 1 or a multiple of 16 is compiled into must not.
+_CHANGING = ["rows_stride", "num_tiles", "q_len", "kv_len"]
+
+
+@triton.jit(do_not_specialize=_CHANGING)
 def _forward_kernel(
     q, k, v, out, lse, plan_rows, lists, bitmaps,
     q_stride_b, q_stride, q_stride_h, k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
@@ -96,7 +102,7 @@ def _forward_kernel(
         acc = blocks.add_weighted(blocks.scale_rows(acc, shrink, D1), p, value, D1)
 
     out += ((batch * q_len + start) * heads + head) * HEAD_DIM
-    acc = blocks.scale_rows(acc, 1.0 / tl.where(total == 0.0, 1.0, total), D1)
+    acc = blocks.divide_rows(acc, total, D1)
     blocks.store(out, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
     rows = tl.arange(0, BLOCK_M)
     lse += (batch * heads + head) * q_len + start
@@ -113,12 +119,12 @@ def _dq_step(query, grad, key, value, seen, acc, row_lse, delta, score_scale, D1
     return blocks.add_weighted(acc, ds, key, D1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _dq_kernel(
     grad_out, q, k, v, out, lse, grad_lse, dq, lse_b, delta, plan_rows, lists, bitmaps,
     grad_stride_b, grad_stride, grad_stride_h, q_stride_b, q_stride, q_stride_h,
     k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
+    rows_stride, num_tiles, saved_stride, q_len, kv_len, kv_heads, score_scale, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
@@ -148,8 +154,9 @@ def _dq_kernel(
     row_lse = blocks.load_rows(lse + in_rows, left, BLOCK_M, float("-inf"), True)
     # +inf for rows that saw nothing: their weights come out as 0.
     row_lse = tl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E if BASE_2 else row_lse)
-    tl.store(lse_b + in_rows + rows, row_lse, mask=rows < left)
-    tl.store(delta + in_rows + rows, row_delta, mask=rows < left)
+    in_saved = (batch * heads + head) * saved_stride + start
+    tl.store(lse_b + in_saved + rows, row_lse, mask=rows < left)
+    tl.store(delta + in_saved + rows, row_delta, mask=rows < left)
 
     acc = blocks.zeros(BLOCK_M, D0, D1)
     pair = begin
@@ -172,13 +179,14 @@ def _dq_kernel(
         seen = seen & (tl.arange(0, BLOCK_MASKED)[None, :] < keys_left)
         acc = _dq_step(query, grad, key, value, seen, acc, row_lse, row_delta, score_scale, D1, BASE_2)
     acc = blocks.scale_rows(acc, tl.full((BLOCK_M,), scale, tl.float32), D1)
+    acc = blocks.zero_rows(acc, row_lse == float("inf"), D1)
     blocks.store(dq + in_result, heads * HEAD_DIM, left, acc, HEAD_DIM, D0, D1)
 
 
 @triton.jit
 def _dkv_step(
     head, start, seen, k, v, dk, dv, grad_out, q, grad_stride, q_stride, grad_stride_h, q_stride_h, lse_b, delta,
-    q_len, score_scale,
+    saved_stride, q_len, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
     """Scores stand transposed, keys by queries, so that weights are left operands straight from registers."""
@@ -188,8 +196,8 @@ def _dkv_step(
     grad_out += head * grad_stride_h + start * grad_stride
     query = blocks.load(q, q_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
     grad = blocks.load(grad_out, grad_stride, left, BLOCK_M, HEAD_DIM, D0, D1, MASKED)
-    row_lse = blocks.load_rows(lse_b + head * q_len + start, left, BLOCK_M, float("inf"), MASKED)
-    row_delta = blocks.load_rows(delta + head * q_len + start, left, BLOCK_M, 0.0, MASKED)
+    row_lse = blocks.load_rows(lse_b + head * saved_stride + start, left, BLOCK_M, float("inf"), MASKED)
+    row_delta = blocks.load_rows(delta + head * saved_stride + start, left, BLOCK_M, 0.0, MASKED)
     p = blocks.power(BASE_2, blocks.products(k, query, D1) * score_scale - row_lse[None, :])
     if MASKED:
         p = tl.where(seen, p, 0.0)
@@ -199,12 +207,12 @@ def _dkv_step(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_CHANGING)
 def _dkv_kernel(
     grad_out, q, k, v, lse_b, delta, dk, dv, plan_rows, lists, bitmaps,
     grad_stride_b, grad_stride, grad_stride_h, q_stride_b, q_stride, q_stride_h,
     k_stride_b, k_stride, k_stride_h, v_stride_b, v_stride, v_stride_h,
-    rows_stride, num_tiles, q_len, kv_len, kv_heads, score_scale, scale,
+    rows_stride, num_tiles, saved_stride, q_len, kv_len, kv_heads, score_scale, scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
@@ -221,8 +229,8 @@ def _dkv_kernel(
     left = kv_len - start
     q += batch * q_stride_b + kv_head * GROUP * q_stride_h
     grad_out += batch * grad_stride_b + kv_head * GROUP * grad_stride_h
-    lse_b += (batch * kv_heads + kv_head) * GROUP * q_len
-    delta += (batch * kv_heads + kv_head) * GROUP * q_len
+    lse_b += (batch * kv_heads + kv_head) * GROUP * saved_stride
+    delta += (batch * kv_heads + kv_head) * GROUP * saved_stride
     k += batch * k_stride_b + kv_head * k_stride_h + start * k_stride
     v += batch * v_stride_b + kv_head * v_stride_h + start * v_stride
     key = blocks.load(k, k_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
@@ -236,7 +244,7 @@ def _dkv_kernel(
         head = (flat // divisor).to(tl.int64)
         acc_k, acc_v = _dkv_step(
             head, at.to(tl.int64) * BLOCK_M, None, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride,
-            grad_stride_h, q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
+            grad_stride_h, q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_M, BASE_2,
         )  # fmt: skip
         pair, at, range_end = blocks.next_step(lists, begin, middle, pair, at, range_end, BLOCK_Q // BLOCK_M)
     CUTS: tl.constexpr = BLOCK_Q // BLOCK_MASKED
@@ -251,7 +259,7 @@ def _dkv_kernel(
         seen = blocks.visible(bitmaps, bitmap, row, column, BLOCK_Q, BLOCK_K, BLOCK_MASKED, BLOCK_N, True)
         acc_k, acc_v = _dkv_step(
             head, place, seen, key, value, acc_k, acc_v, grad_out, q, grad_stride, q_stride, grad_stride_h,
-            q_stride_h, lse_b, delta, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
+            q_stride_h, lse_b, delta, saved_stride, q_len, score_scale, HEAD_DIM, D0, D1, BLOCK_MASKED, BASE_2,
         )  # fmt: skip
     acc_k = blocks.scale_rows(acc_k, tl.full((BLOCK_N,), scale, tl.float32), D1)
     in_result = ((batch * kv_len + start) * kv_heads + kv_head) * HEAD_DIM
@@ -312,7 +320,9 @@ def backward(
     """
     grad_out, q, k, v = (addressable(x) for x in (grad_out, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse_b, delta = torch.empty_like(lse), torch.empty_like(lse)
+    # Rows of whole vectors whatever the length is: elsewhere loads of the dK/dV kernel's pipeline would serialize wgmma.
+    saved_stride = triton.cdiv(q.shape[1], 16) * 16
+    lse_b, delta = (lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     sizes = _sizes(q, k, scale)
     batch, q_len, heads, _ = q.shape
@@ -324,7 +334,7 @@ def backward(
     if programs:
         _dq_kernel[(programs,)](
             grad_out, q, k, v, out, lse, None if grad_lse is None else grad_lse.contiguous(), dq, lse_b, delta,
-            of_q, plan_lists, bitmaps, *inputs, _stride(of_q), q_tiles, *sizes, scale,
+            of_q, plan_lists, bitmaps, *inputs, _stride(of_q), q_tiles, saved_stride, *sizes, scale,
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
 
@@ -333,7 +343,7 @@ def backward(
     if programs:
         _dkv_kernel[(programs,)](
             grad_out, q, k, v, lse_b, delta, dk, dv, of_k, plan_lists, bitmaps,
-            *inputs, _stride(of_k), k_tiles, *sizes, scale,
+            *inputs, _stride(of_k), k_tiles, saved_stride, *sizes, scale,
             **_constants(q, k, block_q, block_k, blocking),
         )  # fmt: skip
     return dq, dk, dv

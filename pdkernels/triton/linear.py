@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
 _TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
             ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
     # Programs that read the same weights are neighbours.

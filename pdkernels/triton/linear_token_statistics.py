@@ -164,7 +164,7 @@ def _parts_kernel(
     hidden_stride, hidden_step, weight_stride, weight_step, slots, rows, vocabulary, row_tiles, parts, tiles,
     scale, temperature, seed: "i64", suppressed,  # noqa: F821, UP037  (a type of Triton)
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FAR_APART: tl.constexpr,
 ):  # fmt: skip
     # Tiles of rows that read the same weights are neighbours, for the L2 cache.
     slot = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
@@ -173,6 +173,8 @@ def _parts_kernel(
     if tl.max(there.to(tl.int32), 0) == 0:
         return
     along = tl.arange(0, STEP)
+    if FAR_APART:
+        along = along.to(tl.int64)
     hidden_rows = hidden + row[:, None] * hidden_stride
     position = row.to(tl.int32)
     number = tl.zeros((ROWS,), tl.int32) + step
@@ -219,7 +221,7 @@ def _parts_kernel(
     tl.store(ids + result[:, None] * TOP + place, top_ids, mask=there[:, None] & (place < TOP))
 
 
-@triton.jit(do_not_specialize=["rows", "parts"])
+@triton.jit(do_not_specialize=["slots", "rows", "parts"])
 def _merge_kernel(
     row_index, sums, drawn, orders, ids, out_ids, out_probs, out_top_ids, out_top_probs, out_margin, out_entropy, out_logsumexp,
     slots, rows, parts, scale,
@@ -323,7 +325,9 @@ def forward(
         # A number that is 1 or a multiple of 16 would be compiled into a kernel of its own; these are never.
         scale, temperature, seed, tuple(2 * token + 3 for token in suppress),
         DEPTH=depth, TOP=top, TOP_WIDTH=width, SAMPLED=sampled, SUPPRESSED=len(suppress),
-        ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth, num_warps=tiling.warps, num_stages=tiling.stages,
+        ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth,
+        # Offsets along a row of a transposed matrix may not fit into 32 bits.
+        FAR_APART=max(abs(hidden.stride(1)), abs(weight.stride(1))) * depth >= 2**31, num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     _merge_kernel[(slots,)](
         row_index, sums, drawn, part_orders, part_ids, *results, slots, rows, parts, scale,

@@ -135,7 +135,11 @@ def _tail_step(
     return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
 
 
-@triton.jit(do_not_specialize=["batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages"])
+@triton.jit(
+    do_not_specialize=[
+        "table_stride", "rows_stride", "source_stride_b", "batch_size", "new", "capacity", "splits", "row_tiles", "append_rows", "pages",
+    ]
+)  # fmt: skip
 def _split_kernel(
     q, k_new, v_new, k_cache, v_cache, lengths, table, plan_rows, lists, bitmaps, out, lse,
     counts, sources,
@@ -217,7 +221,7 @@ def _split_kernel(
     heads = kv_heads * GROUP
     in_results = split * batch_size.to(tl.int64) + batch
     out_rows = out + ((in_results * new + token) * heads + head) * HEAD_DIM
-    acc = blocks.scale_rows(acc, 1.0 / tl.where(total == 0.0, 1.0, total), D1)
+    acc = blocks.divide_rows(acc, total, D1)
     blocks.store(out_rows[:, None], 0, rows_left, acc, HEAD_DIM, D0, D1)
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
     tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
@@ -328,8 +332,9 @@ def forward(
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
         BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, num_warps=blocking.warps,
-        # A load by way of the block table takes a stage for the table's entry as well.
-        num_stages=blocking.stages if block_table is None else 2 * blocking.stages - 1,
+        # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
+        # 137 KiB at d=256, more than sm_86 has.
+        num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
     if splits > 1:
         rows = 4

@@ -209,6 +209,18 @@ def test_rows_that_see_nothing() -> None:
     assert (results.dk[:, 20:24] == 0).all() and (results.dv[:, 20:24] == 0).all()
 
 
+@pytest.mark.parametrize("head_dim", [16, 40])
+def test_rows_that_see_nothing_meet_no_infinite_value(head_dim: int) -> None:
+    mask = causal(40)
+    mask[5:9] = False  # in a tile with rows that see them
+    q, k, v, grad = (randn(1, 40, 2, head_dim, dtype=torch.float16, seed=seed) for seed in range(4))
+    v[:, 2], v[:, 20] = float("inf"), float("nan")
+    results = run_kernels(q, k, v, make_plan(mask, 32, 32), 0.25, grad, None)
+    assert (results.out[:, 5:9] == 0).all() and results.lse[..., 5:9].isneginf().all()
+    assert (results.dq[:, 5:9] == 0).all()
+    assert results.out[:, 30].isnan().all()
+
+
 @pytest.mark.parametrize("batch,q_len,kv_len", [(0, 8, 8), (1, 0, 8), (1, 8, 0)])
 def test_empty(batch: int, q_len: int, kv_len: int) -> None:
     check(torch.ones(q_len, kv_len, dtype=torch.bool), batch=batch)

@@ -119,6 +119,15 @@ def test_rows_that_see_nothing() -> None:
     assert out[1].any(-1).all() and lse[1].isfinite().all()
 
 
+def test_rows_that_see_nothing_meet_no_infinite_value() -> None:
+    mask = SegmentMask([pd.masks.Segment(6, "causal"), pd.masks.Segment(4, "none")])
+    inputs = make_inputs(10, [0])
+    inputs.v_new[:, 2] = float("inf")
+    results = run(inputs, mask.plan(32, 32).to(DEVICE))
+    assert (results.out[:, 6:] == 0).all() and results.lse[..., 6:].isneginf().all()
+    assert not results.out[:, 2:6].isfinite().any()
+
+
 @pytest.mark.parametrize("batch,new,slots", [(0, 4, 8), (2, 0, 8), (2, 4, 0)])
 def test_empty(batch: int, new: int, slots: int) -> None:
     check(make_inputs(new, [0] * batch, slots=slots), pd.masks.causal(new))
