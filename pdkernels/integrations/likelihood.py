@@ -1,0 +1,154 @@
+"""Log-likelihoods of texts, for causal and for masked-diffusion models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdkernels._validation import check, integer
+
+OP = "log_likelihood"
+
+
+class Likelihood(NamedTuple):
+    """Of one text."""
+
+    log_prob: float
+    greedy: bool
+    """Every token is the likeliest one where it stands; always False for `masked_log_likelihood`."""
+
+
+@torch.no_grad()
+def log_likelihood(
+    model: Any, prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], *, batch_size: int = 8
+) -> list[Likelihood]:
+    """``sum_i log p(text_i | prefix, text_<i)``, in nats, under a causal model whose row i is about token i + 1.
+
+    Args:
+        model: a causal one of `pdkernels.models`, or a wrapped one.
+        prefixes: token ids, at least one each.
+        texts: token ids; an empty text has log-probability 0.
+        batch_size: texts in a forward; those of similar length go together.
+
+    Raises:
+        ValueError: a prefix without tokens, other numbers of prefixes than of texts, a batch size below 1.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from pdkernels.integrations.likelihood import log_likelihood
+        >>> model = pd.models.load("tiny-code")
+        >>> right, wrong = log_likelihood(model, [b"impor"] * 2, [b"t os", b"t xq"])
+        >>> right.log_prob > wrong.log_prob
+        True
+    """
+    _check_pairs(prefixes, texts)
+    size = integer(OP, "batch_size", batch_size, 1)
+    found: list[Likelihood | None] = [None] * len(texts)
+    order = sorted(range(len(texts)), key=lambda i: len(prefixes[i]) + len(texts[i]))
+    for first in range(0, len(order), size):
+        part = order[first : first + size]
+        rows = [[*prefixes[i], *texts[i]] for i in part]
+        tokens = torch.zeros(len(part), max(map(len, rows)), dtype=torch.int64)
+        for line, row in zip(tokens, rows):
+            line[: len(row)] = torch.tensor(row)
+        # A row about every token of the longest text; what is beyond a shorter one is not read.
+        longest = max(len(texts[i]) for i in part)
+        starts = torch.tensor([len(prefixes[i]) - 1 for i in part])
+        wanted = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
+        logits = model(tokens.to(model.device), rows=wanted.to(model.device)).float()
+        said, best = logits.log_softmax(-1).cpu(), logits.argmax(-1).cpu()
+        for j, i in enumerate(part):
+            text = torch.tensor(list(texts[i]), dtype=torch.int64)
+            length = len(text)
+            log_prob = said[j, torch.arange(length), text].double().sum().item()
+            found[i] = Likelihood(log_prob, bool((best[j, :length] == text).all()))
+    return [likelihood for likelihood in found if likelihood is not None]
+
+
+@torch.no_grad()
+def masked_log_likelihood(
+    model: Any,
+    prefixes: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+    *,
+    samples: int = 128,
+    batch_size: int = 8,
+    seed: int = 0,
+) -> list[Likelihood]:
+    """LLaDA's bound on the log-likelihood of texts, in nats, under a model that fills masks in.
+
+    The mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens of ``L / l`` times the log-probability of
+    these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. Where a text has no
+    more than `samples` sets all of them are taken, and the figure is exact. Otherwise `samples` of them are drawn: l
+    goes through 1 .. L evenly from a random start, as in the published code.
+
+    Source: "Large Language Diffusion Models" (LLaDA), the appendix on likelihoods, and the evaluation published with it.
+
+    Args:
+        model: a bidirectional one of `pdkernels.models` with a mask token, or a wrapped one.
+        prefixes: token ids; at least one each where a row of the model is about the next token.
+        texts: token ids.
+        samples: forwards' rows for a text.
+        batch_size: rows in a forward.
+        seed: of the draws. Each text has its own, whatever is asked beside it.
+
+    Raises:
+        ValueError: a model without mask token, sizes below 1, a missing prefix.
+
+    Example:
+        >>> import pdkernels as pd
+        >>> from pdkernels.integrations.likelihood import masked_log_likelihood
+        >>> model = pd.models.load("tiny-masked")
+        >>> right, wrong = masked_log_likelihood(model, [b"2 + 3 = ?\\n"] * 2, [b"5", b"7"])
+        >>> right.log_prob > wrong.log_prob
+        True
+    """
+    _check_pairs(prefixes, texts, 1 if model.config.predicts == "next" else 0)
+    check(model.mask_token is not None, OP, "model", "have a mask token", "one without")
+    samples, size = integer(OP, "samples", samples, 1), integer(OP, "batch_size", batch_size, 1)
+    found = []
+    for prefix, text in zip(prefixes, texts):
+        hidden = _masks(len(text), samples, seed)
+        total = sum(_weighted(model, prefix, text, hidden[i : i + size]) for i in range(0, len(hidden), size))
+        found.append(Likelihood(total, False))
+    return found
+
+
+def _masks(length: int, samples: int, seed: int) -> Tensor:
+    """Weights ``(n, length)``, 0 where a token is shown, of all sets or of drawn ones: their probability or share times L / l."""
+    sets = 2**length - 1
+    if sets <= samples:
+        weights = torch.zeros(sets, length, dtype=torch.float64)
+        chosen = [s for count in range(1, length + 1) for s in combinations(range(length), count)]
+        for row, places in zip(weights, chosen):
+            row[list(places)] = 1 / (len(places) * math.comb(length, len(places)))
+        return weights
+    generator = torch.Generator().manual_seed(seed)
+    start = torch.randint(1, length + 1, (), generator=generator)
+    spread = (start + torch.arange(samples, dtype=torch.float64) * (length / samples)).round().long()
+    counts = (spread - 1) % length + 1
+    ranks = torch.rand(samples, length, generator=generator, dtype=torch.float64).argsort(1).argsort(1)
+    return (ranks < counts[:, None]) * (length / counts[:, None].double() / samples)
+
+
+def _weighted(model: Any, prefix: Sequence[int], text: Sequence[int], weights: Tensor) -> float:
+    """The sum over rows and masked tokens of weight times log-probability."""
+    count, length = weights.shape
+    shown = torch.tensor(list(text), dtype=torch.int64).repeat(count, 1)
+    masked = torch.where(weights > 0, model.mask_token, shown)
+    tokens = torch.cat([torch.tensor(list(prefix), dtype=torch.int64).repeat(count, 1), masked], 1).to(model.device)
+    first = len(prefix) - int(model.config.predicts == "next")
+    logits = model(tokens, rows=slice(first, first + length)).float()
+    said = logits.log_softmax(-1).cpu().gather(-1, shown[..., None])[..., 0]
+    return float((said.double() * weights).sum())
+
+
+def _check_pairs(prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], least: int = 1) -> None:
+    check(len(prefixes) == len(texts), OP, "prefixes", f"be as many as texts ({len(texts)})", len(prefixes))
+    short = min(map(len, prefixes), default=least)
+    check(short >= least, OP, "prefixes", f"have at least {least} tokens", f"one with {short}")

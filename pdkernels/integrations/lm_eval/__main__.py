@@ -1,0 +1,8 @@
+"""The command line of lm-evaluation-harness, which then knows the model "pdkernels"."""
+
+from lm_eval.__main__ import cli_evaluate
+
+import pdkernels.integrations.lm_eval  # noqa: F401  registers the model
+
+if __name__ == "__main__":
+    cli_evaluate()
