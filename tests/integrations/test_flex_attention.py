@@ -88,16 +88,16 @@ def test_masks_and_plans_of_ours() -> None:
 def test_plans_are_kept_as_long_as_their_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[BlockMask] = []
     monkeypatch.setattr(module, "from_block_mask", lambda mask: made.append(mask) or from_block_mask(mask))
-    q, k, v = draw()
+    q, k, v = draw(q_len=48, kv_len=48)
     module._plans.clear()
-    mask = block_mask(causal)
+    mask = block_mask(causal, q_len=48, kv_len=48)
     for _ in range(3):
         first = flex_attention(q, k, v, block_mask=mask)
     assert len(made) == 1
     mask.full_kv_num_blocks.zero_()  # the triangle's tiles alone
     second = flex_attention(q, k, v, block_mask=mask)
     assert len(made) == 2 and not torch.equal(first, second)
-    row = torch.arange(50)
+    row = torch.arange(48)
     dense = (row[:, None] >= row) & (row[:, None] // 16 == row // 16)
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense)
     torch.testing.assert_close(second, expected, rtol=0, atol=2e-6)
