@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from pdkernels import decoding, evaluation
 from pdkernels.cli import app
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import MaskedStep
+from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.comparison import family_of
 from pdkernels.evaluation.masked import masked_candidates, plot_canvas, plot_masked
 from pdkernels.models import ByteTokenizer

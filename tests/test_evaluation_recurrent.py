@@ -10,7 +10,7 @@ import torch
 
 from pdkernels import decoding
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import RecurrentStep
+from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation import (
     Candidate,
     as_json,

@@ -32,6 +32,7 @@ from pdkernels._validation import check as demand
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
 from pdkernels.cli._sweep import run_sweep
+from pdkernels.cli._tables import evaluation_table, generation_table
 from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_told, use_threads, visible
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
@@ -80,6 +81,10 @@ def generate(
     check: Annotated[
         bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
     ] = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(dir_okay=False, writable=True, help="Write a page that replays the decoding into this file."),
+    ] = None,
 ) -> None:
     """Continue a prompt, show which tokens were accepted drafts, and what the generation cost."""
     console = Console(highlight=False)
@@ -99,8 +104,17 @@ def generate(
                 model,
                 "Leave it out.",
             )
+        if html is not None:
+            demand(len(methods) == 1, "generate", "--html", "come with one --method", ", ".join(methods))
+            _make_folder("generate", "--html", html)
         use_threads(threads, [language_model])
-        results = {name: _run(console, language_model, prompt, name, max_new_tokens, methods[name]) for name in methods}
+        traced = {"trace": html is not None}
+        results = {
+            name: _run(console, language_model, prompt, name, max_new_tokens, {**methods[name], **traced})
+            for name in methods
+        }
+        if html is not None:
+            next(iter(results.values())).save_html(html, f"{model}, {next(iter(methods))}")
         greedy = None
         if check:
             greedy = results.get("autoregressive") or decoding.generate(
@@ -108,7 +122,7 @@ def generate(
             )
 
     same = {name: greedy is None or result.tokens.equal(greedy.tokens) for name, result in results.items()}
-    console.print(_table(results, same if check else None))
+    console.print(generation_table(results, same if check else None))
     if console.color_system is not None:
         console.print(LEGEND)
     if greedy is not None and any(same.values()):
@@ -155,30 +169,6 @@ def _run(
     result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, on_tokens=stream, **options)
     stream.finish()
     return result
-
-
-def _table(results: dict[str, DecodeResult[torch.Tensor, str]], same: dict[str, bool] | None) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("method", no_wrap=True)
-    for heading in ("forwards", "tokens", "tokens/\nforward", "seconds", "tokens/s"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    if same is not None:
-        table.add_column("identical\nto greedy")
-    for name, result in results.items():
-        stats = result.stats
-        row = [
-            name,
-            str(stats.forwards),
-            str(stats.tokens),
-            f"{stats.tokens_per_forward:.2f}",
-            f"{stats.seconds:.3f}",
-            f"{stats.tokens_per_second:.0f}",
-        ]
-        if same is not None:
-            differs = "[bold red]no[/]" if decoding.is_lossless(name) else "promises nothing"
-            row.append("is greedy" if name == "autoregressive" else "yes" if same[name] else differs)
-        table.add_row(*row)
-    return table
 
 
 app.command("chat")(chat)
@@ -250,7 +240,7 @@ def evaluate(
         demand(bool(sweep) or not (resume or most_rows), "eval", "--resume, --most-rows", "be with --sweep", "none")
         for option, path in (("--plot", plot), ("--json", json_path)):
             if path is not None:
-                _make_folder(option, path)
+                _make_folder("eval", option, path)
         if plot is not None:
             demand(plot.suffix == ".png", "eval", "--plot", "be a path that ends in .png", str(plot))
             if importlib.util.find_spec("matplotlib") is None:
@@ -318,7 +308,7 @@ def evaluate(
                     loaded, competing, chosen, batch_size=batch_size, memory=family == "recurrent", progress=show
                 )
         for chosen in tasks:
-            console.print(_evaluation_table([row for row in rows if row.task == chosen.name]))
+            console.print(evaluation_table([row for row in rows if row.task == chosen.name]))
         written = evaluation.as_json(rows, skipped)
         if json_path is not None:
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
@@ -357,11 +347,11 @@ def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int,
     return evaluation.planned_json(scores, batch_size)
 
 
-def _make_folder(option: str, path: Path) -> None:
+def _make_folder(command: str, option: str, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        demand(False, "eval", option, "lie in a folder that can be made", f"{path} ({error.strerror})")
+        demand(False, command, option, "lie in a folder that can be made", f"{path} ({error.strerror})")
 
 
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
@@ -374,39 +364,6 @@ def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
         f"--output {WEIGHTS / name}.safetensors makes it"
         for name in absent
     ]
-
-
-def _evaluation_table(rows: list[evaluation.Row]) -> Table:
-    first = rows[0]
-    prompts = f"{first.problems} prompts, batch size {first.batch_size}, threads {torch.get_num_threads()}"
-    table = Table(
-        box=box.SIMPLE_HEAD, padding=0, title=f"{first.task}: {prompts}", title_justify="left", title_style="bold"
-    )
-    table.add_column("", overflow="fold")  # settings may be long
-    judged = any(row.tokens_per_cycle is not None for row in rows) and first.extra_memory is None
-    figures = {"tokens/\nforward": ("{:.2f}", "tokens_per_forward"), "tokens/\ncycle": ("{:.2f}", "tokens_per_cycle")}
-    figures |= {"\ntokens/s": ("{:.0f}", "tokens_per_second"), "\nspeed": ("{:.2f}x", "speedup")}
-    if not judged:
-        del figures["tokens/\ncycle"]
-    watched = ["peak\nMB"] if first.extra_memory is not None else []
-    for heading in (*(["exact\nmatch"] if first.right is not None else []), *figures, *watched, "identical\nto greedy"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for model in dict.fromkeys(row.model for row in rows):
-        table.add_row(Text(model, "bold"))
-        method = None
-        for row in (row for row in rows if row.model == model):
-            cells = [] if row.right is None else [f"{row.right / row.problems:.0%}"]
-            for form, name in figures.values():
-                value = getattr(row, name)
-                cells.append("-" if value is None else form.format(value))
-            if watched:
-                cells.append("-" if row.extra_memory is None else f"{row.extra_memory / 1e6:.2f}")
-            label = row.label
-            if row.settings and row.method == method:  # the method stands above
-                label = " " + label.removeprefix(f"{method}, ")
-            method = row.method
-            table.add_row(f" {label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))
-    return table
 
 
 @app.command("methods")

@@ -15,22 +15,17 @@ from pdkernels.decoding._request import Overflow, check_model, finished, open_se
 from pdkernels.decoding._sampling import checked_mask_token, stream
 from pdkernels.decoding._session import MOST_POSITIONS
 from pdkernels.decoding.methods import METHODS
-from pdkernels.decoding.result import (
+from pdkernels.decoding.result import ChunkTokens, DecodeResult, DecodeStats, OnTokens, PlanReport, PlanRound
+from pdkernels.decoding.signatures import Generate
+from pdkernels.decoding.traces import (
     AdaptiveStep,
     ChunkStep,
-    ChunkTokens,
-    DecodeResult,
-    DecodeStats,
     DenoiseStep,
     LinearStep,
     MaskedStep,
-    OnTokens,
-    PlanReport,
-    PlanRound,
     RecurrentStep,
     TraceStep,
 )
-from pdkernels.decoding.signatures import Generate
 
 __all__ = [
     "BAD_PLANS",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdkernels.decoding.result import ChunkStep
+from pdkernels.decoding.traces import ChunkStep
 
 
 def chunk_lanes(trace: Sequence[ChunkStep]) -> str:

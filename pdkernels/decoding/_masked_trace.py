@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pdkernels.decoding.result import MaskedStep
+from pdkernels.decoding.traces import MaskedStep
 
 
 class Record(NamedTuple):

@@ -15,7 +15,8 @@ from pdkernels._validation import message
 from pdkernels.decoding._chunks import Schedule, candidates, quota, steps_of
 from pdkernels.decoding._plan import BadPlan, Item, fitted, items_as_published, items_by_last_number
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.result import ChunkStep, ChunkTokens, PlanReport, PlanRound
+from pdkernels.decoding.result import ChunkTokens, PlanReport, PlanRound
+from pdkernels.decoding.traces import ChunkStep
 from pdkernels.models.plan_tokens import PlanTokens
 
 Rule = Literal["threshold", "published"]

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 import torch
 
 from pdkernels._validation import message
-from pdkernels.decoding.result import OnTokens, PlanReport, TraceStep
+from pdkernels.decoding.result import OnTokens, PlanReport
+from pdkernels.decoding.traces import TraceStep
 
 
 def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from pdkernels.decoding._sampling import (
     statistics,
 )
 from pdkernels.decoding._session import Session, marked, sent
-from pdkernels.decoding.result import DenoiseStep
+from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_
 

@@ -30,7 +30,7 @@ from pdkernels.decoding._sampling import (
 )
 from pdkernels.decoding._session import Session, is_end, judged_by_nan, not_numbers
 from pdkernels.decoding._steps import Rows, Steps, decoder
-from pdkernels.decoding.result import LinearStep
+from pdkernels.decoding.traces import LinearStep
 from pdkernels.masks import full
 from pdkernels.ops import unmask_, verify_draft
 

@@ -18,7 +18,7 @@ from pdkernels.backends import backend_of
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._sampling import Seed, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session, is_end, marked
-from pdkernels.decoding.result import AdaptiveStep
+from pdkernels.decoding.traces import AdaptiveStep
 from pdkernels.ops import logit_divergence
 
 _OP = "decoding.recurrent_adaptive"

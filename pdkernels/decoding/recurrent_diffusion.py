@@ -17,7 +17,7 @@ from pdkernels.decoding._recurrent import checked_model, checked_recurrences, ch
 from pdkernels.decoding._recurrent_wave import Mixer, NewState, Rule, Schedule, Wave, WaveOptions
 from pdkernels.decoding._sampling import Seed, checked_flag, checked_name, checked_number, checked_size
 from pdkernels.decoding._session import Session
-from pdkernels.decoding.result import RecurrentStep
+from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_diffusion"
 

@@ -11,7 +11,7 @@ import math
 from pdkernels.decoding._recurrent import checked_model, checked_recurrences, checked_sampling, prefill
 from pdkernels.decoding._sampling import Seed
 from pdkernels.decoding._session import Session, is_end, marked
-from pdkernels.decoding.result import RecurrentStep
+from pdkernels.decoding.traces import RecurrentStep
 
 _OP = "decoding.recurrent_static"
 

@@ -3,76 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from os import PathLike
 from typing import Generic, NamedTuple
 
 import torch
 from typing_extensions import TypeVar
 
+from pdkernels._validation import message
+from pdkernels.decoding._replay import Source, write_page
+from pdkernels.decoding.traces import Trace
+
 # on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts); a `ChunkTokens` instead of a list
 # comes when its chunk is complete, maybe before chunks that are in front of it in the text
 OnTokens = Callable[[int, list[int], int], None]
-
-
-class TraceStep(NamedTuple):
-    """One forward over a draft, as one sequence of the batch saw it."""
-
-    draft: list[int]
-    predictions: list[int]  # the model's own next token after each draft token
-    accepted: int  # draft[:accepted] was committed
-
-
-class LinearStep(NamedTuple):
-    """One cycle of linear self-speculation: a `TraceStep` with the forwards that drafted and judged it."""
-
-    draft: list[int]
-    predictions: list[int]
-    accepted: int
-    forwards: int  # draft passes of this sequence, and the verify pass
-
-
-class DenoiseStep(NamedTuple):
-    """One forward of block diffusion over an unfinished block, as one sequence of the batch saw it."""
-
-    block: list[int]  # open slots hold the mask token
-    committed: dict[int, int]  # slot -> token
-
-
-class MaskedStep(NamedTuple):
-    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions count from the prompt's start."""
-
-    tokens: list[int]  # the canvas before; open places hold the mask token
-    committed: dict[int, int]  # place -> token
-    confidence: dict[int, float]  # place -> score that places were chosen by, of all that had a guess
-    window: tuple[int, int]  # places that could be committed: the first, and the one behind the last
-
-
-class AdaptiveStep(NamedTuple):
-    """One token of adaptive recurrent decoding."""
-
-    cursor: int
-    token: int  # the input
-    prediction: int
-    recurrences: int
-    values: list[float]  # of the criterion, one per check; inf where a check came too early to count
-
-
-class RecurrentStep(NamedTuple):
-    """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor + i``."""
-
-    cursor: int  # everything before it is frozen
-    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
-    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
-    distance: list[float]  # what the exit test measured of each row; inf where it measured nothing
-    frozen: int  # predictions[:frozen] became text, and the cursor moved by as much
-
-
-class ChunkStep(NamedTuple):
-    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All counts start at 0."""
-
-    round: int
-    canvas: list[list[int]]  # the chunks' contents before, without their tags; open positions hold the mask token
-    committed: dict[tuple[int, int], int]  # (chunk, position) -> token
 
 
 class ChunkTokens(list[int]):
@@ -115,17 +59,6 @@ class PlanReport(NamedTuple):
     def critical_path(self) -> int:
         """Forwards that had to wait for each other."""
         return sum(self.forwards.values())
-
-
-Trace = (
-    list[list[TraceStep]]
-    | list[list[LinearStep]]
-    | list[list[DenoiseStep]]
-    | list[list[MaskedStep]]
-    | list[list[AdaptiveStep]]
-    | list[list[RecurrentStep]]
-    | list[list[ChunkStep]]
-)
 
 
 @dataclass(frozen=True)
@@ -183,3 +116,38 @@ class DecodeResult(Generic[Tokens, Text]):
     tokens: Tokens
     text: Text | None
     stats: DecodeStats
+    _source: Source | None = field(default=None, repr=False, compare=False)
+
+    def save_html(self, path: str | PathLike[str], title: str | None = None) -> None:
+        """Writes a page that replays the generation step by step, for any browser; it loads nothing from elsewhere.
+
+        Tokens have the colour of the step that wrote them. Accepted drafts are underlined, rejected ones and predictions that may
+        still change are pale, places that are still masked are boxes, and chunks that were written side by side are lanes. Below is
+        every step as a line of a chart.
+
+        Args:
+            path: of the page.
+            title: its heading; None: the method.
+
+        Raises:
+            ValueError: a result of a generation without ``trace=True``.
+
+        Example:
+            >>> import tempfile, pathlib, pdkernels as pd
+            >>> result = pd.decoding.generate(pd.models.load("tiny-trimode"), "17 + 25 = ?", "linear_self_speculation",
+            ...                               max_new_tokens=24, trace=True)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     page = pathlib.Path(folder) / "run.html"
+            ...     result.save_html(page)
+            ...     page.read_text()[:15]
+            '<!doctype html>'
+        """
+        op = "decoding.DecodeResult.save_html"
+        remedy = "Call generate(..., trace=True)."
+        stats = self.stats
+        if self._source is None or stats.trace is None:
+            raise ValueError(message(op, "stats.trace", "hold steps", "None", remedy))
+        topics = None if stats.plans is None else [plan.rounds for plan in stats.plans]
+        facts = {"method": stats.method, "forwards": stats.forwards, "tokens": stats.tokens}
+        facts |= {"tokens per forward": round(stats.tokens_per_forward, 2), "seconds": round(stats.seconds, 3)}
+        write_page(path, title or stats.method, facts, self._source, stats.trace, topics)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pdkernels._validation import check
-from pdkernels.decoding.result import MaskedStep
+from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 
 # Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, stand first.

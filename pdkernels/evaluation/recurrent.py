@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from pdkernels import decoding
 from pdkernels._validation import check
-from pdkernels.decoding.result import RecurrentStep
+from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 
 # What is swept, one thing at a time, around the defaults.

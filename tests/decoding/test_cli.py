@@ -54,6 +54,15 @@ def test_one_method_and_its_table(noise: Transformer) -> None:
     assert "def f(" in result.stdout and "identical" not in result.stdout
 
 
+def test_a_page_that_replays_it(tmp_path: Path) -> None:
+    page = tmp_path / "new folder/run.html"
+    result = run(*GENERATE, "--method", "jacobi", "--html", str(page))
+    assert result.exit_code == 0, result.output
+    assert "<h1>tiny-code, jacobi</h1>" in page.read_text(encoding="utf-8")
+    result = run(*GENERATE, "--method", "jacobi", "--method", "autoregressive", "--html", str(page))
+    assert result.exit_code != 0 and "--html must come with one --method, got jacobi, autoregressive" in result.stderr
+
+
 def test_a_long_prompt_is_read_once(noise: Transformer) -> None:
     read = 0
 

@@ -1,0 +1,77 @@
+"""What a trace holds: a step of each kind of decoder."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TraceStep(NamedTuple):
+    """One forward over a draft, as one sequence of the batch saw it."""
+
+    draft: list[int]
+    predictions: list[int]  # the model's own next token after each draft token
+    accepted: int  # draft[:accepted] was committed
+
+
+class LinearStep(NamedTuple):
+    """One cycle of linear self-speculation: a `TraceStep` with the forwards that drafted and judged it."""
+
+    draft: list[int]
+    predictions: list[int]
+    accepted: int
+    forwards: int  # draft passes of this sequence, and the verify pass
+
+
+class DenoiseStep(NamedTuple):
+    """One forward of block diffusion over an unfinished block, as one sequence of the batch saw it."""
+
+    block: list[int]  # open slots hold the mask token
+    committed: dict[int, int]  # slot -> token
+
+
+class MaskedStep(NamedTuple):
+    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions count from the prompt's start."""
+
+    tokens: list[int]  # the canvas before; open places hold the mask token
+    committed: dict[int, int]  # place -> token
+    confidence: dict[int, float]  # place -> score that places were chosen by, of all that had a guess
+    window: tuple[int, int]  # places that could be committed: the first, and the one behind the last
+
+
+class AdaptiveStep(NamedTuple):
+    """One token of adaptive recurrent decoding."""
+
+    cursor: int
+    token: int  # the input
+    prediction: int
+    recurrences: int
+    values: list[float]  # of the criterion, one per check; inf where a check came too early to count
+
+
+class RecurrentStep(NamedTuple):
+    """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor + i``."""
+
+    cursor: int  # everything before it is frozen
+    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
+    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
+    distance: list[float]  # what the exit test measured of each row; inf where it measured nothing
+    frozen: int  # predictions[:frozen] became text, and the cursor moved by as much
+
+
+class ChunkStep(NamedTuple):
+    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All counts start at 0."""
+
+    round: int
+    canvas: list[list[int]]  # the chunks' contents before, without their tags; open positions hold the mask token
+    committed: dict[tuple[int, int], int]  # (chunk, position) -> token
+
+
+Trace = (
+    list[list[TraceStep]]
+    | list[list[LinearStep]]
+    | list[list[DenoiseStep]]
+    | list[list[MaskedStep]]
+    | list[list[AdaptiveStep]]
+    | list[list[RecurrentStep]]
+    | list[list[ChunkStep]]
+)
