@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pdkernels.distributed.context import ContextSlices, context_parallel_attention, slice_context
+from pdkernels.distributed.dtensor import register_dtensor
 from pdkernels.distributed.loading import load as load
 from pdkernels.distributed.logits import ShardedLogits
 from pdkernels.distributed.tensor_parallel import parallelize
@@ -16,5 +17,6 @@ __all__ = [
     "count_communication",
     "load",
     "parallelize",
+    "register_dtensor",
     "slice_context",
 ]

@@ -1,0 +1,147 @@
+"""How our ops run on DTensors: each rank its own sequences, heads or rows, without moving anything.
+
+A rule says which dimension of each tensor may be cut together, and the dimension of each result that is cut by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from pdkernels.ops._library import OPS
+
+if TYPE_CHECKING:  # its import takes a second
+    from torch.distributed.tensor import Placement
+
+
+class Cut(NamedTuple):
+    """One way to cut a call."""
+
+    inputs: dict[str, int]
+    """Dimensions by the names of tensors; the others are whole on every rank."""
+    outputs: Sequence[int | None]
+    """Dimensions of the results; None: of one that every rank has in part, to be added up."""
+
+
+Given = dict[str, Any]
+"""The arguments of a call by name; tensors know their `shape` and `mesh`."""
+
+
+def _fits(x: Any, dim: int) -> bool:
+    """Whether every dimension of the mesh cuts this one of the tensor evenly."""
+    return all(x.shape[dim] % size == 0 for size in x.mesh.shape)
+
+
+def _attention(given: Given, results: Sequence[int], heads: dict[str, int], plain: Sequence[str]) -> Iterator[Cut]:
+    """By sequences and by heads; with fewer KV heads than ranks, or some left over, a rank's heads would miss their keys."""
+    stacked = {"plan_rows": 0} if len(given["plan_rows"].shape) == 3 else {}
+    yield Cut({**dict.fromkeys((*heads, *plain), 0), **stacked}, [0] * len(results))
+    keys = given.get("k", given.get("k_new"))
+    if _fits(keys, 2):
+        yield Cut(heads, results)
+
+
+def _block_sparse(given: Given) -> Iterator[Cut]:
+    yield from _attention(given, [2, 1], dict.fromkeys("qkv", 2), ())
+
+
+def _block_sparse_backward(given: Given) -> Iterator[Cut]:
+    heads = {**dict.fromkeys(("grad_out", "q", "k", "v", "out"), 2), "lse": 1, "grad_lse": 1}
+    yield from _attention(given, [2, 2, 2], heads, ())
+
+
+def _speculative(given: Given) -> Iterator[Cut]:
+    heads = dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache"), 2)
+    ways = list(_attention(given, [2, 1], heads, ("lengths", "block_table")))
+    # Pages belong to all sequences.
+    yield from ways if given.get("block_table") is None else ways[1:]
+
+
+def _rows(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
+    """By any dimension of the rows of the first tensor; the others of `names` have the same ones."""
+    for dim in range(len(given[names[0]].shape) - 1):
+        yield Cut(dict.fromkeys(names, dim), [dim] * results)
+
+
+def _linear(given: Given) -> Iterator[Cut]:
+    last = len(given["x"].shape) - 1
+    yield from _rows(given, ["x"], 1)
+    yield Cut({"weight": 0, "bias": 0}, [last])
+    if given.get("bias") is None:
+        yield Cut({"x": last, "weight": 1}, [None])
+
+
+def _statistics(given: Given, name: str) -> Iterator[Cut]:
+    """A draw without positions takes the row's number, which is another one on a rank."""
+    counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
+    if given.get("row_index") is None and not counted:
+        yield from _rows(given, [name, "seeds", "steps", "positions"], 7)
+
+
+def _sequences(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
+    yield Cut(dict.fromkeys(names, 0), [0] * results)
+
+
+RULES: dict[str, Callable[[Given], Iterator[Cut]]] = {
+    "block_sparse_attention": _block_sparse,
+    "block_sparse_attention_backward": _block_sparse_backward,
+    "speculative_attention": _speculative,
+    "linear": _linear,
+    "add_rms_norm": partial(_rows, names=["x", "residual"], results=2),
+    "silu_and_mul": partial(_rows, names=["x"], results=1),
+    "token_statistics": partial(_statistics, name="logits"),
+    "linear_token_statistics": partial(_statistics, name="hidden"),
+    "logit_divergence": partial(_rows, names=["logits", "previous"], results=4),
+    "gather_rows": partial(_sequences, names=["x", "index"], results=1),
+    "verify_draft": partial(_sequences, names=["draft", "predictions", "draft_lengths", "refill"], results=5),
+}
+
+
+def _ways(op: str, *args: Any, **kwargs: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
+    """What `register_sharding` asks for: placements of the results and of the arguments, for each way to cut."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    names = OPS[op].arguments
+    given = {**dict(zip(names, args)), **kwargs}
+    tensors = [hasattr(value, "mesh") for value in given.values()]
+    cuts = list(RULES[op](given))
+    results = len(OPS[op].overload._schema.returns)
+    whole: tuple[list[Placement], list[Placement | None]] = (
+        [Replicate()] * results,
+        [Replicate() if tensor else None for tensor in tensors],
+    )
+    ways = [whole]
+    for cut in cuts:
+        inputs: list[Placement | None] = [
+            (Shard(cut.inputs[name]) if name in cut.inputs else Replicate()) if tensor else None
+            for name, tensor in zip(given, tensors)
+        ]
+        outputs: list[Placement] = [Partial() if dim is None else Shard(dim) for dim in cut.outputs]
+        ways.append((outputs, inputs))
+    return ways
+
+
+@cache
+def register_dtensor() -> tuple[str, ...]:
+    """Tells DTensor how our ops are cut; returns the names of those that it then takes. Once is enough, more does no harm.
+
+    Attention goes by sequences or by heads (if the mesh divides the KV heads), forward and backward; what works on rows goes by any
+    dimension of rows; `linear` also by columns of its result and by the width that it sums over. A call on tensors that are cut otherwise
+    brings them together first, as DTensor does for any op. Ops that write into their arguments take no DTensor: call them on
+    ``x.to_local()``. Plain tensors beside DTensors, such as those of a plan, need
+    `torch.distributed.tensor.experimental.implicit_replication`.
+
+    Example:
+        >>> from pdkernels.distributed import register_dtensor
+        >>> "block_sparse_attention" in register_dtensor()
+        True
+    """
+    from torch.distributed.tensor import experimental
+
+    for op in RULES:
+        overload: torch._ops.OpOverload = OPS[op].overload
+        experimental.register_sharding(overload)(partial(_ways, op))
+    return tuple(RULES)
