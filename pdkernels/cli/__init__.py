@@ -231,10 +231,16 @@ def evaluate(
         Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
     ] = None,
 ) -> None:
-    """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding."""
+    """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding.
+
+    Under torchrun the prompts are dealt out to its processes.
+    """
     console = Console(highlight=False)
-    with errors_told():
+    with errors_told(), evaluation.launched_group() as group:
+        console.quiet = not evaluation.is_first(group)
         # What would only fail after minutes fails now.
+        alone = group is None or not (sweep or family == "planned")
+        demand(alone, "eval", "--sweep and --family planned", "be run by one process", "several of torchrun")
         if sweep and plot == Path("frontier"):
             plot = Path("frontier.png")
         demand(bool(sweep) or not (resume or most_rows), "eval", "--resume, --most-rows", "be with --sweep", "none")
@@ -305,14 +311,20 @@ def evaluate(
                     progress.update(bar, description=f"{name}, {what}", completed=number + share)
 
                 rows += evaluation.evaluate(
-                    loaded, competing, chosen, batch_size=batch_size, memory=family == "recurrent", progress=show
+                    loaded,
+                    competing,
+                    chosen,
+                    batch_size=batch_size,
+                    memory=family == "recurrent",
+                    group=group,
+                    progress=show,
                 )
         for chosen in tasks:
             console.print(evaluation_table([row for row in rows if row.task == chosen.name]))
         written = evaluation.as_json(rows, skipped)
-        if json_path is not None:
+        if json_path is not None and evaluation.is_first(group):
             json_path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
+        if plot is not None and evaluation.is_first(group):
             draw = {"recurrent": evaluation.plot_recurrent, "masked": evaluation.plot_masked}.get(
                 family, evaluation.plot
             )

@@ -20,6 +20,7 @@ from pdkernels.evaluation.planned import (
 from pdkernels.evaluation.plot import plot
 from pdkernels.evaluation.plot_planned import plot_planned
 from pdkernels.evaluation.plot_theory import plot_theory
+from pdkernels.evaluation.ranks import is_first, launched_group
 from pdkernels.evaluation.recurrent import extra_memory, plot_recurrent, plot_wave
 from pdkernels.evaluation.row_times import RowTimes, fit_row_times, measure_row_times, plot_row_times
 from pdkernels.evaluation.speed_of_light import SpeedOfLight, speed_of_light
@@ -51,6 +52,8 @@ __all__ = [
     "fronts",
     "held_out_orders",
     "interval",
+    "is_first",
+    "launched_group",
     "limit_of_block",
     "make_task",
     "measure_row_times",

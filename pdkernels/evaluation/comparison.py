@@ -18,6 +18,7 @@ from pdkernels.decoding.result import DecodeResult
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.machine import facts
 from pdkernels.evaluation.masked import masked_candidates
+from pdkernels.evaluation.ranks import in_order, is_first, of_first, own_numbers
 from pdkernels.evaluation.recurrent import extra_memory, recurrent_candidates, with_full_wave
 from pdkernels.evaluation.tasks import TASKS, Task
 
@@ -188,6 +189,7 @@ def evaluate(
     *,
     batch_size: int = 1,
     memory: bool = False,
+    group: Any = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Row]:
     """Let all candidates work on the same prompts.
@@ -201,10 +203,11 @@ def evaluate(
         task: as `make_task` gives it.
         batch_size: prompts per generation.
         memory: also watch the memory of a generation of 160 tokens that is not counted, in the worst case: see `with_full_wave`.
+        group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: this process alone.
         progress: called with what comes next and the share of the task that is done.
 
     Returns:
-        A row for each candidate, in their order.
+        A row for each candidate, in their order, on every rank. On several ranks all figures but those of time are those of one.
 
     Raises:
         ValueError: a batch size below 1, a model without a tokenizer, no autoregressive decoding of a model to compare with.
@@ -242,18 +245,19 @@ def evaluate(
         progress(f"{candidate.model}: {candidate.label}, warm-up", 0.0)
         _run(models, candidate, task, (task.warm_up * batch_size)[:batch_size])
         if candidate.width is None and decoding.find(candidate.method).widths:
-            candidate = candidate._replace(width=_fastest_width(models, candidate, task))
+            candidate = candidate._replace(width=of_first(_fastest_width(models, candidate, task), group))
         settled.append(candidate)
 
     results: dict[Candidate, list[_Results]] = {candidate: [] for candidate in settled}
     batches = [task.prompts[first : first + batch_size] for first in range(0, len(task.prompts), batch_size)]
-    for number, batch in enumerate(batches):
+    for number in own_numbers(len(batches), group):
         begin = number % len(settled)
         for turn, candidate in enumerate(settled[begin:] + settled[:begin]):
             progress(f"{candidate.model}: {candidate.label}", (number + turn / len(settled)) / len(batches))
-            results[candidate].append(_run(models, candidate, task, batch))
+            results[candidate].append(_run(models, candidate, task, batches[number]))
+    results = {candidate: in_order(own, len(batches), group) for candidate, own in results.items()}
     watched: dict[Candidate, int] = {}
-    for candidate in settled if memory else ():
+    for candidate in settled if memory and is_first(group) else ():
         if (full := with_full_wave(candidate)) is not None:
             progress(f"{candidate.model}: {candidate.label}, memory", 1.0)
             watched[candidate] = extra_memory(
@@ -264,6 +268,7 @@ def evaluate(
                 end_tokens=(),
                 **full,
             )
+    watched = of_first(watched, group)
     progress("done", 1.0)
     return [
         _row(

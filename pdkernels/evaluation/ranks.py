@@ -1,0 +1,56 @@
+"""Work that is dealt out to the ranks of a `torch.distributed` group, and results that all of them get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+@contextmanager
+def launched_group() -> Iterator[Any]:
+    """The group of all processes that `torchrun` started, in gloo; None where this process is alone."""
+    if not (dist.is_available() and dist.is_torchelastic_launched()):
+        yield None
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first(group: Any) -> bool:
+    """Whether this process speaks for all."""
+    return group is None or dist.get_rank(group) == 0
+
+
+def own_numbers(count: int, group: Any) -> range:
+    """Of the numbers below `count`, every so many: those of this rank.
+
+    >>> list(own_numbers(3, None))
+    [0, 1, 2]
+    """
+    return range(count) if group is None else range(dist.get_rank(group), count, dist.get_world_size(group))
+
+
+def of_first(value: T, group: Any) -> T:
+    """The first rank's `value`, on all."""
+    if group is None:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, dist.get_global_rank(group, 0), group=group)
+    return held[0]
+
+
+def in_order(own: Sequence[T], count: int, group: Any) -> list[T]:
+    """The results of all numbers below `count`, of each rank's results of its `own_numbers`."""
+    if group is None:
+        return list(own)
+    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, list(own), group=group)
+    return [everywhere[number % len(everywhere)][number // len(everywhere)] for number in range(count)]
