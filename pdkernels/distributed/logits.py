@@ -58,7 +58,7 @@ _EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or
 
 
 class ShardedLogits(torch.Tensor):
-    """Logits ``(..., vocab_size)`` of which this rank holds a slice; what `parallelize`d models give.
+    """Logits ``(..., vocab_size)`` of which this rank holds a slice; what models of `parallelize` give.
 
     Token statistics, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers a row from the other ranks;
     arithmetic needs none. Whatever else is asked for is computed on all logits, `full_tensor`, which then are exchanged. All ranks ask for
