@@ -274,7 +274,7 @@ def recurrence_advance_(
             new = [inputs[0], *guesses[:w]]
             guessed = [0] * min(headway - 1, room) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
-            tokens[b, : len(row)] = torch.tensor(row, dtype=tokens.dtype)
+            tokens[b, : len(row)] = torch.tensor(row).to(tokens.dtype)  # cut to its bits, as the kernels do
             kept = min(w - n, wave)
             counts = counts[n : n + kept] + [0] * (room - kept)
             unchanged = unchanged[n : n + kept] + [0] * (room - kept)

@@ -60,6 +60,8 @@ class OpSpec:
     """Their names, in order."""
     tensors: tuple[int, ...]
     """Where among them tensors are, or lists of tensors."""
+    flags: tuple[tuple[int, str], ...]
+    """Where bools are, and their names."""
     written: tuple[str, ...]
     """Those that the schema marks as written."""
     overload: torch._ops.OpOverload
@@ -113,13 +115,25 @@ def define(
     arguments = tuple(argument.name for argument in given)
     tensors = tuple(i for i, argument in enumerate(given) if "Tensor" in str(argument.type))
     written = tuple(argument.name for argument in given if argument.alias_info and argument.alias_info.is_write)
-    flags = frozenset(argument.name for argument in given if str(argument.type) == "bool")
+    flags = tuple((i, argument.name) for i, argument in enumerate(given) if str(argument.type) == "bool")
     check = reference_check or fake
-    check, fake = (_with_common_checks(name, arguments, flags, written, function) for function in (check, fake))
+    check, fake = (_with_memory_checked(name, arguments, written, function) for function in (check, fake))
     if not float64 and reference_check is None:
         fake = _without_float64(name, arguments, fake)
     OPS[name] = OpSpec(
-        name, schema, arguments, tensors, written, overload, fake, check, reference, cpu is not None, gradients, example
+        name,
+        schema,
+        arguments,
+        tensors,
+        flags,
+        written,
+        overload,
+        fake,
+        check,
+        reference,
+        cpu is not None,
+        gradients,
+        example,
     )
     # The backward pass of an op is called by autograd alone, and runs where the op itself ran.
     if not name.endswith("_backward"):
@@ -152,17 +166,13 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _with_common_checks(
-    op: str, names: tuple[str, ...], flags: frozenset[str], written: tuple[str, ...], fake: Callable[..., Any]
+def _with_memory_checked(
+    op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """What is checked for all ops alike: that flags are bools, and how tensors lie in memory. The compiled code refuses the
-    others, and this says so."""
+    """How tensors lie in memory is checked for all ops alike: the compiled code refuses them, and this says so."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         given = [*zip(names, arguments), *options.items()]
-        for name, value in given:
-            if name in flags:
-                check_flag(op, name, value)
         check_memory(op, given)
         results = fake(*arguments, **options)
         if written:
@@ -208,6 +218,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
     """
     name = op._opname
     spec = OPS[name]
+    for at, flag in spec.flags:  # torch would take a number
+        check_flag(name, flag, arguments[at])
     if not PLAIN.issuperset(map(type, arguments)) and not torch.compiler.is_compiling():
         arguments = tuple(map(_plain, arguments))
     if spec.gradients != "own" and torch.is_grad_enabled():
