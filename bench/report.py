@@ -134,6 +134,27 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
     return f"{table(header, lines)}\n\n{machine(rows)}"
 
 
+def smollm2(rows: list[Row]) -> str:
+    """Of bench_smollm2.py."""
+    rows = [row for row in rows if row["op"] == "smollm2"]
+    if not rows:
+        return "not measured"
+    lines, dtypes = [], list(dict.fromkeys(row["dtype"] for row in rows))
+    for name, found in by_candidate(rows, [(dtype, {"dtype": dtype}) for dtype in dtypes]):
+        line = [name]
+        for row in found:
+            line += ["-"] * 4 if row is None else [
+                f"{row['tokens'] / row['forwards']:.2f}",
+                f"{row['tokens'] / row['median_us'] * 1e6:.1f}",
+                f"{1 / row['ratio_to_baseline']:.2f}x",
+                f"{row['same']} of {row['prompts']}",
+            ]  # fmt: skip
+        lines.append(line)
+    columns = ("tokens per forward", "tokens/s", "speed", "answers that are our greedy ones")
+    header = ["prompt included", *(f"{dtype}, {column}" for dtype in dtypes for column in columns)]
+    return f"{table(header, lines)}\n\n{machine(rows)}"
+
+
 def evaluation_picture(rows: list[Row]) -> str:
     measured = any(family(row) == "transformer" for row in rows)
     return "![Tokens per forward and speed by method](images/bench_evaluation.png)" if measured else "not measured"
@@ -326,6 +347,7 @@ TABLES = {
     "kv_commit batch 4": lambda rows: kv_commit(rows, 4),
     "verify_draft": verify_draft,
     "decoding": decoding,
+    "smollm2": smollm2,
     "evaluation sums": lambda rows: evaluation(rows, "sums"),
     "evaluation source": lambda rows: evaluation(rows, "source"),
     "evaluation picture": evaluation_picture,
