@@ -9,7 +9,7 @@ of the past see what they saw when they were refreshed, and never a mask token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,6 +59,28 @@ def denoise(
     tokens = draw(logits, range(start, start + len(block)), temperature, seed, forward)
     confidence = distribution(logits, 1.0)[range(len(block)), tokens].tolist()
     return Guesses(tokens, confidence, distribution(logits, temperature))
+
+
+Sampler = Callable[[Tensor, list[int], list[bool]], Sequence[float]]
+"""Scores of a block's guesses, by its logits ``(B, V)`` with the mask token's, its tokens, and which of them are open."""
+
+
+def judge(
+    model: DraftModel,
+    history: Sequence[int],
+    block: list[int],
+    mask: Mask,
+    *,
+    mask_token: int,
+    active: list[bool],
+    sampler: Sampler,
+) -> Guesses:
+    """One forward like that of `denoise`, at temperature 0; the sampler's scores stand where the confidence would."""
+    start = len(history)
+    visible, positions = mask
+    logits = model(torch.tensor([[*history, *block]]), positions[None], visible, positions >= start)[0, start:]
+    guessing = without(logits, mask_token)
+    return Guesses(guessing.argmax(-1).tolist(), list(sampler(logits, block, active)), distribution(guessing, 0.0))
 
 
 def confident(confidence: Sequence[float], slots: Iterable[int], threshold: float) -> list[int]:
@@ -121,6 +143,7 @@ def block_diffusion(
     allow_mask_token: bool = False,
     end_tokens: Sequence[int] = (),
     seed: int = 0,
+    sampler: Sampler | None = None,
 ) -> BlockDiffusionResult:
     """Block after block, counted from the end of the prompt; a block stays `block_size` wide however little is wanted of it.
 
@@ -147,6 +170,7 @@ def block_diffusion(
         allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
+        sampler: what slots are chosen by in place of the confidence; slots behind an end token are left alone then.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8] * 20
     >>> block_diffusion(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
@@ -180,13 +204,27 @@ def block_diffusion(
         wanted = min(block_size, max_new_tokens - len(tokens))
         while not settled(block, slots, wanted, end_tokens):
             forwards += 1
-            guesses = denoise(
-                plain, history, block, mask, mask_token=mask_token, temperature=temperature, seed=seed, forward=forwards
-            )
-            if threshold is None:
-                chosen = most_confident(guesses.confidence, slots, left.pop(0))
+            able = slots
+            if sampler is None:
+                guesses = denoise(
+                    plain,
+                    history,
+                    block,
+                    mask,
+                    mask_token=mask_token,
+                    temperature=temperature,
+                    seed=seed,
+                    forward=forwards,
+                )
             else:
-                chosen = confident(guesses.confidence, slots, threshold)
+                end = len(cut_behind_end(block, end_tokens))
+                able = [slot for slot in slots if slot < end]
+                active = [place in able for place in range(block_size)]
+                guesses = judge(plain, history, block, mask, mask_token=mask_token, active=active, sampler=sampler)
+            if threshold is None:
+                chosen = most_confident(guesses.confidence, able, left.pop(0))
+            else:
+                chosen = confident(guesses.confidence, able, threshold)
             trace.append(DenoiseStep(list(block), {slot: guesses.tokens[slot] for slot in chosen}))
             for slot in chosen:
                 block[slot] = guesses.tokens[slot]

@@ -9,11 +9,11 @@ the others before all of them are refreshed in one forward.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from pdkernels._validation import check
+from pdkernels._validation import check, check_type
 from pdkernels.backends import backend_of
 from pdkernels.decoding._masked import share
 from pdkernels.decoding._sampling import (
@@ -31,6 +31,7 @@ from pdkernels.decoding._sampling import (
 from pdkernels.decoding._session import Session, marked, sent
 from pdkernels.decoding.traces import DenoiseStep
 from pdkernels.masks import full
+from pdkernels.models.sampler_head import SamplerHead
 from pdkernels.ops import unmask_
 
 _OP = "decoding.block_diffusion"
@@ -50,6 +51,7 @@ def decode(
     allow_mask_token: bool = False,
     seed: Seed = 0,
     page_size: int | None = None,
+    sampler: SamplerHead | None = None,
 ) -> int:
     """Fill `session` block by block. Not the tokens of autoregressive decoding: what a slot holds is never judged again.
 
@@ -61,6 +63,8 @@ def decode(
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
             "bidirectional" is for models whose past is causal by blocks.
         temperature: of the candidates; slots are chosen by the confidence without it.
+        sampler: a trained network whose scores take the place of the confidence; for temperature 0. Slots behind an end token are
+            left alone.
 
     Returns:
         Forwards that the sequences took part in, all together.
@@ -78,6 +82,9 @@ def decode(
         )
     if steps_per_block is not None:
         checked_size(_OP, "steps_per_block", steps_per_block)
+    if sampler is not None:
+        check_type(isinstance(sampler, SamplerHead), _OP, "sampler", "be a SamplerHead", type(sampler).__name__)
+        check(temperature == 0, _OP, "temperature", "be 0 with a sampler", temperature)
     check(refresh in get_args(Refresh), _OP, "refresh", "be 'causal' or 'bidirectional'", repr(refresh))
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
     model = session.model
@@ -93,7 +100,8 @@ def decode(
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
     seeds = seeds.to(device)
-    slot = torch.arange(known, block_size, device=device)
+    places = torch.arange(block_size, device=device)
+    slot = places[known:]
     everything = full(block_size).plan(64, 64, device)
     nothing = torch.zeros_like(lengths)  # what a denoising step stores
 
@@ -131,24 +139,34 @@ def decode(
             if not any(drafting):
                 break
             numbers = [number + on for number, on in zip(numbers, drafting, strict=True)]
-            host = [[0, on * (block_size - known), number] for on, number in zip(drafting, numbers, strict=True)]
+            stops = [block_size if sampler is None else _first_end(tokens, session.end_tokens) for tokens in rows]
+            host = [
+                [0, on * max(stop - known, 0), number]
+                for on, stop, number in zip(drafting, stops, numbers, strict=True)
+            ]
             table = sent(host, device)
-            hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)[:, known:]
+            hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)
             session.forwards += 1
-            draws = noise(temperature, seeds, table[:, 2:], lengths[:, None] + slot)
-            # Neither temperature nor noise enters the confidence.
-            guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws)
-            broken = (guesses.probs.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
+            if sampler is None:
+                draws = noise(temperature, seeds, table[:, 2:], lengths[:, None] + slot)
+                # Neither temperature nor noise enters the confidence.
+                guesses = statistics(model, hidden[:, known:], suppress=mask_token, top_k=1, **draws)
+                ids, sure = guesses.ids, guesses.probs
+            else:
+                able = (block == mask_token) & (places < table[:, 1:2] + known)
+                judged = judged_guesses(model, hidden, block, able, mask_token, sampler)
+                ids, sure = (part[:, known:] for part in judged)
+            broken = (sure.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
             count = 1 if threshold is not None else _quota(block_size - known, steps_per_block, step)
             unmask_(
                 block[:, known:],
-                guesses.ids,
-                guesses.probs,
+                ids,
+                sure,
                 mask_token=mask_token,
                 windows=table[:, :2],
                 quota=count,
                 threshold=threshold,
-                backend=backend_of(guesses.probs.dtype),
+                backend=backend_of(sure.dtype),
             )
             step += 1
             # The one read of the device in a step.
@@ -172,6 +190,28 @@ def decode(
         counts = sent([[on * block_size] for on in active], device)[:, 0]
         mask = None if refresh == "causal" else everything
         last = torch.full_like(last, block_size - 1)
+
+
+def judged_guesses(
+    model: Any, hidden: torch.Tensor, block: torch.Tensor, able: torch.Tensor, mask_token: int, sampler: SamplerHead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best guess but the mask for every place of a block, and the sampler's score of it, both ``(batch, block)``; scores mean
+    something where a place is `able` to be filled.
+
+    The network was trained on what the model says, masks included; one pass over the logits serves both.
+    """
+    found = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
+    best, second = found.top_ids[..., 0], found.top_ids[..., 1]
+    return torch.where(best == mask_token, second, best), sampler.scores(found, block, able)
+
+
+def _first_end(tokens: list[int], ends: tuple[int, ...]) -> int:
+    """Where the first end token stands, or how many tokens there are.
+
+    >>> _first_end([5, 7, 9, 7], (7,)), _first_end([5], (7,))
+    (1, 1)
+    """
+    return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
 
 
 def _is_open(tokens: list[int], known: int, mask_token: int, ends: tuple[int, ...]) -> bool:

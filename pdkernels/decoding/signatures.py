@@ -14,6 +14,7 @@ from typing_extensions import Unpack
 from pdkernels.decoding._method import Method
 from pdkernels.decoding._prompts import Batch, Prompt
 from pdkernels.decoding.result import DecodeResult, OnTokens
+from pdkernels.models.sampler_head import SamplerHead
 
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,7 @@ class BlockDiffusion(Autoregressive, total=False):
     steps_per_block: int | None
     refresh: Literal["causal", "bidirectional"]
     mask_token: int | None
+    sampler: SamplerHead | None
 
 
 class Planned(Request, total=False):

@@ -25,6 +25,14 @@ from pdkernels.models.protocols import (
 )
 from pdkernels.models.recurrent_depth import RecurrentDepth, RecurrentDepthConfig
 from pdkernels.models.rope import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
+from pdkernels.models.sampler_head import (
+    SamplerConfig,
+    SamplerHead,
+    load_sampler,
+    sampler_features,
+    save_sampler,
+    semantic_table,
+)
 from pdkernels.models.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer
 from pdkernels.models.transformer import Transformer
 from pdkernels.models.zoo import available, load
@@ -51,6 +59,8 @@ __all__ = [
     "RecurrentPartsModel",
     "RecurrentWaveModel",
     "RopeScaling",
+    "SamplerConfig",
+    "SamplerHead",
     "SelfSpeculativeModel",
     "Tokenizer",
     "Transformer",
@@ -65,6 +75,10 @@ __all__ = [
     "from_llada_config",
     "from_llada_state_dict",
     "load",
+    "load_sampler",
+    "sampler_features",
+    "save_sampler",
+    "semantic_table",
     "to_hf_state_dict",
     "to_huginn_config",
     "to_huginn_state_dict",

@@ -33,6 +33,7 @@ from pdkernels.training.planned import (
     planned_loss,
     planned_terms,
 )
+from pdkernels.training.sampler import SamplerSteps, auc, collect_sampler_steps, score_steps, train_sampler
 from pdkernels.training.trajectories import (
     Trajectory,
     choose_record,
@@ -56,11 +57,14 @@ __all__ = [
     "PlannedLayout",
     "PlannedSample",
     "Problem",
+    "SamplerSteps",
     "Trajectory",
     "arithmetic",
     "as_ids",
     "attach_drafter_",
+    "auc",
     "choose_record",
+    "collect_sampler_steps",
     "collect_trajectories",
     "drafter_loss",
     "draw_chunk_masks",
@@ -79,5 +83,7 @@ __all__ = [
     "planned_loss",
     "planned_terms",
     "plans",
+    "score_steps",
     "standard_library",
+    "train_sampler",
 ]
