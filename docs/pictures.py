@@ -12,7 +12,7 @@ import torch
 
 import pdkernels as pd
 from pdkernels import masks as pdm
-from pdkernels.evaluation import plot_canvas, plot_theory, plot_wave
+from pdkernels.evaluation import plot_canvas, plot_chunks, plot_theory, plot_wave
 
 IMAGES = Path(__file__).resolve().parent / "images"
 COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#f2f2f2", "#f2cf5b"
@@ -612,6 +612,16 @@ def slowfast_canvas() -> None:
     )
 
 
+def planned_chunks() -> None:
+    """How the chunks of two rounds are filled in: the second names lists of the digit that the first one picks."""
+    model = pd.models.load("tiny-planned")
+    options = {"steps_ratio": 0.25, "temperature": 1.0, "seed": 1, "max_new_tokens": 320}
+    result = pd.decoding.generate(model, "*p;4x;3d;3q;pr;pw;\n", "planned", trace=True, **options)
+    topics = [[model.tokenizer.decode(topic) for topic in each.topics] for each in result.stats.plans[0].rounds]
+    path = IMAGES / "planned_chunks.png"
+    plot_chunks(result.stats.trace[0], path, tokenizer=model.tokenizer, topics=topics)
+
+
 if __name__ == "__main__":
     masks()
     gallery()
@@ -628,4 +638,5 @@ if __name__ == "__main__":
     unmask()
     recurrent_wave()
     slowfast_canvas()
+    planned_chunks()
     plot_theory(IMAGES / "theory.png")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import pdkernels as pd
 from pdkernels import cli, evaluation
+from pdkernels.decoding.traces import ChunkStep
 from pdkernels.evaluation import planned
 from pdkernels.models import ByteTokenizer, PlanTokens, Transformer, TransformerConfig
 
@@ -61,3 +62,12 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (tmp_path / "figures.png").stat().st_size > 10_000
     refused = runner.invoke(cli.app, ["eval", "--family", "planned", "--task", "sums"])
     assert refused.exit_code == 2 and "--family planned must" in " ".join(refused.output.split())
+
+
+def test_a_run_as_a_picture(tmp_path: Path) -> None:
+    steps = [ChunkStep(0, [[9, 9], [9]], {(0, 1): 65, (1, 0): 263}), ChunkStep(1, [[9]], {(0, 0): 66})]
+    evaluation.plot_chunks(steps, tmp_path / "plain.png")
+    evaluation.plot_chunks(steps, tmp_path / "named.png", tokenizer=ByteTokenizer(), topics=[["a", "b"]])
+    assert all((tmp_path / name).stat().st_size > 5000 for name in ("plain.png", "named.png"))
+    with pytest.raises(ValueError, match="evaluation.plot_chunks: trace must hold steps, got an empty one"):
+        evaluation.plot_chunks([], tmp_path / "none.png")

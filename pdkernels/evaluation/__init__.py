@@ -18,6 +18,7 @@ from pdkernels.evaluation.planned import (
     score_orders,
 )
 from pdkernels.evaluation.plot import plot
+from pdkernels.evaluation.plot_chunks import plot_chunks
 from pdkernels.evaluation.plot_planned import plot_planned
 from pdkernels.evaluation.plot_theory import plot_theory
 from pdkernels.evaluation.ranks import is_first, launched_group
@@ -63,6 +64,7 @@ __all__ = [
     "planned_json",
     "plot",
     "plot_canvas",
+    "plot_chunks",
     "plot_frontier",
     "plot_masked",
     "plot_planned",

@@ -71,7 +71,8 @@ def generations(count: int, seed: int = 0) -> Iterator[str]:
         if "small_block_size" in known.options:
             options["small_block_size"] = 2
         if chance.random() < 0.3:
-            options["end_tokens"] = tuple(chance.sample(range(MASK), 3))
+            ends = range(10, 16) if known.plans else range(MASK)  # not those of plans
+            options["end_tokens"] = tuple(chance.sample(ends, 3))
         model = model_of(method)
         if method in ("llada", "dream", "slowfast", "jacobi", "autoregressive") and chance.random() < 0.3:
             model, options["page_size"] = function_of(method), None

@@ -1,0 +1,86 @@
+"""A run of planned diffusion as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pdkernels._validation import check
+from pdkernels.decoding.traces import ChunkStep
+
+
+def plot_chunks(
+    trace: Sequence[ChunkStep], path: Path, *, tokenizer: Any = None, topics: Sequence[Sequence[str]] = ()
+) -> None:
+    """When each token of the chunks was written: a lane for each chunk, positions from left to right, colours for forwards.
+
+    Chunks of a round share its forwards, so lanes of one colour scale were filled in side by side. A round begins after the one
+    above it has ended.
+
+    Args:
+        trace: ``stats.trace`` of one sequence of method "planned" with ``trace=True``.
+        path: of the PNG.
+        tokenizer: turns ids into text; None: ids are shown.
+        topics: of each round, the names of its chunks.
+
+    Raises:
+        ValueError: an empty trace.
+        ImportError: no matplotlib.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import Normalize
+    from matplotlib.ticker import MaxNLocator
+
+    check(bool(trace), "evaluation.plot_chunks", "trace", "hold steps", "an empty one")
+    lanes: list[tuple[int, str, dict[int, tuple[int, int]]]] = []
+    most = 1
+    for number in sorted({step.round for step in trace}):
+        steps = [step for step in trace if step.round == number]
+        most = max(most, len(steps))
+        for chunk in range(len(steps[0].canvas)):
+            written = {
+                place: (forward, token)
+                for forward, step in enumerate(steps)
+                for (lane, place), token in step.committed.items()
+                if lane == chunk
+            }
+            named = number < len(topics) and chunk < len(topics[number])
+            lanes.append((number, topics[number][chunk] if named else f"chunk {chunk}", written))
+    columns = 1 + max(max(written, default=0) for _, _, written in lanes)
+    figure, axis = plt.subplots(figsize=(max(6.0, 0.26 * columns + 2.5), 0.42 * len(lanes) + 1.4), layout="constrained")
+    scale = ScalarMappable(Normalize(1, most), "viridis")
+    ticks, names, y, before = [], [], 0.0, lanes[0][0]
+    for number, name, written in lanes:
+        y += 0.6 * (number != before)
+        before = number
+        for place, (forward, token) in written.items():
+            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=scale.to_rgba(forward + 1))
+            text = _text(tokenizer, token)
+            if text.isprintable():
+                colour = "#222222" if forward + 1 > 0.6 * most else "white"
+                axis.text(place, y, text, ha="center", va="center", fontsize=7, color=colour)
+        ticks.append(y)
+        names.append(f"round {number + 1}, {name}")
+        y += 1
+    axis.set(yticks=ticks, ylim=(y - 0.4, -0.6), xlim=(-0.6, columns - 0.4), xlabel="position in the chunk")
+    axis.set_yticklabels(names, fontsize=8.5)
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    ticks_at = MaxNLocator(integer=True)
+    figure.colorbar(scale, ax=axis, pad=0.01, fraction=0.03, label="forward of the round", ticks=ticks_at)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _text(tokenizer: Any, token: int) -> str:
+    if tokenizer is None:
+        return str(token)
+    try:
+        return str(tokenizer.decode([token]))
+    except ValueError:
+        return "·"  # a pad, which is an id outside the tokenizer's
