@@ -59,7 +59,7 @@ def plot_chunks(
         y += 0.6 * (number != before)
         before = number
         for place, (forward, token) in written.items():
-            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=scale.to_rgba(forward + 1))
+            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=scale.cmap(scale.norm(forward + 1)))
             text = _text(tokenizer, token)
             if text.isprintable():
                 colour = "#222222" if forward + 1 > 0.6 * most else "white"
