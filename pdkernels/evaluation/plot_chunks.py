@@ -32,6 +32,7 @@ def plot_chunks(
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import Normalize
     from matplotlib.ticker import MaxNLocator
@@ -53,13 +54,14 @@ def plot_chunks(
             lanes.append((number, topics[number][chunk] if named else f"chunk {chunk}", written))
     columns = 1 + max(max(written, default=0) for _, _, written in lanes)
     figure, axis = plt.subplots(figsize=(max(6.0, 0.26 * columns + 2.5), 0.42 * len(lanes) + 1.4), layout="constrained")
-    scale = ScalarMappable(Normalize(1, most), "viridis")
+    norm, colours = Normalize(1, most), colormaps["viridis"]
+    scale = ScalarMappable(norm, colours)
     ticks, names, y, before = [], [], 0.0, lanes[0][0]
     for number, name, written in lanes:
         y += 0.6 * (number != before)
         before = number
         for place, (forward, token) in written.items():
-            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=scale.cmap(scale.norm(forward + 1)))
+            axis.barh(y, 0.92, left=place - 0.46, height=0.8, color=colours(norm(forward + 1)))
             text = _text(tokenizer, token)
             if text.isprintable():
                 colour = "#222222" if forward + 1 > 0.6 * most else "white"
