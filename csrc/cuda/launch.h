@@ -1,4 +1,5 @@
-// The two spots where CUDA needs syntax that no host compiler reads: a launch and dynamic shared memory.
+// Where CUDA needs syntax that no host compiler reads: a launch and dynamic shared memory (and power_of_2 in
+// token_regions.h, one instruction).
 // With these macros a .cu file is ordinary C++, so the tests can execute it on a CPU (tests/cudasim).
 //
 //   PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);

@@ -1,4 +1,4 @@
-// The storage side of CUDA's bfloat16: conversions to and from float. Kernels compute in float.
+// CUDA's bfloat16: conversions to and from float, and maxima. Kernels compute in float.
 #pragma once
 
 #include <bit>
@@ -24,4 +24,13 @@ inline float2 __bfloat1622float2(__nv_bfloat162 h) { return {__bfloat162float(h.
 inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {__float2bfloat16_rn(v.x), __float2bfloat16_rn(v.y)}; }
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
   return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}
+
+// The larger of each pair, NaN if one of them is.
+inline __nv_bfloat16 __hmax_nan(__nv_bfloat16 a, __nv_bfloat16 b) {
+  const float x = __bfloat162float(a), y = __bfloat162float(b);
+  return x != x || y != y ? __nv_bfloat16{0x7fff} : x > y ? a : b;
+}
+inline __nv_bfloat162 __hmax2_nan(__nv_bfloat162 a, __nv_bfloat162 b) {
+  return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)};
 }

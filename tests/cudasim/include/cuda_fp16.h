@@ -1,5 +1,4 @@
-// The storage side of CUDA's half: conversions to and from float. Kernels compute in float; half arithmetic is left
-// out.
+// CUDA's half: conversions to and from float, and maxima. Kernels compute in float; other arithmetic is left out.
 #pragma once
 
 #include <bit>
@@ -23,3 +22,10 @@ inline __half __float2half(float x) { return __float2half_rn(x); }
 inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
 inline __half2 __float22half2_rn(float2 v) { return {__float2half_rn(v.x), __float2half_rn(v.y)}; }
 inline __half2 __floats2half2_rn(float x, float y) { return {__float2half_rn(x), __float2half_rn(y)}; }
+
+// The larger of each pair, NaN if one of them is.
+inline __half __hmax_nan(__half a, __half b) {
+  const float x = __half2float(a), y = __half2float(b);
+  return x != x || y != y ? __half{0x7fff} : x > y ? a : b;
+}
+inline __half2 __hmax2_nan(__half2 a, __half2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }

@@ -1,0 +1,130 @@
+// The filters of vocabulary statistics: a block finds the smallest logit of a row that they keep.
+#pragma once
+
+#include "token_regions.h"
+
+namespace pdkernels::cuda {
+constexpr int kCutThreads = 512;
+constexpr int kBins = 2048;
+
+// Masses are whole multiples of 2^-40 of the largest token's, so the order in which they are added does not matter.
+using Mass = unsigned long long;
+constexpr float kMass = 0x1p40f;
+
+struct CutRoom {
+  Mass bins[kBins];
+  float largest[kCutThreads / 32];
+  Mass before, target;
+  int bin;
+};
+
+// Calls body(logit) for this thread's part of the tokens that count.
+template <class T, int kSize, class Body>
+__device__ void for_share(const TokenStatisticsArgs& args, const T* row, const Body& body) {
+  for (int64_t pack = threadIdx.x; pack < args.width / kSize; pack += kCutThreads) {
+    const Pack<T, kSize> values = Pack<T, kSize>::load(row, pack);
+    for (int j = 0; j < kSize; ++j) {
+      const int64_t token = pack * kSize + j;
+      if (args.num_suppressed == 0 || !args.suppresses_in(token, token + 1)) body(to_float(values.at[j]));
+    }
+  }
+}
+
+// Finds the first bin that has at least the target mass before or in it. A warp; each lane looks at neighbouring bins.
+__device__ void find_bin(CutRoom& room, double share) {
+  constexpr int kPerLane = kBins / 32;
+  const int lane = threadIdx.x;
+  Mass sum = 0;
+  for (int i = 0; i < kPerLane; ++i) sum += room.bins[lane * kPerLane + i];
+  Mass until = sum;
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const Mass other = __shfl_up_sync(kAll, until, lanes);
+    if (lane >= lanes) until += other;
+  }
+  const Mass all = __shfl_sync(kAll, until, 31);
+  if (share >= 0 && lane == 0)
+    room.target = 1 + static_cast<Mass>(share * static_cast<double>(all - 1));  // at least the first token's
+  __syncwarp();
+  const Mass target = room.target, before = room.before;
+  const unsigned reached = __ballot_sync(kAll, before + until >= target);
+  if (lane != (reached != 0 ? __ffs(static_cast<int>(reached)) - 1 : 31)) return;
+  Mass sofar = before + until - sum;
+  int bin = lane * kPerLane;
+  for (; bin < lane * kPerLane + kPerLane - 1 && sofar + room.bins[bin] < target; ++bin) sofar += room.bins[bin];
+  room.bin = bin, room.before = sofar;
+}
+
+template <class T, int kSize>
+__global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_constant__ TokenStatisticsArgs args) {
+  __shared__ CutRoom room;
+  const int64_t r = blockIdx.x, source = args.source(r);
+  if (source < 0) return;
+  const T* row = args.logits.row<const T>(source);
+  float largest = -INFINITY;
+  bool undefined = false;
+  for_share<T, kSize>(args, row, [&](float x) {
+    largest = x > largest ? x : largest;
+    undefined = undefined || x != x;
+  });
+  for (int lanes = 16; lanes > 0; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, lanes));
+  if (threadIdx.x % 32 == 0) room.largest[threadIdx.x / 32] = largest;
+  if (threadIdx.x == 0) room.before = 0;
+  undefined = __syncthreads_or(undefined);
+  for (int warp = 0; warp < kCutThreads / 32; ++warp) largest = fmaxf(largest, room.largest[warp]);
+  undefined = undefined || largest == INFINITY;
+  const double heat = args.heat();
+  const double floor = args.min_p > 0 ? largest + heat * log(args.min_p) : -INFINITY;
+  if (undefined || largest == -INFINITY || args.top_p >= 1) {
+    if (threadIdx.x == 0) args.cuts[r] = undefined ? -INFINITY : at_least(floor);
+    return;
+  }
+
+  // A token with less than (1 - top_p) / V of the largest token's mass is outside the nucleus: it goes to the last bin.
+  const double reach = heat * log((1 - args.top_p) / static_cast<double>(args.width)) - 1e-5 * heat;
+  const float slope = static_cast<float>(1 / heat), bins_per_logit = static_cast<float>((kBins - 1) / -reach);
+  const auto mass_of = [&](float x) { return static_cast<Mass>(expf((x - largest) * slope) * kMass); };
+  const auto place_of = [&](float x) {
+    return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
+  };
+  const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
+  int place = 0;      // the bin of the first level, by distance, where masses spread out
+  uint32_t rank = 0;  // the bits of the cut's rank that the next levels found: equals may be many there
+  constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
+  for (int level = 0; level < kLevels; ++level) {
+    const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
+    for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) room.bins[bin] = 0;
+    __syncthreads();
+    Mass behind = 0;
+    for_share<T, kSize>(args, row, [&](float x) {
+      const int near = place_of(x);
+      if (level == 0) {
+        if (near == kBins - 1) behind += mass_of(x);
+        else atomicAdd(&room.bins[near], mass_of(x));
+      } else if (near == place && x != -INFINITY) {
+        const uint32_t mine = rank_of(x);
+        const int known = level == 1 ? 32 : level == 2 ? 21 : 10;  // bits below those that were found
+        if (known == 32 || mine >> known == rank >> known)
+          atomicAdd(&room.bins[kBins - 1 - (mine >> shift & (level == 3 ? 1023 : 2047))], mass_of(x));
+      }
+    });
+    if (level == 0) {
+      behind = warp_sum(behind);
+      if (threadIdx.x % 32 == 0) atomicAdd(&room.bins[kBins - 1], behind);
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) find_bin(room, level == 0 ? args.top_p : -1.0);
+    __syncthreads();
+    if (level == 0) {
+      place = room.bin;
+    } else {
+      rank |= static_cast<uint32_t>(kBins - 1 - room.bin) << shift;
+    }
+    __syncthreads();  // the bins are emptied next
+  }
+  // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
+  if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;
+  const float nucleus = place == kBins - 1 ? -INFINITY : key_logit(static_cast<uint64_t>(rank) << 32);
+  if (threadIdx.x == 0) args.cuts[r] = fmaxf(nucleus, at_least(floor));
+}
+
+}  // namespace pdkernels::cuda

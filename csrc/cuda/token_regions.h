@@ -1,0 +1,345 @@
+// A warp's region of a row of logits: its largest, its sums, its draw.
+#pragma once
+
+#include "packs.h"
+#include "pdkernels/token_statistics.h"
+
+namespace pdkernels::cuda {
+
+constexpr int kRegion = 2048;        // tokens of a region
+constexpr int kEach = kRegion / 32;  // of a lane
+constexpr uint32_t kNobody = ~0u;    // no token: ids are smaller
+constexpr unsigned kAll = 0xffffffffu;
+
+// What is known of a region. Sums are of 2^x and x 2^x, x = log2(e) (logit - largest) / temperature.
+struct Region {
+  float largest;  // -inf if no token is possible, NaN if there is one
+  float total, weighted;
+  float score;     // of the token drawn in the same units, within half of margin_of
+  float logit;     // its logit
+  uint32_t drawn;  // the token with the best score, kNobody for none
+};
+static_assert(sizeof(Region) * (kVocabularyPart / kRegion) <= sizeof(TokenPart));
+
+__device__ inline int64_t num_regions(const TokenStatisticsArgs& args) { return (args.width + kRegion - 1) / kRegion; }
+__device__ inline Region* regions_of(const TokenStatisticsArgs& args, int64_t r) {
+  return reinterpret_cast<Region*>(args.parts + r * args.num_parts());
+}
+
+// 2^x in one instruction, to two units in the last place; 0 where the result is subnormal.
+__device__ inline float power_of_2(float x) {
+#ifdef PDKERNELS_CUDASIM
+  return exp2f(x);
+#else
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+#endif
+}
+
+constexpr double kLog2E = 1.4426950408889634;
+
+// Logits as exponents of 2 relative to a region's largest, whose own is 0. Over long distances the factor's rounding
+// counts, so it is a sum.
+struct Exponents {
+  float largest, factor, rest;
+
+  __device__ Exponents(float logit, double inverse)
+      : largest(logit),
+        factor(static_cast<float>(inverse * kLog2E)),
+        rest(static_cast<float>(inverse * kLog2E - factor)) {}
+  __device__ float of(float logit) const {
+    const float distance = logit - largest;
+    return fmaf(distance, factor, distance * rest);
+  }
+};
+
+// Adds 2^x and x 2^x. Below -1000 they are 0; kClamps: even where x is -inf.
+template <bool kClamps>
+__device__ void add_power(float exponent, float& total, float& weighted) {
+  const float x = kClamps ? fmaxf(exponent, -1000.0f) : exponent, power = power_of_2(x);
+  total += power;
+  weighted = fmaf(x, power, weighted);
+}
+
+// --- sums
+
+// NaN if one of them is.
+__device__ inline float warp_peak(float x) {
+  const bool undefined = __any_sync(kAll, x != x);
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, lanes));
+  return undefined ? NAN : x;
+}
+
+// Logits in a word, as they come from memory: as floats, and the largest of two words' in one instruction, NaN if one
+// is.
+template <class T>
+struct Word;
+template <>
+struct Word<float> {
+  static constexpr uint32_t kNothing = 0xff800000u;  // -inf
+  __device__ static float at(uint32_t word, int) { return __uint_as_float(word); }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    const float x = __uint_as_float(a), y = __uint_as_float(b);
+    return x != x || x > y ? a : b;  // a NaN in b is not larger, and is taken
+  }
+};
+template <>
+struct Word<__half> {
+  static constexpr uint32_t kNothing = 0xfc00fc00u;
+  __device__ static float at(uint32_t word, int j) {
+    const float2 both = __half22float2(reinterpret_cast<const __half2&>(word));
+    return j == 0 ? both.x : both.y;
+  }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    const __half2 both = __hmax2_nan(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+};
+template <>
+struct Word<__nv_bfloat16> {
+  static constexpr uint32_t kNothing = 0xff80ff80u;
+  __device__ static float at(uint32_t word, int j) { return __uint_as_float(j == 0 ? word << 16 : word & 0xffff0000u); }
+  __device__ static uint32_t larger(uint32_t a, uint32_t b) {
+    const __nv_bfloat162 both =
+        __hmax2_nan(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(both);
+  }
+};
+
+// A lane's tokens of a region are packs of neighbours, 32 packs apart, whether rows are loaded in packs or not. -inf
+// stands past the row and where a token is suppressed or below the cut.
+template <class T>
+struct Row {
+  static constexpr int kSize = 16 / sizeof(T), kPacks = kEach / kSize;
+  const T* logits;
+  int64_t width;
+  float cut;
+  bool wide;  // whether packs are aligned and whole
+
+  __device__ static int64_t token(int64_t region, int pack) {
+    return region * kRegion + (static_cast<int64_t>(pack) * 32 + threadIdx.x % 32) * kSize;
+  }
+
+  __device__ int4 load(int64_t first) const {
+    if (wide && first < width) return reinterpret_cast<const int4*>(logits)[first / kSize];
+    Pack<T, kSize> pack;
+#pragma unroll
+    for (int j = 0; j < kSize; ++j)
+      pack.at[j] = !wide && first + j < width ? logits[first + j] : from_float<T>(-INFINITY);
+    return reinterpret_cast<const int4&>(pack);
+  }
+
+  // The same in floats, one by one, for what few regions need.
+  __device__ void load(const TokenStatisticsArgs& args, int64_t first, float (&values)[kSize]) const {
+    const int4 loaded = load(first);
+    const Pack<T, kSize>& pack = reinterpret_cast<const Pack<T, kSize>&>(loaded);
+    const bool suppresses = args.suppresses_in(first, first + kSize);
+#pragma unroll
+    for (int j = 0; j < kSize; ++j) {
+      const float x = to_float(pack.at[j]);
+      values[j] = x < cut || (suppresses && args.suppresses_in(first + j, first + j + 1)) ? -INFINITY : x;
+    }
+  }
+};
+
+// The logits of a lane in registers.
+template <class T>
+struct Share {
+  static constexpr int kSize = Row<T>::kSize, kPacks = Row<T>::kPacks, kInWord = 4 / sizeof(T), kWords = 4 * kPacks;
+  uint32_t words[kWords];
+
+  __device__ Share(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region) {
+    if (row.wide && (region + 1) * kRegion <= row.width) {
+      const int4* from = reinterpret_cast<const int4*>(row.logits) + Row<T>::token(region, 0) / kSize;
+#pragma unroll
+      for (int pack = 0; pack < kPacks; ++pack) put(pack, from[pack * 32]);
+    } else {
+#pragma unroll
+      for (int pack = 0; pack < kPacks; ++pack) put(pack, row.load(Row<T>::token(region, pack)));
+    }
+    for (int i = 0; i < args.num_suppressed; ++i) {
+      const int64_t place = args.suppress[i] - region * kRegion;
+      if (place < 0 || place >= kRegion) continue;
+      const int pack = static_cast<int>(place) / kSize, lane = static_cast<int>(threadIdx.x % 32);
+      hide([&](int j) { return pack % 32 == lane && j == pack / 32 * kSize + static_cast<int>(place) % kSize; });
+    }
+    if (row.cut != -INFINITY) hide([&](int j) { return at(j) < row.cut; });
+  }
+
+  __device__ void put(int pack, int4 loaded) {
+    words[4 * pack] = static_cast<uint32_t>(loaded.x), words[4 * pack + 1] = static_cast<uint32_t>(loaded.y);
+    words[4 * pack + 2] = static_cast<uint32_t>(loaded.z), words[4 * pack + 3] = static_cast<uint32_t>(loaded.w);
+  }
+  __device__ float at(int j) const { return Word<T>::at(words[j / kInWord], j % kInWord); }
+
+  // Makes logits -inf.
+  template <class Hidden>
+  __device__ void hide(const Hidden& hidden) {
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const uint32_t part = kInWord == 1 ? ~0u : j % 2 == 0 ? 0xffffu : 0xffff0000u;
+      uint32_t& word = words[j / kInWord];
+      if (hidden(j)) word = (word & ~part) | (Word<T>::kNothing & part);
+    }
+  }
+
+  __device__ float peak() const {
+    uint32_t largest = words[0];
+#pragma unroll
+    for (int i = 1; i < kWords; ++i) largest = Word<T>::larger(largest, words[i]);
+    const float x = Word<T>::at(largest, 0), y = Word<T>::at(largest, kInWord - 1);
+    return x != x || y != y ? NAN : fmaxf(x, y);
+  }
+
+  // Without kClamps the weighted sum is NaN if a logit is -inf.
+  template <bool kClamps>
+  __device__ void add(const Exponents& exponents, float& total, float& weighted) const {
+    total = weighted = 0;
+#pragma unroll
+    for (int first = 0; first < kEach; first += 8) {
+      float few = 0, few_weighted = 0;
+#pragma unroll
+      for (int j = first; j < first + 8; ++j) add_power<kClamps>(exponents.of(at(j)), few, few_weighted);
+      total += few, weighted += few_weighted;
+    }
+  }
+};
+
+// The largest key of this lane's tokens of a region from `least` to `most`, 0 for none.
+template <class T>
+__device__ uint64_t largest_key(const TokenStatisticsArgs& args, const Row<T>& row, int64_t region, uint64_t most,
+                                uint64_t least) {
+  uint64_t best = 0;
+  float values[Row<T>::kSize];
+#pragma unroll 1
+  for (int pack = 0; pack < Row<T>::kPacks; ++pack) {
+    const int64_t first = Row<T>::token(region, pack);
+    row.load(args, first, values);
+#pragma unroll
+    for (int j = 0; j < Row<T>::kSize; ++j) {
+      const uint64_t key = token_key(values[j], first + j);
+      if (key <= most && key >= least && key > best) best = key;
+    }
+  }
+  return best;
+}
+
+// --- draws
+
+__device__ inline uint64_t warp_largest(uint64_t key) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const uint64_t other = __shfl_xor_sync(kAll, key, lanes);
+    key = other > key ? other : key;
+  }
+  return key;
+}
+
+// A token with its score in a draw; of equal scores the lower id wins, which has the larger key of equal logits.
+struct Drawn {
+  double score;
+  uint64_t key;
+
+  __device__ void join(double other_score, uint64_t other_key) {
+    if (other_key == 0) return;
+    if (key != 0 && (score > other_score || (score == other_score && key_id(key) < key_id(other_key)))) return;
+    score = other_score, key = other_key;
+  }
+};
+
+__device__ inline Drawn warp_winner(Drawn drawn) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    drawn.join(__shfl_xor_sync(kAll, drawn.score, lanes), __shfl_xor_sync(kAll, drawn.key, lanes));
+  }
+  return drawn;
+}
+
+__device__ inline PhiloxWords words_at(const TokenStatisticsArgs& args, int64_t r, int64_t token) {
+  const uint32_t quad = static_cast<uint32_t>((args.first_id + token) / 4);
+  return philox4x32({{quad, args.position(r), args.step_of(r), 0}}, args.seeds.key(r));
+}
+
+// Few tokens need it: not inlined, since it is long.
+__attribute__((noinline)) static __device__ double exact_score(const TokenStatisticsArgs& args, int64_t r,
+                                                               int64_t token, float logit) {
+  return draw_score(logit, args.temperature, words_at(args, r, token).word[token % 4]);
+}
+
+// log2(-ln u) within 1e-5: enough to tell the few tokens whose exact score counts.
+__device__ inline float rough_noise(uint32_t word) {
+  const uint32_t distance = ~word;
+  if (distance >= 0x20000000u) return __log2f(-__logf((static_cast<float>(word) + 0.5f) * 0x1p-32f));
+  const float d = (static_cast<float>(distance) + 0.5f) * 0x1p-32f;  // 1 - u
+  return __log2f(d * (1.0f + d * (0.5f + d * (0.33333333f + d * (0.25f + d * (0.2f + d * 0.16666667f))))));
+}
+
+// Twice the error of rough scores: that of the noise, of exponents down to -40 (lower ones cannot win), and of exact
+// scores, which rounding makes equal at low temperatures.
+__device__ inline float margin_of(const Exponents& exponents) {
+  return 1e-4f + 1e-15f * fabsf(exponents.largest * exponents.factor);
+}
+
+// The best token of a region. -ln u is at least 1 - u, and so a token whose 1 - u is above 2^(its exponent - the best
+// score so far) cannot win: that takes no logarithm, and no random word where the smallest 1 - u is above it. Scores
+// that are too close to tell are computed exactly.
+template <class T>
+__device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region, const Row<T>& row, Region& found) {
+  constexpr int kSize = Row<T>::kSize;
+  const Exponents exponents(found.largest, 1 / args.temperature);
+  const float margin = margin_of(exponents);
+  const uint32_t position = args.position(r), step = args.step_of(r);
+  const PhiloxKey key = args.seeds.key(r);
+  // A lane's best so far. The largest logit loses at most log2(-ln u) of the smallest u.
+  float best = -INFINITY, warp_best = -4.6f, logit = 0;
+  uint32_t drawn = kNobody;
+#pragma unroll 1
+  for (int pack = 0; pack < Row<T>::kPacks; ++pack) {
+    const int64_t first = Row<T>::token(region, pack);
+    const float reach = margin - warp_best;
+    float values[kSize];
+    row.load(args, first, values);
+#pragma unroll
+    for (int quad = 0; quad < kSize; quad += 4) {
+      float exponent[4], most = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        exponent[j] = fmaxf(exponents.of(values[quad + j]), -1000.0f);  // of -inf it may be NaN
+        most = fmaxf(most, exponent[j]);
+      }
+      if (most + reach < -33.1f) continue;
+      const int64_t token = first + quad;
+      const PhiloxWords words =
+          philox4x32({{static_cast<uint32_t>((args.first_id + token) / 4), position, step, 0}}, key);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if ((static_cast<float>(~words.word[j]) + 0.5f) * 0x1p-32f > power_of_2(exponent[j] + reach)) continue;
+        const float score = exponent[j] - rough_noise(words.word[j]), x = values[quad + j];
+        if (x == -INFINITY || score + margin < best) continue;
+        const uint32_t id = static_cast<uint32_t>(token + j);
+        // Ids ascend: an equal score does not replace the other.
+        if (drawn != kNobody && score < best + margin &&
+            !(exact_score(args, r, id, x) > exact_score(args, r, drawn, logit)))
+          continue;
+        best = score, drawn = id, logit = x;
+      }
+    }
+    float all = best;
+    for (int lanes = 16; lanes > 0; lanes /= 2) all = fmaxf(all, __shfl_xor_sync(kAll, all, lanes));
+    warp_best = fmaxf(warp_best, all);
+  }
+  const bool close = drawn != kNobody && !(best + margin < warp_best);
+  const unsigned lanes = __ballot_sync(kAll, close);
+  if (lanes == 0) return;
+  int winner = __ffs(static_cast<int>(lanes)) - 1;
+  if (__popc(lanes) > 1) {
+    Drawn exact{0, 0};
+    if (close) exact.join(exact_score(args, r, drawn, logit), token_key(logit, drawn));
+    const uint32_t id = static_cast<uint32_t>(key_id(warp_winner(exact).key));
+    winner = __ffs(static_cast<int>(__ballot_sync(kAll, close && id == drawn))) - 1;
+  }
+  found.score = __shfl_sync(kAll, best, winner);
+  found.logit = __shfl_sync(kAll, logit, winner);
+  found.drawn = __shfl_sync(kAll, drawn, winner);
+}
+
+}  // namespace pdkernels::cuda
