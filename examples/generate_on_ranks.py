@@ -1,6 +1,6 @@
 """Generate with a model that lies on several ranks.
 
-    torchrun --nproc-per-node 2 examples/generate_on_ranks.py --model tiny-trimode "482 + 967 = ?"
+    torchrun --standalone --nproc-per-node 2 examples/generate_on_ranks.py --model tiny-trimode "482 + 967 = ?"
 
 Each rank reads its own part of a checkpoint's folder. On GPUs every rank takes the one of its local number.
 """

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from pdkernels._renamed import renamed
-from pdkernels.evaluation import theory
+from pdkernels.evaluation import scaling, theory
 from pdkernels.evaluation.block_search import SCHEMES, BlockLimit, limit_of_block
 from pdkernels.evaluation.candidate import Candidate
 from pdkernels.evaluation.comparison import DEFAULT_METHODS, FAMILIES, Row, as_json, candidates, evaluate
@@ -72,6 +72,7 @@ __all__ = [
     "plot_row_times",
     "plot_theory",
     "plot_wave",
+    "scaling",
     "score_orders",
     "speed_of_light",
     "sweep",

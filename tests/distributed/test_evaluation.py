@@ -40,7 +40,7 @@ ARGUMENTS = ["--model", "tiny-code", "--method", "jacobi", "--width", "4", "--ta
 def command(*arguments: str, ranks: int) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-m"]
     if ranks > 1:
-        launch += ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"]
+        launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     given = [*launch, "pdkernels", "eval", *ARGUMENTS, *arguments]
     return subprocess.run(given, capture_output=True, text=True, env=environment, timeout=300)
