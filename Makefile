@@ -59,7 +59,7 @@ bench: ## the benchmarks; results in bench/results/local
 build: ## install what is missing, compile, make the checkout importable
 	@$(WITH) demo
 
-wheel: ## a wheel, with CUDA kernels where nvcc is found, and an sdist, both in dist
+wheel: ## a wheel, with CUDA kernels where nvcc is found, and an sdist, both in dist; PDKERNELS_HOST_PYTHONS adds other Pythons to it
 	@$(WITH) wheel -m pip --disable-pip-version-check wheel -q --no-deps --no-build-isolation --wheel-dir dist .
 	@$(WITH) wheel setup.py -q sdist
 	@ls -1 dist

@@ -4,7 +4,8 @@
                         version, and one file loads on torch 2.11 and later, CPU or CUDA builds.
 ``pdkernels._host``     the pybind11 module.
 
-Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX, and
+Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX,
+PDKERNELS_HOST_PYTHONS (interpreters, separated by colons, that one wheel is to serve beside the running one), and
 two for tests, which build CPU ops under ``build/`` and install nothing: PDKERNELS_SANITIZE=1, with ASan and UBSan, and
 PDKERNELS_EMULATE_ISA=1, with all vector units on any processor.
 """
@@ -88,6 +89,21 @@ def find_python_headers() -> str:
     return folder
 
 
+def host_pythons() -> dict[str, str]:
+    """Of each Python that `_host` is built for, the running one first: the suffix of its modules, and its headers."""
+    found = {sysconfig.get_config_var("EXT_SUFFIX"): find_python_headers()}
+    code = "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX'), s.get_path('include'), sep='\\n')"
+    for python in filter(None, os.environ.get("PDKERNELS_HOST_PYTHONS", "").split(os.pathsep)):
+        asked = shutil.which(python) and subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, check=False
+        )
+        suffix, _, headers = asked.stdout.strip().partition("\n") if asked else ("", "", "")
+        if not (Path(headers) / "Python.h").is_file():
+            fail(f"PDKERNELS_HOST_PYTHONS must name Pythons with their headers, got {python!r}.")
+        found.setdefault(suffix, headers)
+    return found
+
+
 def find_compiler() -> str:
     for name in [os.environ.get("CXX"), "c++", "g++", "clang++"]:
         if name and shutil.which(shlex.split(name)[0]):
@@ -114,6 +130,12 @@ def find_nvcc() -> str | None:
     if nvcc is None and mode == "1":
         fail("PDKERNELS_BUILD_CUDA=1 needs nvcc, and none was found on PATH or in CUDA_HOME. Install the CUDA toolkit.")
     return nvcc
+
+
+def smallest_code(nvcc: str) -> list[str]:
+    """Compressed in the library too, so that it takes a third of the room once installed."""
+    options = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
+    return ["--compress-mode=size"] if "--compress-mode" in options else ["-Xfatbin", "-compress-all"]
 
 
 def cuda_archs(nvcc: str) -> list[str]:
@@ -209,6 +231,12 @@ def install(built: Path, target: Path) -> None:
     fresh.replace(target)
 
 
+def strip(library: Path) -> None:
+    """What is installed from a wheel has no symbols but those that it exports."""
+    if shutil.which("strip"):
+        subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
+
+
 class BuildNative(build_ext):
     def run(self) -> None:
         # Two builds for tests, with kernels of all CPU levels that run on any processor: one with sanitizers, to stand
@@ -218,26 +246,32 @@ class BuildNative(build_ext):
         out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
         out.mkdir(parents=True, exist_ok=True)
         ninja = NinjaFile(out)
-        built = {} if sanitize or emulate else {"pdkernels._host": self.host_module(ninja)}
-        built["pdkernels._ops"] = self.ops_library(ninja, sanitize=sanitize, emulate=emulate)
+        hosts = {} if sanitize or emulate else self.host_modules(ninja)
+        ops = self.ops_library(ninja, sanitize=sanitize, emulate=emulate)
         with (out / ".lock").open("w") as lock:  # two builds at once take turns
             fcntl.flock(lock, fcntl.LOCK_EX)
             (out / "build.ninja").write_text("\n".join(ninja.lines) + "\n")
             self.run_ninja(out)
             if not (sanitize or emulate):
-                for extension in self.extensions:
-                    install(built[extension.name], Path(self.get_ext_fullpath(extension.name)))
+                target = Path(self.get_ext_fullpath("pdkernels._ops"))
+                for built in (ops, *hosts):
+                    install(built, target.with_name(built.name))
+                    if not self.inplace:
+                        strip(target.with_name(built.name))
 
-    def host_module(self, ninja: NinjaFile) -> Path:
-        """First of all, because it takes longest to compile."""
+    def host_modules(self, ninja: NinjaFile) -> list[Path]:
+        """First of all, because they take longest to compile."""
         import pybind11
 
         cxx, flags = host_compiler()
-        headers = ["-isystem", pybind11.get_include(), "-isystem", find_python_headers()]
-        ninja.compiler("cxx_host", *cxx, *flags, "-O3", *headers)
         ninja.linker("link_host", [*cxx, "-shared", "-O3"])
-        unit = ninja.build("host.o", "cxx_host", ROOT / "python_bindings/host.cpp")
-        return ninja.build(f"_host{sysconfig.get_config_var('EXT_SUFFIX')}", "link_host", unit)
+        modules = []
+        for number, (suffix, headers) in enumerate(host_pythons().items()):
+            rule = f"cxx_host{number or ''}"
+            ninja.compiler(rule, *cxx, *flags, "-O3", "-isystem", pybind11.get_include(), "-isystem", headers)
+            unit = ninja.build(f"host{number or ''}.o", rule, ROOT / "python_bindings/host.cpp")
+            modules.append(ninja.build(f"_host{suffix}", "link_host", unit))
+        return modules
 
     def ops_library(self, ninja: NinjaFile, *, sanitize: bool, emulate: bool) -> Path:
         for_tests = sanitize or emulate
@@ -280,6 +314,7 @@ class BuildNative(build_ext):
             "-DPDKERNELS_DEVICE_CUDA",
             *NVCC_FLAGS,
             "-lineinfo",
+            *smallest_code(nvcc),
             *host_flags,
             *cuda_targets(archs),
             *own,
@@ -311,12 +346,25 @@ class BuildNative(build_ext):
         return super().get_ext_filename(fullname)
 
 
+def commands() -> dict[str, type]:
+    from setuptools.command.bdist_wheel import bdist_wheel  # older than what `check_python` wants, setuptools has none
+
+    class Wheel(bdist_wheel):
+        """`_ops` knows no Python, so a wheel with `_host` for several of them is one for all."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            python, abi, platform_tag = super().get_tag()
+            return ("py3", "none", platform_tag) if len(host_pythons()) > 1 else (python, abi, platform_tag)
+
+    return {"build_ext": BuildNative, "bdist_wheel": Wheel}
+
+
 if __name__ == "__main__":
     check_python(sys.version_info, setuptools.__version__)
     # pip asks for the build's requirements through `egg_info`: torch is one only where no torch is installed.
     wants_torch = "egg_info" in sys.argv and locate_torch() is None
     setup(
         ext_modules=[Extension("pdkernels._ops", []), Extension("pdkernels._host", [])],
-        cmdclass={"build_ext": BuildNative},
+        cmdclass=commands(),
         setup_requires=["torch>=2.11"] if wants_torch else [],
     )

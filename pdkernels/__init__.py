@@ -6,6 +6,7 @@ slow and obvious references in `pd.reference`.
 
 import typing as _typing
 
+from pdkernels import _python as _python
 from pdkernels import cache as cache
 from pdkernels import decoding as decoding
 from pdkernels import masks as masks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import os
 import re
@@ -12,14 +11,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
-import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-import pdkernels as pd
 from pdkernels import _native
 from tests.harness import budgets
 
@@ -104,67 +101,6 @@ names = pdkernels.models.available(); assert "tiny-code" in names, names
 pdkernels.models.load("tiny-code")
 print(pathlib.Path(pd.__file__).parent, pathlib.Path(pd.reference.__file__).parent, sep="\\n")
 """
-
-
-# ---------------------------------------------------------------------------------------------------- wheel and sdist
-
-
-@pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built once in a test run: the first worker that needs it builds it, the others wait for that."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    folder = shared / "wheel"
-    with (shared / "wheel.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not list(folder.glob("*.whl")):
-            building = tmp_path_factory.mktemp("building")
-            options = ["--no-deps", "--no-build-isolation", "--wheel-dir", building]
-            environment = AS_BUILT | elsewhere(building / "build")
-            run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=environment)
-            folder.mkdir()
-            shutil.move(next(building.glob("*.whl")), folder)
-    return next(folder.glob("*.whl"))
-
-
-def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
-    names = set(zipfile.ZipFile(wheel).namelist())
-    tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
-    tracked += (ROOT / "pdkernels").rglob("adapter_config.json")
-    expected = {str(path.relative_to(ROOT)) for path in tracked}
-    expected |= {
-        f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
-    }
-    expected |= {
-        "pdkernels/_ops.so",
-        f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}",
-        "pdkernels/py.typed",
-        "pdkernels/_host.pyi",
-    }
-    assert {name for name in names if ".dist-info/" not in name} == expected
-    assert any(name.endswith("LICENSE") for name in names)
-    assert any(name.endswith(".safetensors") for name in names)
-
-
-def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
-    interpreter = new_environment(tmp_path / "venv")
-    pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)
-    answer = python(USE, executable=interpreter, cwd=tmp_path)
-    package, reference = answer.stdout.split()
-    assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"
-    assert pd.__version__ in run(tmp_path / "venv/bin/pdkernels", "doctor", cwd=tmp_path).stdout
-
-
-def test_sdist_holds_all_sources(tmp_path: Path) -> None:
-    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
-    archive = next(tmp_path.glob("*.tar.gz"))
-    names = {name.partition("/")[2] for name in run("tar", "-tzf", archive).stdout.split()}
-    sources = [
-        path for folder in ("csrc", "python_bindings", "pdkernels", "reference") for path in (ROOT / folder).rglob("*")
-    ]
-    wanted = {".py", ".pyi", ".h", ".cpp", ".cu", ".safetensors", ".json", ".typed"}
-    missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
-    assert not missing
 
 
 # ------------------------------------------------------------------------------------------------------------- import

@@ -1,0 +1,12 @@
+"""Whether this install serves the running Python: a wheel carries the host module once for each Python that it is for."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+if find_spec("pdkernels._host") is None:
+    _there = sorted(path.name.split(".")[1] for path in Path(__file__).parent.glob("_host.*.so"))
+    raise ImportError(
+        f"pdkernels: the compiled module _host must be there for Python {sys.version_info[0]}.{sys.version_info[1]}, "
+        f"got {', '.join(_there) or 'none'}. Build it with: pip install . (or: python setup.py build_ext --inplace)"
+    )

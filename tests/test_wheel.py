@@ -1,0 +1,158 @@
+"""What a wheel and an sdist hold, and where they work."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import pdkernels as pd
+from tests.test_packaging import AS_BUILT, ROOT, USE, elsewhere, load, new_environment, pip, python, run
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built once in a test run: the first worker that needs it builds it, the others wait for that."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "wheel"
+    with (shared / "wheel.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not list(folder.glob("*.whl")):
+            building = tmp_path_factory.mktemp("building")
+            options = ["--no-deps", "--no-build-isolation", "--wheel-dir", building]
+            environment = AS_BUILT | elsewhere(building / "build")
+            run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=environment)
+            folder.mkdir()
+            shutil.move(next(building.glob("*.whl")), folder)
+    return next(folder.glob("*.whl"))
+
+
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = [*(ROOT / "pdkernels").rglob("*.py"), *(ROOT / "pdkernels").rglob("*.safetensors")]
+    tracked += (ROOT / "pdkernels").rglob("adapter_config.json")
+    expected = {str(path.relative_to(ROOT)) for path in tracked}
+    expected |= {
+        f"pdkernels/reference/{path.relative_to(ROOT / 'reference')}" for path in (ROOT / "reference").rglob("*.py")
+    }
+    expected |= {
+        "pdkernels/_ops.so",
+        f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}",
+        "pdkernels/decoding/replay.html",
+        "pdkernels/py.typed",
+        "pdkernels/_host.pyi",
+    }
+    assert {name for name in names if ".dist-info/" not in name} == expected
+    assert any(name.endswith("LICENSE") for name in names)
+    assert any(name.endswith(".safetensors") for name in names)
+
+
+def test_wheel_works_in_another_environment(wheel: Path, tmp_path: Path) -> None:
+    interpreter = new_environment(tmp_path / "venv")
+    pip(interpreter, "install", "--no-index", "--no-deps", "--no-compile", wheel)
+    answer = python(USE, executable=interpreter, cwd=tmp_path)
+    package, reference = answer.stdout.split()
+    assert package.startswith(str(tmp_path)) and reference == f"{package}/reference"
+    assert pd.__version__ in run(tmp_path / "venv/bin/pdkernels", "doctor", cwd=tmp_path).stdout
+
+
+def test_sdist_holds_all_sources(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
+    archive = next(tmp_path.glob("*.tar.gz"))
+    names = {name.partition("/")[2] for name in run("tar", "-tzf", archive).stdout.split()}
+    sources = [
+        path
+        for folder in ("csrc", "python_bindings", "pdkernels", "reference", "tests", "bench", "docs", "scripts")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    wanted = {".py", ".pyi", ".h", ".cpp", ".cu", ".safetensors", ".json", ".typed", ".html"}
+    missing = {str(path.relative_to(ROOT)) for path in sources if path.suffix in wanted} - names
+    assert not missing
+
+
+def test_sentences_about_other_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    setup_py = load("setup.py")
+    own = sysconfig.get_config_var("EXT_SUFFIX")
+    monkeypatch.delenv("PDKERNELS_HOST_PYTHONS", raising=False)
+    assert list(setup_py.host_pythons()) == [own]
+    monkeypatch.setenv("PDKERNELS_HOST_PYTHONS", f"{sys.executable}:{sys.executable}")
+    assert list(setup_py.host_pythons()) == [own]
+    for wrong in ("no-such-python", "/bin/true"):
+        monkeypatch.setenv("PDKERNELS_HOST_PYTHONS", wrong)
+        with pytest.raises(
+            SystemExit, match=f"PDKERNELS_HOST_PYTHONS must name Pythons with their headers, got '{wrong}'"
+        ):
+            setup_py.host_pythons()
+
+
+def test_a_python_that_the_wheel_is_not_for(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    own = tmp_path / f"pdkernels/_host{sysconfig.get_config_var('EXT_SUFFIX')}"
+    own.rename(own.with_name("_host.cpython-39-x86_64-linux-gnu.so"))
+    interpreter = new_environment(tmp_path / "venv")
+    told = python("import pdkernels", executable=interpreter, cwd=tmp_path, fails=True).stderr
+    version = ".".join(map(str, sys.version_info[:2]))
+    assert f"_host must be there for Python {version}, got cpython-39-x86_64-linux-gnu. Build it with" in told
+
+
+@pytest.mark.slow
+def test_one_wheel_for_all_pythons_of_the_machine(tmp_path: Path) -> None:
+    code = "import sys, sysconfig, os; assert (3, 10) <= sys.version_info[:2] != tuple(map(int, sys.argv[1:])); print(os.path.join(sysconfig.get_path('include'), 'Python.h'))"
+    folders = [*os.environ.get("PATH", "").split(os.pathsep), *map(str, Path.home().glob(".pyenv/versions/3.*/bin"))]
+    others = []
+    for interpreter in {name for folder in folders for name in Path(folder).glob("python3.[0-9][0-9]")}:
+        asked = subprocess.run(
+            [interpreter, "-c", code, *map(str, sys.version_info[:2])], capture_output=True, text=True
+        )
+        if asked.returncode == 0 and Path(asked.stdout.strip()).is_file():
+            others.append(interpreter)
+    if not others:
+        pytest.skip("no other Python with headers")
+    environment = (
+        AS_BUILT | elsewhere(tmp_path / "build") | {"PDKERNELS_HOST_PYTHONS": os.pathsep.join(map(str, others))}
+    )
+    options = ["--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path]
+    run(sys.executable, "-m", "pip", "wheel", *options, ROOT, environment=environment)
+    (built,) = tmp_path.glob("*.whl")
+    assert "-py3-none-" in built.name
+    zipfile.ZipFile(built).extractall(tmp_path)
+    # Without torch, the module by itself.
+    alone = "import sys; sys.path.insert(0, 'pdkernels'); import _host; print(_host.PageAllocator(2).allocate(1), _host.cpu_isa())"
+    told = {run(interpreter, "-c", alone, cwd=tmp_path).stdout for interpreter in [sys.executable, *others]}
+    assert len(told) == 1 and told.pop().startswith("[0] ")
+
+
+@pytest.mark.slow
+def test_the_sdist_builds_and_its_tests_run(tmp_path: Path) -> None:
+    run(sys.executable, "setup.py", "-q", "sdist", "-d", tmp_path, cwd=ROOT, environment=elsewhere(tmp_path / "build"))
+    run("tar", "-xzf", next(tmp_path.glob("*.tar.gz")), "-C", tmp_path)
+    (folder,) = tmp_path.glob("pdkernels-*/")
+    run(
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--inplace",
+        cwd=folder,
+        environment={"PDKERNELS_BUILD_CUDA": "0"},
+    )
+    here = {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+    run(
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/masks/test_anchored.py",
+        cwd=folder,
+        environment=here,
+    )
