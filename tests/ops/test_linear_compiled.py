@@ -1,0 +1,67 @@
+"""The Triton kernel of linear compiles for every architecture, within budget, onto the tensor cores."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests.harness import triton_budgets as harness
+from tests.harness.triton_interpreter import requires_triton
+
+pytestmark = requires_triton
+# Budgets are named "sm_90:bf16:4096 product": the width, with a bias and without.
+BUDGETS = {name: budget for name, budget in json.loads(harness.BUDGET_FILE.read_text()).items() if " product" in name}
+CASES = sorted({name.split(" ")[0] for name in BUDGETS})
+FIRST_CLASS = "sm_90:bf16:4096"
+
+
+def compile_variant(case: str, biased: bool) -> Any:
+    """What the harness compiles when this launch replaces those of the block-sparse kernels."""
+    import torch
+
+    from pdkernels.triton import block_sparse_attention, linear
+
+    def launch(q: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = (q.new_zeros(size, int(case.split(":")[2])) for size in (8, 1024))
+        linear.forward(x, weight, q.new_zeros(1024) if biased else None)
+        return q, q
+
+    with mock.patch.multiple(block_sparse_attention, forward=launch, backward=mock.DEFAULT):
+        (compiled,) = harness.compile_case(case).values()
+    return compiled
+
+
+def main(cases: list[str]) -> None:
+    """Writes the figures of some cases as a JSON object."""
+    found = {}
+    for case in cases:
+        for name, biased in (("product", False), ("product with bias", True)):
+            found[f"{case} {name}"] = harness.read_figures(compile_variant(case, biased), case.split(":")[0])
+    print(json.dumps(found))
+
+
+def check(case: str) -> None:
+    measured = harness.measure([case], __name__)
+    found = [
+        problem for name, figures in measured.items() for problem in harness.problems(name, figures, BUDGETS.get(name))
+    ]
+    assert not found, "\n" + "\n".join(found)
+    assert set(measured) == {name for name in BUDGETS if name.split(" ")[0] == case}
+
+
+def test_kernel_stays_within_budget() -> None:
+    check(FIRST_CLASS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case != FIRST_CLASS])
+def test_the_rest_stays_within_budget(case: str) -> None:
+    check(case)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
