@@ -28,8 +28,11 @@ class Blocking(NamedTuple):
 #     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V. What ptxas spills there, 72
 #     bytes, is stored in front of all loops and loaded behind them.
 #   - The masked loop walks half as far, since bits take registers: at full width ptxas spills, and serializes wgmma.
+#   - dQ has four stages at d=128, its registers leave room for one program an SM anyway. With two, every step waited for the
+#     loads it had just issued (tests/ops/test_steady_loops.py).
 #   - dK/dV holds two accumulators of 128 x d, 128 of 255 registers at d=128, so its queries come 64 at a time. On
-#     Hopper that spills some 15 words of addresses; 32 at a time would not, but would synchronize twice as often.
+#     Hopper that spills some 15 words of addresses, and with a third stage 66 accesses a step; 32 at a time would spill
+#     nothing, but read shared memory faster than it delivers.
 #   - Ampere's blocks stay under 99 KiB of shared memory: architectures that are not listed take them (sm_86, 89, 120).
 #   - float32 runs on the plain FMA units (TensorFloat-32 misses the error budget), where large blocks spill.
 # Registers and shared memory of each stand in tests/triton_budgets.json.
@@ -41,7 +44,7 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     },
     ("dq", "sm_90"): {
         64: Blocking(128, 128, 64, 8, 2),
-        128: Blocking(128, 64, 64, 8, 2),
+        128: Blocking(128, 64, 64, 8, 4),
         256: Blocking(64, 64, 32, 8, 2),
     },
     ("dkv", "sm_90"): {

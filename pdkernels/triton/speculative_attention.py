@@ -33,12 +33,13 @@ from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 FEW_ROWS = 32
 # As the block-sparse kernels' table, for few and for many packed rows: {(rows, architecture): {largest head dimension:
 # blocking}}. `masked` is the width of steps in the last piece of a split and in the tail.
-#   - Many rows: those steps are narrow, so that registers are left for wide ones in the prefix. What ptxas spills here is
-#     stored in front of all loops and loaded behind them.
+#   - Many rows: masked steps are narrow, so that registers are left for wide ones in the prefix. On Hopper four stages of 64
+#     keys, since with two of 128 every step waited for the loads it had just issued (tests/ops/test_steady_loops.py). What
+#     ptxas spills here is stored in front of all loops and loaded behind them.
 #   - Few rows: only the rate at which keys arrive counts. Steps are short and several under way, two programs fit an SM.
 _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("many", "sm_90"): {
-        128: Blocking(128, 128, 32, 8, 2),
+        128: Blocking(128, 64, 32, 8, 4),
         192: Blocking(128, 64, 32, 8, 2),
         256: Blocking(64, 64, 32, 8, 2),
     },
