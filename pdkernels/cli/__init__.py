@@ -31,6 +31,7 @@ from pdkernels import decoding, evaluation, models
 from pdkernels._validation import check as demand
 from pdkernels.cli._chat import chat
 from pdkernels.cli._demo import demo
+from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table, generation_table
 from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_told, use_threads, visible
@@ -173,6 +174,7 @@ def _run(
 
 app.command("chat")(chat)
 app.command("demo")(demo)
+app.command("reproduce")(reproduce)
 
 
 @app.command("eval")

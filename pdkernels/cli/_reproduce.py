@@ -1,0 +1,75 @@
+"""``python -m pdkernels reproduce``: tables of the papers in miniature."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from pdkernels._validation import check as demand
+from pdkernels.cli._terminal import errors_told, use_threads
+from pdkernels.evaluation import papers
+
+_COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+
+
+def reproduce(
+    paper: Annotated[str | None, typer.Argument(help=f"{', '.join(papers.PAPERS)}; none: what there is.")] = None,
+    figure: Annotated[str | None, typer.Argument(help="Name of a table; none: all of the paper.")] = None,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Prompts, where a table has any; by default what it is made for.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Write a JSON file for each table into this folder.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Leave out tables whose file is there.")] = False,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    pages: Annotated[
+        Path | None,
+        typer.Option(
+            file_okay=False, exists=True, help="Measure nothing, put the files in FOLDER/results into the pages there."
+        ),
+    ] = None,
+) -> None:
+    """Measure tables of the papers on the tiny models."""
+    console = Console(highlight=False)
+    with errors_told():
+        if pages is not None:
+            for found in sorted(pages.glob("*.md")):
+                found.write_text(papers.page(found.read_text(encoding="utf-8"), pages / "results"), encoding="utf-8")
+            return
+        chosen = papers.find(paper, figure)
+        demand(not resume or output is not None, "reproduce", "--resume", "be with --output", "none")
+        if paper is None:
+            table = Table(box=box.SIMPLE_HEAD, padding=(0, 1))
+            for heading in ("paper", "table", "in the paper", "what it shows there"):
+                table.add_column(heading, overflow="fold")
+            for one in chosen:
+                table.add_row(one.paper, one.name, one.source, one.shows)
+            console.print(table)
+            return
+        if output is not None:
+            output.mkdir(parents=True, exist_ok=True)
+        use_threads(threads, [])
+        for one in chosen:
+            path = None if output is None else output / f"{one.paper}_{one.name}.json"
+            if resume and path is not None and path.exists():
+                console.print(f"{one.paper} {one.name}: {path} is there", soft_wrap=True)
+                continue
+            with Progress(*_COLUMNS, console=console, transient=True) as progress:
+                result = one.run(problems or one.problems, _shown_by(progress, progress.add_task(one.name, total=1.0)))
+            if path is not None:
+                path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+            console.print(f"[bold]{papers.PAPERS[one.paper]}, {one.source}[/]", soft_wrap=True)
+            console.print(one.shows, soft_wrap=True)
+            console.print(papers.as_table(result), soft_wrap=True, markup=False)
+
+
+def _shown_by(progress: Progress, bar: TaskID) -> papers.Progress:
+    return lambda what, share: progress.update(bar, description=what, completed=share)
