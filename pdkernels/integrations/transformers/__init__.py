@@ -3,6 +3,7 @@
 - `register()` makes ``attn_implementation="pdkernels"`` work, for training, prefill and decoding.
 - `PdCache` is a cache that is written in place.
 - `generate` is for ``model.generate(custom_generate=generate, method="jacobi")``.
+- `renoise` is the sampler of DiffusionGemma.
 - `wrap(model)` gives any decoder of transformers to `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
 
 Needs transformers 4.57 or 5.x.
@@ -11,5 +12,16 @@ Needs transformers 4.57 or 5.x.
 from pdkernels.integrations.transformers._cache import PdCache
 from pdkernels.integrations.transformers._generate import generate
 from pdkernels.integrations.transformers._model import WrappedModel, from_transformers, register, wrap
+from pdkernels.integrations.transformers._renoise import RenoiseDraws, RenoiseResult, renoise
 
-__all__ = ["PdCache", "WrappedModel", "from_transformers", "generate", "register", "wrap"]
+__all__ = [
+    "PdCache",
+    "RenoiseDraws",
+    "RenoiseResult",
+    "WrappedModel",
+    "from_transformers",
+    "generate",
+    "register",
+    "renoise",
+    "wrap",
+]

@@ -21,6 +21,7 @@ OP = 'attn_implementation="pdkernels"'
 STEP = "pdkernels_step"
 """The argument by which a wrapped model says how its rows attend (`WrappedModel`)."""
 # What other implementations compute and these kernels do not, by the name models pass it under.
+WIDEST = 256  # heads of the kernels
 REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
 
 
@@ -39,6 +40,9 @@ def attention(
     """Attention of query ``(batch, heads, rows, head_dim)`` over key and value ``(batch, kv_heads, keys, head_dim)``."""
     _check(query, dropout, rest)
     step = rest.get(STEP)
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    if query.shape[3] > WIDEST and step is None:
+        return _wide(query, key, value, attention_mask, tile_plan, causal, scaling), None
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if step is not None:
         return step.attend(q, k, v, module.layer_idx, scaling), None
@@ -56,7 +60,8 @@ def attention(
     if pages is not None:
         return _paged(q, k, v, pages, attention_mask, scaling), None
     if attention_mask is None:
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+        if not causal and q.shape[1] < k.shape[1] and not _records(q, k, v):
+            return _full_tail(q, k, v, scaling), None
         plan_for = causal_plan if causal else full_plan
         return block_sparse_attention(q, k, v, plan_for(q.shape[1], k.shape[1], q.device), scale=scaling), None
     if not isinstance(attention_mask, PlanMask):
@@ -77,7 +82,7 @@ def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
         raise NotImplementedError(
             message(OP, "dropout", "be 0", dropout, "Set attention_dropout=0 in the configuration.")
         )
-    fits = query.dtype in KERNEL_DTYPES and takes_head_dim(query.shape[3])
+    fits = query.dtype in KERNEL_DTYPES and (takes_head_dim(query.shape[3]) or query.shape[3] > WIDEST)
     if not fits:
         found = f"{query.dtype} with heads of {query.shape[3]}"
         words = "be float32, float16 or bfloat16 with heads of a multiple of 8 in [16, 256]"
@@ -90,7 +95,7 @@ def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: 
     `k` and `v` hold the cached tokens, the new ones at `offset`, and maybe room for more.
     """
     batch, rows = q.shape[:2]
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    if _records(q, k, v):
         keys = int(offset) + rows
         return block_sparse_attention(q, k[:, :keys], v[:, :keys], causal_plan(rows, keys, q.device), scale=scale)
     if rows == 1 and isinstance(offset, Tensor):
@@ -101,6 +106,47 @@ def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: 
     lengths = torch.full((batch,), first, dtype=torch.int64, device=q.device)
     new = slice(first, first + rows)
     return speculative_attention(q, k[:, new], v[:, new], k, v, lengths, causal_plan(rows, rows, q.device), scale=scale)
+
+
+def _records(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _full_tail(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of whatever length."""
+    rows, keys = q.shape[1], k.shape[1]
+    lengths = torch.full((q.shape[0],), keys - rows, dtype=torch.int64, device=q.device)
+    plan = full_plan(rows, rows, q.device)
+    return speculative_attention(q, k[:, keys - rows :], v[:, keys - rows :], k, v, lengths, plan, scale=scale)
+
+
+def _wide(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    plan: TilePlan | None,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    """Heads wider than the kernels': PyTorch's attention, under the mask of pairs that a plan stands for."""
+    if getattr(key, PAGES, None) is not None:
+        fail(OP, "kind", f"be 'contiguous' for heads wider than {WIDEST}", "'paged'")
+    rows, keys = query.shape[2], key.shape[2]
+    if isinstance(mask, PlanMask):
+        plan = mask.plan if plan is None else plan
+        offset, mask = mask.offset, None
+    else:
+        offset = keys - rows
+    if plan is not None:
+        mask = plan.dense()
+        mask = mask[:, None] if mask.dim() == 3 else mask
+    elif mask is None and causal:
+        places = torch.arange(rows, device=query.device) + offset
+        mask = torch.arange(keys, device=query.device) <= places[:, None]
+    if mask is None:
+        mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
+    return _dense(query, key, value, mask, scale)
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None) -> Tensor:
