@@ -13,7 +13,7 @@ import operator
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -232,6 +232,8 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
                 op(*(_values_only(argument) for argument in arguments))
             return op(*arguments)
     except (RuntimeError, TypeError, AttributeError) as error:
+        if spec.written and torch._C._are_functorch_transforms_active():
+            _refuse_transforms(spec)
         if isinstance(anchor, Tensor) and anchor.is_meta:
             return spec.fake(*arguments)
         _explain(spec, arguments, error)
@@ -261,6 +263,20 @@ def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None
     if type(error) is RuntimeError and any(word in str(error) for word in ("allocate memory", "overflow")):
         remedy = "Pass smaller tensors, or parts of them."
         raise MemoryError(message(spec.name, "its results", "fit into memory", "sizes that do not", remedy)) from None
+
+
+def _refuse_transforms(spec: OpSpec) -> NoReturn:
+    """torch.vmap runs other ops sample by sample, but has no rule for what is written."""
+    remedy = "Call the op on the whole batch: its tensors have a batch dimension."
+    raise NotImplementedError(
+        message(
+            spec.name,
+            spec.written[0],
+            "not be written inside a transform of torch.func",
+            "torch.vmap or another one",
+            remedy,
+        )
+    ) from None
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:
