@@ -59,14 +59,19 @@ class Layer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        normed: torch.Tensor,
+        added: torch.Tensor | None,
         attend: Callable[[torch.Tensor], torch.Tensor],
         adapted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual and what the second half adds to it, for the layer behind to add up.
 
-        `normed` is `self.normed(x)`, `attend` makes of what `project` gives what `project_out` takes.
+        `added` is what the layer before left to be added to `x`, None for the first one; `attend` makes of what `project` gives what
+        `project_out` takes. A layer reads no parameters but its own: FSDP holds them only while it runs.
         """
+        if added is None:
+            normed = self.normed(x)
+        else:
+            x, normed = add_norm(added, x, None, self.attention_norm, self.config.norm_eps)
         mixed = attend(self.project(normed))
         x, normed = add_norm(self.project_out(mixed, adapted), x, None, self.mlp_norm, self.config.norm_eps)
         return x, self._mlp(normed)

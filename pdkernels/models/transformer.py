@@ -30,7 +30,7 @@ from pdkernels.models.attention import (
 )
 from pdkernels.models.caches import new_cache
 from pdkernels.models.config import TransformerConfig
-from pdkernels.models.fused import add_norm, linear, rms_norm
+from pdkernels.models.fused import linear, rms_norm
 from pdkernels.models.layer import Layer
 from pdkernels.models.plan_tokens import PlanTokens, checked_plan_tokens
 from pdkernels.models.recompute import RecomputedRows, recomputed_rows
@@ -337,11 +337,7 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         added: torch.Tensor | None = None
         for index, layer in enumerate(self.layers):
-            if added is None:
-                normed = layer.normed(x)
-            else:
-                x, normed = add_norm(added, x, None, layer.attention_norm, self.config.norm_eps)
-            x, added = layer(x, normed, partial(rows.attend_, layer=index), gate)
+            x, added = layer(x, added, partial(rows.attend_, layer=index), gate)
         return x if added is None else x + added
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
