@@ -127,11 +127,16 @@ __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_const
   turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved).store(x, high);
 }
 
-constexpr int kHeadsPerBlock = 8;
+// Of apply_rope_append_kernel: with packs a thread does more of a head.
+template <int kSize>
+constexpr int kHeadsPerBlock = kSize == 1 ? 8 : 32;
 
-// A block has some heads of one row; a thread takes one pair of components at a time, which it alone reads and writes.
-template <class T>
+// A block has some heads of one row; a thread takes kSize pairs of components at a time, which it alone reads and
+// writes.
+template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __grid_constant__ ApplyRopeAppendArgs args) {
+  using Elements = Pack<T, kSize>;
+  constexpr int kHeads = kHeadsPerBlock<kSize>;
   const int64_t b = blockIdx.z, row = blockIdx.x;
   const int64_t length = args.lengths.load(b), count = args.count(b);
   // Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
@@ -143,31 +148,39 @@ __global__ void __launch_bounds__(kThreads) apply_rope_append_kernel(const __gri
   const int64_t slot = args.slot(b, row);
   if (slot < 0) return;
 
-  const int64_t half = args.head_dim / 2, apart = args.interleaved ? 1 : half;
-  const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeadsPerBlock;
-  const int64_t heads = args.all_heads() - first_head < kHeadsPerBlock ? args.all_heads() - first_head : kHeadsPerBlock;
+  const unsigned packs = static_cast<unsigned>(args.head_dim / (2 * kSize));
+  const int64_t first_head = static_cast<int64_t>(blockIdx.y) * kHeads, left = args.all_heads() - first_head;
+  const unsigned items = static_cast<unsigned>(left < kHeads ? left : kHeads) * packs;
   const float *cos = args.cos + args.table_row(length, slot), *sin = args.sin + args.table_row(length, slot);
-  for (int64_t item = threadIdx.x; item < heads * half; item += kThreads) {
-    const int64_t head = first_head + item / half, pair = item % half;
-    const int64_t low = args.interleaved ? 2 * pair : pair, high = low + apart;
+  for (unsigned item = threadIdx.x; item < items; item += kThreads) {
+    const int64_t head = first_head + item / packs;
+    const unsigned pack = item % packs;
+    const unsigned low = args.interleaved ? 2 * pack : pack, high = args.interleaved ? low + 1 : low + packs;
     T* x = static_cast<T*>(args.qkv) + args.head_offset(b, row, head);
-    T first = x[low], second = x[high];
+    Elements first = Elements::load(x, low), second = Elements::load(x, high);
     if (head < args.turned_heads()) {
-      float pair[2] = {to_float(first), to_float(second)};
+      float wide[2 * kSize];
+      for (int j = 0; j < kSize; ++j) {
+        wide[j] = to_float(first.at[j]);
+        wide[kSize + j] = to_float(second.at[j]);
+      }
       if (args.bias != nullptr) {
         const T* bias = static_cast<const T*>(args.bias) + head * args.head_dim;
-        pair[0] += to_float(bias[low]);
-        pair[1] += to_float(bias[high]);
+        const Elements first_bias = Elements::load(bias, low), second_bias = Elements::load(bias, high);
+        for (int j = 0; j < kSize; ++j) {
+          wide[j] += to_float(first_bias.at[j]);
+          wide[kSize + j] += to_float(second_bias.at[j]);
+        }
       }
-      first = turned<T, 1>(pair, 0, cos + low, sin + low, args.interleaved).at[0];
-      second = turned<T, 1>(pair, 1, cos + high, sin + high, args.interleaved).at[0];
-      x[low] = first;
-      x[high] = second;
+      first = turned<T, kSize>(wide, 0, cos + low * kSize, sin + low * kSize, args.interleaved);
+      second = turned<T, kSize>(wide, 1, cos + high * kSize, sin + high * kSize, args.interleaved);
+      first.store(x, low);
+      second.store(x, high);
     }
     if (head >= args.heads && row < count) {
       T* to = reinterpret_cast<T*>(args.target(b, length + slot, head));
-      to[low] = first;
-      to[high] = second;
+      first.store(to, low);
+      second.store(to, high);
     }
   }
 }
@@ -219,11 +232,28 @@ cudaError_t silu_and_mul(const SiluAndMulArgs& args, cudaStream_t stream) {
 
 cudaError_t apply_rope_append(const ApplyRopeAppendArgs& args, cudaStream_t stream) {
   if (args.batch == 0 || args.rows == 0) return cudaSuccess;
-  const unsigned groups = static_cast<unsigned>((args.all_heads() + kHeadsPerBlock - 1) / kHeadsPerBlock);
-  const dim3 grid(static_cast<unsigned>(args.rows), groups, static_cast<unsigned>(args.batch));
   with_element(args.element, [&](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
-    PDK_LAUNCH(apply_rope_append_kernel<T>, grid, dim3(kThreads), 0, stream, args);
+    constexpr int kSize = 16 / sizeof(T);
+    const auto bits = [](const void* address) { return reinterpret_cast<int64_t>(address); };
+    int64_t bytes = bits(args.qkv) | bits(args.bias) | bits(args.cos) | bits(args.sin);
+    for (const int64_t stride : {args.batch_stride, args.row_stride, args.head_stride})
+      bytes |= stride * static_cast<int64_t>(sizeof(T));
+    for (int side = 0; side < 2; ++side) {
+      const RowLayout& rows = args.cache_rows[side];
+      bytes |= bits(args.cache[side]) | rows.page_stride | rows.slot_stride | rows.head_stride;
+    }
+    const auto launch = [&](auto size) {
+      constexpr int kHeads = kHeadsPerBlock<size.value>;
+      const dim3 grid(static_cast<unsigned>(args.rows), static_cast<unsigned>((args.all_heads() + kHeads - 1) / kHeads),
+                      static_cast<unsigned>(args.batch));
+      PDK_LAUNCH((apply_rope_append_kernel<T, size.value>), grid, dim3(kThreads), 0, stream, args);
+    };
+    if (args.head_dim % (2 * kSize) == 0 && bytes % 16 == 0) {
+      launch(std::integral_constant<int, kSize>{});
+    } else {
+      launch(std::integral_constant<int, 1>{});
+    }
   });
   return cudaGetLastError();
 }
