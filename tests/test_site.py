@@ -30,7 +30,9 @@ def test_every_public_name_is_in_the_api() -> None:
 def test_every_page_is_in_the_contents() -> None:
     listed = set(re.findall(r"^([\w./*]+)$", (ROOT / "docs/index.md").read_text(), re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs").with_suffix("")) for page in (ROOT / "docs").rglob("*.md")}
-    assert {page for page in pages if not page.startswith("ops/")} - listed == {"index"} and "ops/*" in listed
+    for folder in [name[:-1] for name in listed if name.endswith("/*")]:
+        pages = {page for page in pages if not page.startswith(folder)}
+    assert pages - listed == {"index"}, "docs/index.md lists all pages"
 
 
 @pytest.mark.slow
