@@ -2,12 +2,14 @@
 // takes what its op writes as `Tensor&` or `Tensors&` and what it reads as const, so that all ops are checked alike.
 #pragma once
 
+#include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <functional>
 #include <optional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -99,20 +101,43 @@ class Places {
 template <class Argument>
 constexpr bool kIsWritten = std::is_lvalue_reference_v<Argument> && !std::is_const_v<std::remove_reference_t<Argument>>;
 
+// A string argument. torch's own conversion (2.13) leaks a copy of the string at every call; see ToImpl below.
+struct Word : std::string {
+  using std::string::string;
+};
+
+// What an op takes from torch for an argument of its function.
+template <class Argument>
+using Taken = std::conditional_t<std::is_same_v<Argument, const std::string&>, const Word&, Argument>;
+
 template <auto function>
 struct Checked;
 
 template <class Result, class... Arguments, Result (*function)(Arguments...)>
 struct Checked<function> {
-  static Result run(Arguments... arguments) {
+  static Result run(Taken<Arguments>... arguments) {
     (require_real_size(arguments), ...);
     if constexpr ((kIsWritten<Arguments> || ...)) {
       Places places(sizeof...(Arguments));
       (places.add<kIsWritten<Arguments>>(arguments), ...);
       places.require_apart();
     }
-    return function(std::forward<Arguments>(arguments)...);
+    return function(std::forward<Taken<Arguments>>(arguments)...);
   }
 };
 
 }  // namespace pdkernels::bindings
+
+template <>
+struct torch::stable::detail::ToImpl<pdkernels::bindings::Word> {
+  static pdkernels::bindings::Word call(StableIValue value, uint64_t, bool) {
+    const auto handle = to<StringHandle>(value);
+    size_t length = 0;
+    const char* text = nullptr;
+    TORCH_ERROR_CODE_CHECK(torch_string_length(handle, &length));
+    TORCH_ERROR_CODE_CHECK(torch_string_c_str(handle, &text));
+    const pdkernels::bindings::Word word(text, length);
+    TORCH_ERROR_CODE_CHECK(torch_delete_string(handle));
+    return word;
+  }
+};
