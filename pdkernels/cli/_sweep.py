@@ -45,7 +45,7 @@ def run_sweep(
         candidates, left_out = evaluation.without_many_rows(candidates, most_rows)
         for line in left_out:
             console.print(Text.assemble(("left out ", "yellow"), line), soft_wrap=True)
-    facts = machine.facts() | {"task": task.name, "problems": len(task.prompts), "seed": seed, "batch_size": batch_size}
+    facts = {"task": task.name, "problems": len(task.prompts), "seed": seed, "batch_size": batch_size} | machine.facts()
     measured = _kept(path, facts) if resume else {}
     saved = time.monotonic()
 

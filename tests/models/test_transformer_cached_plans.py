@@ -197,7 +197,7 @@ def test_some_rows_take_the_adapter() -> None:
     rotation = model._uncached_rotation(tokens, places)
     rows = model._new_rows(rotation, transformer.uncached_visibility(mask.dense()))
     for plain, other in zip(model.layers, merged.layers, strict=True):
-        outputs = [sum(layer(x, layer.normed(x), lambda qkv: rows.attend_(qkv, 0), None)) for layer in (plain, other)]
+        outputs = [sum(layer(x, None, lambda qkv: rows.attend_(qkv, 0), None)) for layer in (plain, other)]
         x = torch.where(adapted[:, None], outputs[1], outputs[0])
     options = {"positions": places, "mask": mask.dense()}
     close(model(tokens, adapted=adapted, **options), model.logits(x))
