@@ -22,7 +22,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
-from safetensors import SafetensorError
 from safetensors.torch import save as serialized
 from torch import Tensor
 
@@ -44,14 +43,9 @@ def fail(sentence: str) -> NoReturn:
 def start_model(name: str, *, masks: bool = False) -> Transformer:
     """The byte-level transformer that a training goes on with: a name, a folder, or a file that one of the scripts wrote."""
     try:
-        if name.endswith(".safetensors"):
-            model = zoo._load_tiny(Path(name), None, "cpu")
-        else:
-            model = zoo.load(name)
+        model = zoo.load(name)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         fail(f"--start: {error}")
-    except (OSError, KeyError, SafetensorError):
-        fail(f"--start must be a file that one of these scripts wrote, got {name}.")
     if not isinstance(model, Transformer) or not isinstance(model.tokenizer, ByteTokenizer):
         fail(f"--start must name a byte-level transformer, got {name}.")
     if masks and model.mask_token is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from pdkernels._validation import check, check_type, fail, message
@@ -58,7 +58,7 @@ def load(
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
     Args:
-        name_or_path: one of `available()`, or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
+        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
             with ``model.safetensors.index.json``) of a Qwen2, Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or
             of the diffusion models LLaDA, Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there,
             needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2 or Qwen3 model, with the optional library
@@ -94,6 +94,10 @@ def load(
         plain = adapter is None and drafter is None
         check(plain, OP, "adapter", "be for a checkpoint", f"one for the tiny model {given}")
         return _load_tiny(WEIGHTS / f"{given}.safetensors", dtype, device)
+    if given.endswith(".safetensors") and Path(given).is_file():
+        plain = adapter is None and drafter is None
+        check(plain, OP, "adapter", "be for a checkpoint", f"one for the file {shown(given)}")
+        return _load_trained(Path(given), dtype, device)
     if given in PACKAGED:
         given = str(packaged(given))
     found = checkpoint_of(given, name_or_path is not given, dtype)
@@ -170,8 +174,11 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
 
 def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
     with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
+        metadata, tensors = file.metadata(), len(file.keys())
     fields = json.loads(metadata["config"])
+    # Before modules are made: a layer has tensors.
+    most = max((value for name, value in fields.items() if "layers" in name), default=0)
+    check(most <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", most)
     # While YaRN was the only rule, it stood here by that name.
     scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
     if scaling is not None:
@@ -183,6 +190,17 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     tokenizer = ByteTokenizer()
     ends, dtype = tokenizer.end_tokens, dtype or torch.float32
     return _assemble(config, load_file(path), dtype, device, tokenizer, ends, mask_token, plan_tokens)
+
+
+def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
+    """A file like those of the tiny models, wherever it is from."""
+    try:
+        return _load_tiny(path, dtype, device)
+    except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+        if str(error).startswith("pdkernels."):
+            raise
+        remedy = "A checkpoint of several files is named by its folder."
+        fail(OP, "name_or_path", "be a file that a training script of this package wrote", shown(str(path)), remedy)
 
 
 def _usable(device: torch.device | str) -> torch.device:

@@ -25,7 +25,7 @@ from pdkernels.models import (
     from_hf_state_dict,
     to_hf_state_dict,
 )
-from pdkernels.models.zoo import WEIGHTS
+from pdkernels.models.zoo import WEIGHTS, save_tiny
 from tests.support.checkpoints import (
     CHECKPOINTS,
     LINEAR,
@@ -383,3 +383,28 @@ def test_broken_folders(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=r"got none called model-00001-of-00002\.safetensors\."):
         models.load(tmp_path)
+
+
+def test_a_file_of_a_training_script_is_loaded_by_its_path(tmp_path: Path) -> None:
+    model = models.load("tiny-code")
+    path = tmp_path / "mine.safetensors"
+    save_tiny(model, path)
+    for given in (path, str(path)):
+        loaded = models.load(given)
+        assert isinstance(loaded, Transformer) and loaded.config == model.config
+        assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    with pytest.raises(ValueError, match="adapter must be for a checkpoint, got one for the file"):
+        models.load(path, adapter=tmp_path)
+
+
+@pytest.mark.parametrize("wrong", ["text", "no config", "broken config", "a million layers"])
+def test_other_files_are_refused(tmp_path: Path, wrong: str) -> None:
+    path = tmp_path / "other.safetensors"
+    config = {"broken config": "[1", "a million layers": json.dumps({"layers": 10**6})}.get(wrong)
+    if wrong == "text":
+        path.write_text("hello")
+    else:
+        save_file({"x": torch.zeros(2)}, path, metadata=None if config is None else {"config": config})
+    words = "have no more layers than tensors" if "million" in wrong else "be a file that a training script"
+    with pytest.raises(ValueError, match=f"pdkernels.models.load: .* must {words}"):
+        models.load(path)

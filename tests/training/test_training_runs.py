@@ -163,7 +163,11 @@ def test_the_scripts_write_models_that_load(
     ("name", "arguments", "sentence"),
     [
         ("code", ["--start", "nothing"], "--start: pdkernels.models.load: name_or_path must name a model"),
-        ("trimode", ["--start", "nothing.safetensors"], "--start must be a file that one of these scripts wrote, got"),
+        (
+            "trimode",
+            ["--start", "nothing.safetensors"],
+            "--start: pdkernels.models.load: name_or_path must name a model",
+        ),
         ("jacobi", ["--start", "tiny-recurrent"], "--start must name a byte-level transformer, got tiny-recurrent."),
         ("masked", ["--start", "tiny-code"], "--start must name a model with a mask token, got tiny-code."),
         ("recurrent", ["--resume"], "--resume needs out.resume.pt, which is missing. Leave it out to start anew."),
