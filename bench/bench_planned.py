@@ -7,9 +7,11 @@ bench_speculative_attention.py; the first call of a compiled one is in the table
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 
 import pdkernels as pd
 from bench.bench_speculative_attention import (
@@ -50,6 +52,13 @@ def flex_that_fits(step: Step) -> Attention:
 PLANNED = {name: make for name, make in CANDIDATES.items() if name != FITTED} | {
     "FlexAttention, compiled, blocks that fit": flex_that_fits
 }
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """A first call compiles, whatever earlier runs left on the disk."""
+    with inductor_config.patch(force_disable_caches=True):
+        yield
 
 
 @by_device("kind, dtype", CASES)
