@@ -121,7 +121,7 @@ def _phases(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mapping
     axis.set_yticklabels([name for name, _ in bars])
     axis.set_xlim(0, 1.12 * max(row["critical_path"] for _, row in bars))
     handles = [axis.barh(0, 0, color=colour, label=phase) for phase, colour in _PHASES.items() if phase != "refresh"]
-    axis.legend(handles=handles, fontsize=8, frameon=False, loc="lower right")
+    axis.legend(handles=handles, fontsize=8, frameon=False, loc="upper right")
     axis.set_title("Critical path by phase (Figure 2 middle)", loc="left", fontsize=11)
 
 
@@ -140,11 +140,11 @@ def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence
             axis.text(place + 0.27 * (number - 1), 100 * right / max(1, count) + 1, f"{100 * right / max(1, count):.0f}",
                       ha="center", fontsize=7.5)  # fmt: skip
         names.append(f"{row['model']}\n{_NAMES[row['settings']['sparse']]}")
-    axis.set(ylabel="right, %", ylim=(0, 112), xticks=range(len(shown)))
+    axis.set(ylabel="right, %", ylim=(0, 125), xticks=range(len(shown)))
     axis.set_xticklabels(names, fontsize=8)
-    axis.legend(fontsize=8, frameon=False, ncols=3, loc="upper right", bbox_to_anchor=(1, 1.12))
+    axis.legend(fontsize=8, frameon=False, ncols=3, loc="upper center")
     drawn = ", drawn at temperature 1" if any(map(sampled, shown)) else ""
-    axis.set_title(f"What plans need (Figure 3 left){drawn}", loc="left", fontsize=11, pad=16)
+    axis.set_title(f"What plans need (Figure 3 left){drawn}", loc="left", fontsize=11)
 
 
 def _lengths(axis: Any, own: Sequence[Mapping[str, Any]]) -> None:
@@ -158,7 +158,7 @@ def _lengths(axis: Any, own: Sequence[Mapping[str, Any]]) -> None:
         for x, row in found:
             axis.errorbar(x, _share(row), yerr=_spread(row), color=_COLOURS[sparse], lw=0.7)
             if not sparse:
-                axis.annotate(f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12),
+                axis.annotate(f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12 if _share(row) > 20 else 6),
                               textcoords="offset points", fontsize=7.5)  # fmt: skip
     axis.set(xlabel="lengths, times those that the plan asks for", ylabel="orders right, %", ylim=(0, 105))
     axis.set_title("Factor of lengths (Figure 3 middle)", loc="left", fontsize=11)
