@@ -94,11 +94,11 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
     for (int bin = threadIdx.x; bin < kBins; bin += kCutThreads) room.bins[bin] = 0;
     __syncthreads();
-    Mass behind = 0;
+    Mass below = 0;
     for_share<T, kSize>(args, row, [&](float x) {
       const int near = place_of(x);
       if (level == 0) {
-        if (near == kBins - 1) behind += mass_of(x);
+        if (near == kBins - 1) below += mass_of(x);
         else atomicAdd(&room.bins[near], mass_of(x));
       } else if (near == place && x != -INFINITY) {
         const uint32_t mine = rank_of(x);
@@ -108,8 +108,8 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
       }
     });
     if (level == 0) {
-      behind = warp_sum(behind);
-      if (threadIdx.x % 32 == 0) atomicAdd(&room.bins[kBins - 1], behind);
+      below = warp_sum(below);
+      if (threadIdx.x % 32 == 0) atomicAdd(&room.bins[kBins - 1], below);
     }
     __syncthreads();
     if (threadIdx.x < 32) find_bin(room, level == 0 ? args.top_p : -1.0);

@@ -108,7 +108,7 @@ struct Word<__nv_bfloat16> {
 };
 
 // A lane's tokens of a region are packs of neighbours, 32 packs apart, whether rows are loaded in packs or not. -inf
-// stands past the row and where a token is suppressed or below the cut.
+// is past the row and where a token is suppressed or below the cut.
 template <class T>
 struct Row {
   static constexpr int kSize = 16 / sizeof(T), kPacks = kEach / kSize;

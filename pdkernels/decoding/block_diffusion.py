@@ -63,7 +63,7 @@ def decode(
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
             "bidirectional" is for models whose past is causal by blocks.
         temperature: of the candidates; slots are chosen by the confidence without it.
-        sampler: a trained network whose scores take the place of the confidence; for temperature 0. Slots behind an end token are
+        sampler: a trained network whose scores take the place of the confidence; for temperature 0. Slots after an end token are
             left alone.
 
     Returns:

@@ -64,7 +64,7 @@ class BlockLimit:
         target: the whole block after serial denoising.
         order: its places in the order in which they were filled.
         fillings: by scheme.
-        length: of the block's tokens, how many belong to the text: those behind an end token do not.
+        length: of the block's tokens, how many belong to the text: those after an end token do not.
     """
 
     target: Block

@@ -66,7 +66,7 @@ def collect_sampler_steps(
         policy: "confidence" fills the surest place. "hybrid" fills all places whose guess is that of `texts`, else the surest.
         table: of the head that is to be trained, see `semantic_table`.
         texts: ids that ought to follow each prompt, for "hybrid".
-        max_new_tokens: no block begins behind so many, or behind an end token.
+        max_new_tokens: no block begins after so many, or after an end token.
 
     Raises:
         ValueError: an unknown policy, "hybrid" without texts for all prompts, a model without a mask token, sizes out of range.

@@ -151,7 +151,7 @@ def test_masks_of_steps_push_no_other_plan_out() -> None:
     {
         r"masks.anchored: anchors must lie in \[0, 4\), got -1 in place 1\.": lambda: masks.anchored([4], [2, -1], 2),
         r"anchors must lie in \[0, 4\), got 4 in place 0\.": lambda: masks.anchored([4], [4], 2),
-        r"documents must stand in one piece each, got 0 in place 2\.": lambda: masks.anchored(
+        r"documents must be in one piece each, got 0 in place 2\.": lambda: masks.anchored(
             torch.tensor([0, 1, 0]), [0], 2
         ),
         r"documents must be numbers of documents, or -1, got -2 in place 1\.": lambda: masks.anchored(

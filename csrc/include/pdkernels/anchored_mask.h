@@ -37,7 +37,7 @@ inline SegmentMask anchored_mask(std::span<const int64_t> documents, std::span<c
     const int64_t document = documents[i];
     if (i == 0 || document != documents[i - 1]) {
       if (document < -1) refuse("documents", "be numbers of documents, or -1", document, i);
-      if (document >= 0 && !met.insert(document).second) refuse("documents", "stand in one piece each", document, i);
+      if (document >= 0 && !met.insert(document).second) refuse("documents", "be in one piece each", document, i);
       begin = i, cut[i] = 1;
     }
     start[i] = begin;

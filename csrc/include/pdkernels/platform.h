@@ -34,23 +34,21 @@
   namespace cpu::level {                 \
   using as::name;                        \
   }
+#define PDK_BASE_KERNEL(name, Args)      \
+  PDK_LEVEL_KERNEL(portable, name, Args) \
+  PDK_LEVEL_KERNEL(avx2, name, Args)     \
+  PDK_LEVEL_KERNEL(avx512, name, Args)
 // The levels beyond AVX-512 have kernels of their own where their instructions help (`simd_units` in setup.py).
 #define PDK_VECTOR_KERNEL(name, Args)        \
-  PDK_LEVEL_KERNEL(portable, name, Args)     \
-  PDK_LEVEL_KERNEL(avx2, name, Args)         \
-  PDK_LEVEL_KERNEL(avx512, name, Args)       \
+  PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
   PDK_SAME_KERNEL(amx, name, avx512)
 #define PDK_TILE_KERNEL(name, Args)          \
-  PDK_LEVEL_KERNEL(portable, name, Args)     \
-  PDK_LEVEL_KERNEL(avx2, name, Args)         \
-  PDK_LEVEL_KERNEL(avx512, name, Args)       \
+  PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \
   PDK_LEVEL_KERNEL(amx, name, Args)
 #define PDK_PAIRS_KERNEL(name, Args)        \
-  PDK_LEVEL_KERNEL(portable, name, Args)    \
-  PDK_LEVEL_KERNEL(avx2, name, Args)        \
-  PDK_LEVEL_KERNEL(avx512, name, Args)      \
+  PDK_BASE_KERNEL(name, Args)               \
   PDK_LEVEL_KERNEL(avx512_bf16, name, Args) \
   PDK_SAME_KERNEL(amx, name, avx512_bf16)
 #endif
