@@ -13,7 +13,7 @@ from pdkernels.ops.kv_cache import kv_append_, kv_commit_, kv_trim_
 
 
 class KVCacheBase:
-    """Base of both caches. Its tensors are made once and keep their identity, so graphs may capture them."""
+    """Base of both caches. Its tensors are allocated once and never replaced, so graphs may capture them."""
 
     k: Tensor
     v: Tensor
@@ -73,7 +73,7 @@ class KVCacheBase:
         kv_trim_(self.lengths, new_lengths)
 
     def _numbers(self, op: str, argument: str, values: int | Sequence[int] | Tensor) -> list[int]:
-        """One int per sequence; a single one applies to all."""
+        """One int per sequence; a single int applies to all."""
         values = values.tolist() if isinstance(values, Tensor) else values
         try:
             return [

@@ -17,8 +17,8 @@ class PagedKVCache(KVCacheBase):
     """Pages of `page_size` tokens from a pool of `num_pages`, handed out as sequences grow.
 
     Position ``p`` of sequence ``b`` lives in page ``block_table[b, p // page_size]``, slot ``p % page_size``. Any page size
-    works with partial acceptance, since a commit moves single rows. Pages are counted on the host: `reserve_` before rows
-    are written; they come back on `trim_` with known lengths, or on `reclaim_` after device-side changes.
+    works with partial acceptance, since a commit moves single rows. Pages are managed on the host: `reserve_` before rows
+    are written; they are returned by `trim_` with known lengths, or by `reclaim_` after device-side changes.
 
     Args:
         layers, batch, num_pages, page_size, kv_heads, head_dim: sizes. ``.k`` and ``.v`` have shape
@@ -66,7 +66,7 @@ class PagedKVCache(KVCacheBase):
         self._pages: list[list[int]] = [[] for _ in range(self.batch)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """State for copies and other processes: the free pages follow from the owned ones."""
+        """State for copies and other processes; the free pages are derived from the owned ones."""
         return {name: value for name, value in vars(self).items() if name != "_pool"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -117,11 +117,11 @@ class PagedKVCache(KVCacheBase):
         """
         super().trim_(new_lengths)
         if not (isinstance(new_lengths, Tensor) and new_lengths.is_cuda):
-            self._release_behind(self._numbers("cache.PagedKVCache.trim_", "new_lengths", new_lengths))
+            self._release_after(self._numbers("cache.PagedKVCache.trim_", "new_lengths", new_lengths))
 
     def reclaim_(self) -> None:
         """Frees the pages past the current lengths. Reads the lengths: one sync on a GPU."""
-        self._release_behind(self.lengths.tolist())
+        self._release_after(self.lengths.tolist())
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
         """K and V of one layer in logical order, gathered: ``(batch, length, kv_heads, head_dim)``.
@@ -133,7 +133,7 @@ class PagedKVCache(KVCacheBase):
         k, v = (side[layer][table].flatten(1, 2)[:, :length] for side in (self.k, self.v))
         return k, v
 
-    def _release_behind(self, lengths: Sequence[int]) -> None:
+    def _release_after(self, lengths: Sequence[int]) -> None:
         before = self._pool.available
         for pages, length in zip(self._pages, lengths):
             kept = -(-length // self.page_size)

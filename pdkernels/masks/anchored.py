@@ -1,4 +1,4 @@
-"""Training layout of drafters: blocks that hang on anchors in packed documents."""
+"""Training layout of drafters: blocks attached to anchors in packed documents."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pdkernels.masks.segment_mask import MOST_TOKENS, SegmentMask, arange, check
 
 
 class AnchoredMask(SegmentMask):
-    """An `anchored` mask, with the tokens that its rows stand for. All tensors are int64 and in host memory.
+    """An `anchored` mask, with the tokens its rows represent. All tensors are int64 and in host memory.
 
     Attributes:
         base_len: base tokens, which come first.
-        anchors: ``(n,)`` base tokens that the blocks hang on.
+        anchors: ``(n,)`` base tokens the blocks are attached to.
         sizes: ``(n,)`` rows of each block.
     """
 
@@ -34,13 +34,13 @@ class AnchoredMask(SegmentMask):
 
     @cached_property
     def anchor_rows(self) -> Tensor:
-        """``(block rows,)`` the base token that the block of each row hangs on."""
+        """``(block rows,)`` the anchor of each row's block."""
         return torch.repeat_interleave(self.anchors, self.sizes)
 
     @cached_property
     def offsets(self) -> Tensor:
-        """``(block rows,)`` the place of each row in its block. Row r stands for the base token ``anchor_rows[r] + offsets[r]``;
-        a block at the end of a document reaches beyond it, so leave those rows out of the loss."""
+        """``(block rows,)`` the offset of each row in its block. Row r represents base token ``anchor_rows[r] + offsets[r]``;
+        a block at the end of a document extends past it, so leave those rows out of the loss."""
         begins = self.sizes.cumsum(0) - self.sizes
         return arange(self.kv_len - self.base_len) - torch.repeat_interleave(begins, self.sizes)
 
@@ -69,13 +69,13 @@ def anchored(
         1     . . . . 1 .   . . 1 1                            . . . . 1 1
         1     . . . . 1 .   . . 1 1                            . . . . 1 1
 
-    Anchors are drawn anew in each step, so the mask is made from tensors in one pass of compiled code, and its plan is not kept.
+    Anchors are redrawn in each step, so the mask is built from tensors in one pass of compiled code, and its plan is not cached.
 
     Args:
         documents: ``(tokens,)`` int32 or int64 tensor, the number of each base token's document, -1 for padding; or a list of
-            lengths. A document stands in one piece.
+            lengths. A document is contiguous.
         anchors: ``(n,)`` base tokens in any order; they may repeat. A block whose anchor is padding sees itself alone.
-        block: rows of every block, or ``(n,)`` rows of each, 0 or more.
+        block: rows of every block, or ``(n,)`` rows of each; 0 or more.
         inside: a block is bidirectional (``"full"``) or ``"causal"``.
         window: how many base tokens before its anchor a block sees at most; None: all of its document.
         inclusive: whether a block sees its anchor.
@@ -83,18 +83,18 @@ def anchored(
             document ``"causal"``.
 
     Returns:
-        A square mask of ``tokens + sum(block)`` rows. Positions of base tokens count in their document, padding is at 0; those of a
-        block count on from its anchor.
+        A square mask of ``tokens + sum(block)`` rows. Positions of base tokens are relative to their document, those of padding
+        are 0, those of a block continue from its anchor.
 
     Raises:
         ValueError: anchors outside the base, a document in two pieces, sizes out of range, an unknown name.
-        TypeError: something that is no integer.
+        TypeError: something that is not an integer.
 
-    A tensor on a GPU is copied to the host first, which waits for it.
+    A tensor on a GPU is copied to the host first, which synchronizes.
 
     Source: DFlash as trained by speculators (``anchored(ids, anchors, 16)``, with a window in sliding layers); P-EAGLE (rollouts of
     an anchor as one block of their depths: ``inside="causal", inclusive=True, base="causal"``); DiffusionGemma as trained by NeMo
-    Automodel (one document, an anchor at the begin of each block of the response, the last block shorter; sliding layers have a
+    Automodel (one document, an anchor at the start of each block of the response, the last block shorter; sliding layers have a
     window of one less than the model's).
 
     Example:
@@ -111,27 +111,27 @@ def anchored(
         lengths = [integer(op, "documents", length, 0) for length in documents]
         check_tokens(op, "documents", sum(lengths), len(lengths))
         ids = torch.repeat_interleave(arange(len(lengths)), ids)
-    places = _integers("anchors", anchors)
+    anchor_tokens = _integers("anchors", anchors)
     if isinstance(block, (Sequence, Tensor)):
         sizes = _integers("block", block)
         check(
-            sizes.shape == places.shape,
+            sizes.shape == anchor_tokens.shape,
             f"masks.{op}",
             "block",
-            f"have an entry for each of {len(places)} anchors",
+            f"have an entry for each of {len(anchor_tokens)} anchors",
             len(sizes),
         )
     else:
-        sizes = places.new_full(places.shape, integer(op, "block", block, 0))
+        sizes = anchor_tokens.new_full(anchor_tokens.shape, integer(op, "block", block, 0))
     choice(op, "inside", inside, ("full", "causal"))
     choice(op, "base", base, ("none", "causal"))
     reach = MOST_TOKENS if window is None else integer(op, "window", window, 0)
     rows = int(sizes.clamp(0, MOST_TOKENS).sum())
-    check_tokens(op, "block", len(ids) + rows, len(places))
+    check_tokens(op, "block", len(ids) + rows, len(anchor_tokens))
     positions = torch.empty(len(ids) + rows, dtype=torch.int64, device="cpu")
     table = _host.SegmentMask.anchored(
         _array(ids),
-        _array(places),
+        _array(anchor_tokens),
         _array(sizes),
         inside,
         reach,
@@ -139,9 +139,9 @@ def anchored(
         base == "causal",
         _array(positions),
     )
-    labels = [("context", 0, table.segments - len(places)), ("block", 0, len(places))]
+    labels = [("context", 0, table.segments - len(anchor_tokens)), ("block", 0, len(anchor_tokens))]
     mask = AnchoredMask._of_table(table, [label for label in labels if label[2]], positions)
-    mask.base_len, mask.anchors, mask.sizes = len(ids), places, sizes
+    mask.base_len, mask.anchors, mask.sizes = len(ids), anchor_tokens, sizes
     return mask
 
 

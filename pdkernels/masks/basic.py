@@ -1,4 +1,4 @@
-"""General masks: causal, full, block-causal, and samples side by side."""
+"""General masks: causal, full, block-causal, and packed samples."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def causal(q_len: int, kv_len: int | None = None) -> SegmentMask:
 
     Args:
         q_len: rows, 0 or more.
-        kv_len: columns; None: as many. The last row attends to all columns, as when new tokens follow cached ones; with fewer
+        kv_len: columns; None: `q_len`. The last row attends to all columns, as when new tokens follow cached ones; with fewer
             columns than rows the first rows are fully masked.
 
     Returns:
-        A mask of shape ``(q_len, kv_len)``; positions count over the columns, so that the last row is at ``kv_len - 1``.
+        A mask of shape ``(q_len, kv_len)``; positions are those of the columns: the last row is at ``kv_len - 1``.
 
     Example:
         >>> import pdkernels as pd
@@ -40,7 +40,7 @@ def full(q_len: int, kv_len: int | None = None) -> SegmentMask:
 
     Args:
         q_len: rows, 0 or more.
-        kv_len: columns; None: as many.
+        kv_len: columns; None: `q_len`.
 
     Returns:
         A mask of shape ``(q_len, kv_len)``; positions as in `causal`.
@@ -104,13 +104,13 @@ def pack(masks: Sequence[SegmentMask], length: int | None = None) -> SegmentMask
 
     Args:
         masks: whole masks, no slices.
-        length: tokens in all, filled up with padding; None: as many as the masks have.
+        length: total tokens, padding included; None: those of the masks.
 
     Raises:
-        ValueError: slices, or masks longer than `length` together.
-        TypeError: something that is no mask.
+        ValueError: slices, or masks longer than `length` in total.
+        TypeError: something that is not a mask.
 
-    Attention returns zeros and a log-sum-exp of -inf for rows of padding. Their positions are 0.
+    For rows of padding attention returns zeros and a log-sum-exp of -inf. Their positions are 0.
 
     Example:
         >>> import pdkernels as pd

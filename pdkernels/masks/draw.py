@@ -55,7 +55,7 @@ class Run(Protocol):
 
 
 class Picture(NamedTuple):
-    """What a picture shows of a mask. Windows and indices count over all tokens."""
+    """What a picture shows of a mask. Windows and indices are over all tokens."""
 
     segments: Sequence[Run]
     segment_ids: Tensor
@@ -63,7 +63,7 @@ class Picture(NamedTuple):
     columns: tuple[int, int]
     density: float
     visible: Callable[[Tensor, Tensor], Tensor]
-    """Of some rows and some columns."""
+    """Visibility of some rows and some columns."""
 
 
 def draw(mask: Picture, path: str | PathLike[str], plan: TilePlan | None, title: str | None) -> None:
@@ -134,7 +134,7 @@ def _colours(mask: Picture, colours: dict[str, str]) -> Any:
 
 
 def _spans(mask: Picture, window: tuple[int, int]) -> Iterator[tuple[int, int, int]]:
-    """Segment, begin and end of what the window shows of each segment that is not empty."""
+    """Segment, start and end of the part inside the window, for each segment that is not empty."""
     token = 0
     for number, segment in enumerate(mask.segments):
         begin, end = max(token, window[0]) - window[0], min(token + segment.length, window[1]) - window[0]
@@ -197,7 +197,7 @@ def _bar(axes: Axes, corner: tuple[float, float], box: tuple[float, float], colo
 
 
 def _labelled(mask: Picture, window: tuple[int, int]) -> list[tuple[int, int, str, str]]:
-    """Begin, end, kind and label of bars. Where the segments are too narrow for words, runs of one kind share a bar."""
+    """Start, end, kind and label of bars. Where the segments are too narrow for words, runs of one kind share a bar."""
     totals: dict[tuple[int, str], int] = {}
     numbers = []
     for segment in mask.segments:

@@ -34,7 +34,7 @@ def dual_stream(
         c     . . . .   1 1 1 .                   1 1 1 1
         c     . . . .   1 1 1 1                   1 1 1 1
 
-    Its own clean block is hidden from a noisy block (it would reveal the answer), and so are all other noisy blocks. No
+    A noisy block sees neither its own clean block (which would reveal the answer) nor other noisy blocks. No
     clean row attends to noise.
 
     Args:
@@ -44,7 +44,7 @@ def dual_stream(
             bidirectional inside (BD3-LM, Fast-dLLM v2, SDAR).
         order: which stream comes first.
         noisy_positions: positions that the noisy stream keeps, ascending; None: all from `prefix_len` on. Vision tokens, for
-            instance, are dropped from it. They keep their position ids, and blocks are counted on those.
+            instance, are dropped from it. They keep their position ids, and blocks are counted by those.
         prefix_len: clean tokens before the first block, such as the prompt where only the response is noised. They are
             causal among themselves, all blocks attend to them, and they have no noisy copy.
 
@@ -56,7 +56,7 @@ def dual_stream(
 
     Source: Nemotron-Labs-Diffusion, released code (the paper's "causally across blocks" for the noisy stream is loose: code
     and Block Diffusion show a noisy block no other noisy block); its compact layout for responses; Fast-dLLM v2. The paper
-    does not say how blocks count where vision tokens are dropped; counting on positions is this project's choice.
+    does not say how blocks are counted where vision tokens are dropped; counting by position is this project's choice.
 
     Example:
         >>> import pdkernels as pd
@@ -106,7 +106,7 @@ def dual_stream(
 
 
 def _runs(sizes: list[int], inside: Literal["causal", "full"], prefix: int, kind: str) -> list[Run]:
-    """Blocks of one stream: block j sees the clean prefix and the j clean blocks behind it."""
+    """Blocks of one stream: block j sees the clean prefix and the j clean blocks after it."""
     runs: list[Run] = []
     first = 0
     for size, same in groupby(sizes):

@@ -26,7 +26,7 @@ Layout = Literal["streams", "interleaved"]
 
 
 class NoiseAwareMask(SegmentMask):
-    """A `noise_aware_causal` mask, with the rows that its losses read. All of them are int64 and count in the mask's order.
+    """A `noise_aware_causal` mask, with the rows that its losses read. All of them are int64, in the mask's row order.
 
     Attributes:
         prompt_len, block_size, num_blocks, conditioning, window, layout: as given to the builder.
@@ -54,11 +54,11 @@ class NoiseAwareMask(SegmentMask):
         """``(num_blocks, block_size)`` rows of the clean blocks."""
         return self._block_rows(0, 1)
 
-    def _block_rows(self, place_in_streams: int, place_in_pair: int) -> Tensor:
+    def _block_rows(self, index_in_streams: int, index_in_pair: int) -> Tensor:
         rows = arange(self.prompt_len, self.q_len)
         if self.layout == "streams":
-            return rows.view(2, self.num_blocks, self.block_size)[place_in_streams]
-        return rows.view(self.num_blocks, 2, self.block_size)[:, place_in_pair]
+            return rows.view(2, self.num_blocks, self.block_size)[index_in_streams]
+        return rows.view(self.num_blocks, 2, self.block_size)[:, index_in_pair]
 
     @cached_property
     def ar_rows(self) -> Tensor:
@@ -87,13 +87,13 @@ class NoiseAwareMask(SegmentMask):
 
     @cached_property
     def to_interleaved(self) -> Tensor:
-        """``(tokens,)``: ``x[to_interleaved]`` puts tokens of this mask's order into the paper's interleaved order."""
+        """``(tokens,)``: ``x[to_interleaved]`` puts tokens in this mask's order into the paper's interleaved order."""
         pairs = torch.stack([self.noisy_rows, self.clean_rows], dim=1)
         return torch.cat([self.prompt_rows, pairs.flatten()])
 
     @cached_property
     def from_interleaved(self) -> Tensor:
-        """``(tokens,)``: ``x[from_interleaved]`` puts tokens of the interleaved order into this mask's order."""
+        """``(tokens,)``: ``x[from_interleaved]`` puts tokens in the interleaved order into this mask's order."""
         return inverse(self.to_interleaved)
 
 
@@ -108,8 +108,8 @@ def noise_aware_causal(
     """A prompt, and each block of the answer twice: noisy and clean. Noisy blocks learn to jump to the clean ones.
 
     Clean rows attend causally to prompt and clean stream: an ordinary language model. The noisy block j sees the prompt,
-    clean blocks before block i, noisy blocks i .. j - 1 and itself causally, with i by `conditioning`. So a noisy row at
-    position p sees each position up to p once. No clean row attends to noise::
+    clean blocks before block i, noisy blocks i .. j - 1 and itself causally, where i depends on `conditioning`. So a noisy row at
+    position p sees every position up to p once. No clean row attends to noise::
 
         prompt 1, blocks of 1, two of them; p: prompt, c: clean, n: noisy
         noisy              clean
@@ -123,7 +123,7 @@ def noise_aware_causal(
     Args:
         prompt_len: tokens of the prompt, 0 or more.
         block_size: tokens of a block, 1 or more.
-        num_blocks: noisy blocks, and as many clean ones, 0 or more.
+        num_blocks: noisy blocks, and as many clean ones; 0 or more.
         conditioning: which form of earlier blocks a noisy block attends to. ``"noisy"``: the noisy ones (i = 0), which makes the mask two
             causal sequences that share the prompt; ``"clean"``: the clean ones (i = j); ``"window"``: clean blocks of earlier
             windows, noisy ones of its own (i = j rounded down to a multiple of `window`).
@@ -136,10 +136,10 @@ def noise_aware_causal(
         ``prompt_len + j * block_size ..``.
 
     Raises:
-        ValueError: sizes out of range, an unknown name, a window missing or not asked for.
+        ValueError: sizes out of range, an unknown name, a window missing or not wanted.
 
     Source: Jacobi Forcing, figure 2b and its three trainers (noisy; clean as in CLLM; window). The docstring of the released
-    window trainer says that blocks of a window see clean ones; its code and the paper say noisy, and so does this.
+    window trainer says that blocks of a window see clean ones; its code and the paper say noisy, as here.
 
     Example:
         >>> import pdkernels as pd
@@ -205,7 +205,7 @@ def noise_aware_causal(
 
 
 def candidates(count: int, length: int) -> SegmentMask:
-    """Branches that continue the same prefix, each causal and blind to the others. The prefix is not part of the mask::
+    """Branches that continue the same prefix, each causal and masked from the others. The prefix is not part of the mask::
 
         candidates(2, 2)
             1 . . .
@@ -218,7 +218,7 @@ def candidates(count: int, length: int) -> SegmentMask:
         length: tokens of a branch.
 
     Returns:
-        A square mask over ``count * length`` tokens; positions run from 0 in each branch, relative to the cached length.
+        A square mask over ``count * length`` tokens; positions start at 0 in each branch, relative to the cached length.
 
     Source: Jacobi Forcing, rejection recycling.
 

@@ -1,4 +1,4 @@
-"""Layout of planned diffusion: plans written token by token, then chunks diffused together."""
+"""Layout of planned diffusion: plans written token by token, chunks denoised together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stage(NamedTuple):
     """One round of planning and diffusion."""
 
     plan: int
-    """Tokens written one by one: the prompt (in the first stage), the plan, or a last end token."""
+    """Tokens written one at a time: the prompt (in the first stage), the plan, or a last end token."""
     chunks: tuple[int, ...] = ()
     """Tokens of each chunk that the plan starts, its two tags included."""
     sync: bool = True
@@ -45,9 +45,9 @@ def planned(
 
     Args:
         stages: the rounds, as `Stage` or as tuples ``(plan, chunks, sync)``.
-        sparse: whether the chunks of a round are blind to each other (PDSA).
-        open_chunks: what chunks of an earlier round are to later chunks until a sync: "hidden", as in training, or "visible", as
-            in the sampler's accumulated mask. Plan tokens never attend to them. It matters only to a text that goes on
+        sparse: whether the chunks of a round are masked from each other (PDSA).
+        open_chunks: how later chunks see chunks of an earlier round until a sync: "hidden", as in training, or "visible", as
+            in the sampler's accumulated mask. Plan tokens never attend to them. It matters only for a text that continues
             without a sync, which the sampler never writes.
 
     Returns:
@@ -55,7 +55,7 @@ def planned(
 
     Raises:
         ValueError: a negative length; an unknown name.
-        TypeError: something that is no stage, or no bool.
+        TypeError: something that is not a stage, or not a bool.
 
     Source: Planned Diffusion, section 4.2 and appendix H, and the masks of its released training code.
 
@@ -118,7 +118,7 @@ def planned_streams(
               s  . . . .   1 1 1 1 .
               p  . . . .   1 1 1 1 1
 
-    So every round is noisy while the rounds before it are clean, as in decoding. Clean chunks that no other round attends to, such
+    Each round is noisy while the rounds before it are clean, as in decoding. Clean chunks that no other round attends to, such
     as those of a last round without a sync, are left out.
 
     Args:

@@ -1,4 +1,4 @@
-"""The mask type: segments of tokens, what each sees, and the forms that attention implementations want."""
+"""The mask type: segments of tokens, what each sees, and the forms that attention implementations read."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Segment(NamedTuple):
     length: int
     """Tokens; 0 is allowed, so that segment numbers do not depend on what is empty."""
     inside: Literal["causal", "full", "none"]
-    """What a token sees of its own segment: itself and what stands before it, all of it, or nothing."""
+    """What a token sees of its own segment: itself and what comes before it, all of it, or nothing."""
     sees: tuple[range, ...] = ()
-    """Numbers of the other segments it sees wholly: ascending ranges, none reaching into the next."""
+    """Numbers of the other segments it sees in full: ascending ranges that do not overlap."""
     kind: str = "tokens"
     """What the segment is, such as ``"prompt"`` or ``"noisy"``: a colour in pictures."""
     sample: int = 0
@@ -44,7 +44,7 @@ class Segment(NamedTuple):
 
 
 class Sees(NamedTuple):
-    """Segments ``range(start, stop, step)`` that a repeated segment sees; from one repetition to the next both ends move on."""
+    """Segments ``range(start, stop, step)`` that a repeated segment sees; both ends advance from one repetition to the next."""
 
     start: int
     stop: int
@@ -54,7 +54,7 @@ class Sees(NamedTuple):
 
 
 class Repeated(NamedTuple):
-    """A segment of a run of identical ones."""
+    """A segment in a run of identical ones."""
 
     length: int
     inside: Literal["causal", "full", "none"]
@@ -62,7 +62,7 @@ class Repeated(NamedTuple):
     kind: str = "tokens"
 
 
-# Some segments, one after the other, so many times.
+# A list of segments, and how many times it repeats.
 Run = tuple[int, tuple[Repeated, ...]]
 
 
@@ -73,7 +73,7 @@ class SegmentMask:
     16k tokens takes a few hundred numbers, and all other forms are made from those. Slices are masks too: ``mask[a:b, c:d]``
     shows rows ``a..b`` and columns ``c..d``, so queries and keys may differ in number::
 
-        prompt of 2, then two blind branches of 2:      m[2:4] (queries of the first branch)
+        prompt of 2, then two separate branches of 2:   m[2:4] (queries of the first branch)
             1 . | . . | . .                                 1 1 | 1 . | . .
             1 1 | . . | . .                                 1 1 | 1 1 | . .
             1 1 | 1 . | . .
@@ -86,9 +86,9 @@ class SegmentMask:
         positions: ``(tokens,)`` int64 position ids; None: 0, 1, 2, ...
 
     Raises:
-        ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the own one, or
+        ValueError: negative lengths, unknown `inside`, ranges that are not ascending, name no segment or the segment itself, or
             positions of another shape.
-        TypeError: something that is no `Segment`, `sees` that is no tuple of ranges, positions that are not int64.
+        TypeError: something that is not a `Segment`, `sees` that is not a tuple of ranges, positions that are not int64.
 
     Equal masks have equal segments, windows and positions; they share their plans.
 
@@ -119,7 +119,7 @@ class SegmentMask:
 
     @classmethod
     def _repeat(cls, runs: Sequence[Run], positions: Tensor) -> Self:
-        """A mask of runs of alike segments, none of which is an object of its own before somebody asks for it."""
+        """A mask of runs of identical segments, whose `Segment` objects are created on demand."""
         mask = cls.__new__(cls)
         mask._given, mask._runs = (), tuple(run for run in runs if run[0] > 0)
         tokens = sum(count * sum(segment.length for segment in segments) for count, segments in mask._runs)
@@ -134,7 +134,7 @@ class SegmentMask:
 
     @classmethod
     def _of_table(cls, table: _host.SegmentMask, labels: list[tuple[str, int, int]], positions: Tensor) -> Self:
-        """A mask whose table was made from tensors. It is new in every step, so its plans are not kept for long."""
+        """A mask whose table was built from tensors. It is new in every step, so its plans are not cached for long."""
         mask = cls.__new__(cls)
         mask._given, mask._runs, mask._table_labels = (), None, labels
         mask._rows = mask._columns = (0, table.tokens)
@@ -149,7 +149,7 @@ class SegmentMask:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """All segments, also those outside the window of a slice."""
+        """All segments, including those outside the window of a slice."""
         if self._runs is None and self._table_labels is None:
             return self._given
         labels = (label for kind, sample, count in self._labels for label in repeat((kind, sample), count))
@@ -226,7 +226,7 @@ class SegmentMask:
         return view
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and other processes need: the planner's table and all that is kept follow from it."""
+        """What copies and other processes need: the planner's table and all caches are derived from it."""
         state = {
             name: value for name, value in vars(self).items() if name != "_table" and not hasattr(type(self), name)
         }
@@ -268,14 +268,14 @@ class SegmentMask:
 
     @cached_property
     def segment_ids(self) -> Tensor:
-        """``(tokens,)`` int32: the segment of each token, also of those outside the window of a slice."""
+        """``(tokens,)`` int32: the segment of each token, including those outside the window of a slice."""
         if self._table.segments == 0:
             return torch.zeros(0, dtype=torch.int32, device="cpu")
         lengths = torch.frombuffer(self._table.lengths(), dtype=torch.int64)
         return torch.repeat_interleave(arange(len(lengths), dtype=torch.int32), lengths)
 
     def _visible(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Visibility of each of some rows and some columns, both counted over all tokens."""
+        """Visibility of the given rows and columns, both indexed over all tokens."""
         ids = self.segment_ids.to(torch.int64)
         relation = self.relation[ids[rows]][:, ids[columns]]
         return (relation == 1) | ((relation == 2) & (rows[:, None] >= columns))
@@ -294,7 +294,7 @@ class SegmentMask:
         """The mask as FlexAttention's ``mask_mod(batch, head, q_index, kv_index)``.
 
         It reads tables held as tensors (the segment of each token, what a segment sees), so that a compiled kernel does not
-        depend on the sizes inside the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
+        depend on the sizes within the mask. For a whole `BlockMask` see `pdkernels.integrations.flex_attention`.
 
         Example:
             >>> import torch, pdkernels as pd
@@ -313,15 +313,15 @@ class SegmentMask:
         return mask_mod
 
     def plan(self, block_q: int = 128, block_k: int = 128, device: torch.device | str = "cpu") -> TilePlan:
-        """The tiles that a block-sparse kernel visits. Plans are kept and shared between equal masks.
+        """The tiles that a block-sparse kernel visits. Plans are cached and shared between equal masks.
 
         Args:
             block_q, block_k: tile sizes, multiples of 16 in ``[16, 1024]``.
-            device: where the plan's tensors lie.
+            device: device of the plan's tensors.
 
         Raises:
             ValueError: other tile sizes.
-            TypeError: a tile size that is no int.
+            TypeError: a tile size that is not an int.
 
         Example:
             >>> import pdkernels as pd
@@ -357,7 +357,7 @@ def _narrow(window: tuple[int, int], part: slice) -> tuple[int, int]:
 
 
 def _make_plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.device) -> TilePlan:
-    # Whoever asked first, training may be next, and autograd saves no tensor that was made in inference mode.
+    # Training may use a plan first made for inference, and autograd saves no tensor made in inference mode.
     with torch.inference_mode(False):
         if device.type != "cpu":
             return mask.plan(block_q, block_k).to(device)
@@ -365,7 +365,7 @@ def _make_plan(mask: SegmentMask, block_q: int, block_k: int, device: torch.devi
 
 
 _plan = lru_cache(maxsize=128)(_make_plan)
-# Masks of a training step never come back, and must not push out those that do. Layers of a few kinds share them.
+# Masks of a training step never recur, and must not evict those that do. Layers of a few kinds share them.
 _plan_of_a_step = lru_cache(maxsize=16)(_make_plan)
 
 
@@ -381,7 +381,7 @@ def integer(builder: str, argument: str, value: object, least: int) -> int:
 
 
 def check_tokens(builder: str, argument: str, tokens: int, segments: int) -> None:
-    """What an argument asks for is a mask that fits a plan, of segments that fit in memory as a list."""
+    """Checks that an argument makes a mask that fits a plan, of segments that fit in memory as a list."""
     if tokens > MOST_TOKENS:
         fail(f"masks.{builder}", argument, "make a mask of less than 2**31 tokens", tokens)
     if segments > MOST_SEGMENTS:

@@ -16,7 +16,7 @@ InGroup = Literal["bidirectional", "causal"]
 
 
 class QuadraticMask(SegmentMask):
-    """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64 and count in the mask's order.
+    """A `quadratic` mask, with the rows of draft and mask tokens. All of them are int64, in the mask's row order.
 
     Attributes:
         block_size, masks_per_group, in_group, layout, anchor_group: as given to the builder.
@@ -51,13 +51,13 @@ class QuadraticMask(SegmentMask):
 
     @cached_property
     def to_interleaved(self) -> Tensor:
-        """``(tokens,)``: ``x[to_interleaved]`` puts tokens of this mask's order into the paper's: each draft token, its group."""
+        """``(tokens,)``: ``x[to_interleaved]`` puts tokens in this mask's order into the paper's: each draft token, its group."""
         groups = torch.cat([self.draft_rows[self.groups.start :, None], self.mask_rows], dim=1)
         return torch.cat([self.draft_rows[: self.groups.start], groups.flatten()])
 
     @cached_property
     def from_interleaved(self) -> Tensor:
-        """``(tokens,)``: ``x[from_interleaved]`` puts tokens of the interleaved order into this mask's order."""
+        """``(tokens,)``: ``x[from_interleaved]`` puts tokens in the interleaved order into this mask's order."""
         return inverse(self.to_interleaved)
 
 
@@ -68,7 +68,7 @@ def quadratic(
     layout: Literal["spec_first", "interleaved"] = "spec_first",
     anchor_group: bool = True,
 ) -> QuadraticMask:
-    """A draft, and for each of its tokens a group of masks that drafts the continuation if the draft is accepted up to there::
+    """A draft, and for each of its tokens a group of masks that drafts the continuation in case the draft is accepted up to there::
 
         quadratic(2)                          interleaved: d m m | d m m
           d d   m m   m m                       1 . . . . .
@@ -80,7 +80,7 @@ def quadratic(
         m 1 1   . .   1 1
 
     Draft tokens are causal and never attend to a mask, so they verify exactly as a causal model would. Group g sees draft
-    tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, which therefore serves all steps.
+    tokens 0 .. g and itself. The cached prefix, visible to all, is not part of the mask, so one mask serves all steps.
 
     Args:
         block_size: draft tokens, the first one (the anchor, known to be right) included.
@@ -90,10 +90,10 @@ def quadratic(
         layout: ``"spec_first"``: all draft tokens, then the groups: tiles fill up, and accepting a draft moves no cache row;
             ``"interleaved"``: each draft token before its group.
         anchor_group: whether the anchor has a group. The released code has it, equation 11 of the paper does not, but then
-            nothing is drafted when all but the anchor is refused.
+            nothing is drafted when all but the anchor is rejected.
 
     Returns:
-        A square mask; positions ``g + r`` count from the cached length: draft token g at g, mask r = 1, 2, .. of its group at
+        A square mask; positions ``g + r`` are relative to the cached length: draft token g at g, mask r = 1, 2, .. of its group at
         ``g + r``.
 
     Raises:
@@ -163,7 +163,7 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
     Raises:
         ValueError: a parent that does not come before its child.
 
-    Tokens that follow each other in a chain without branches become one segment.
+    Tokens in a chain without branches become one segment.
 
     Example:
         >>> import pdkernels as pd
@@ -205,7 +205,7 @@ def tree(parents: Sequence[int] | Tensor) -> SegmentMask:
 
 
 def _and_segment(sees: tuple[range, ...], segment: int) -> tuple[range, ...]:
-    """The ranges and one more segment after them."""
+    """The ranges, extended by one more segment."""
     if sees and sees[-1].stop == segment:
         return (*sees[:-1], range(sees[-1].start, segment + 1))
     return (*sees, range(segment, segment + 1))

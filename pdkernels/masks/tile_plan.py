@@ -18,7 +18,7 @@ ALIGNMENT = 32
 
 
 def numbered(device: torch.device | str) -> torch.device:
-    """With its number, since ``"cuda"`` is another GPU after ``torch.cuda.set_device``."""
+    """The device with its index: ``"cuda"`` means another GPU after ``torch.cuda.set_device``."""
     device = torch.device(device)
     return device if device.type == "cpu" or device.index is not None else torch.empty(0, device=device).device
 
@@ -32,7 +32,7 @@ def _words(visible: Tensor) -> Tensor:
 
 
 def _concatenated(begin: Tensor, end: Tensor) -> Tensor:
-    """The numbers of all ranges ``[begin, end)``, one range after the other."""
+    """The numbers in all ranges ``[begin, end)``, concatenated."""
     sizes = end - begin
     return torch.arange(int(sizes.sum()), device=begin.device) + torch.repeat_interleave(end - sizes.cumsum(0), sizes)
 
@@ -43,26 +43,26 @@ class BlockLists(NamedTuple):
     mask_block_cnt: Tensor
     """(..., q_tiles) partial key tiles of each query tile."""
     mask_block_idx: Tensor
-    """(..., q_tiles, kv_tiles) their numbers, ascending, then 0."""
+    """(..., q_tiles, kv_tiles) their indices, ascending, padded with 0."""
     full_block_cnt: Tensor
-    """(..., q_tiles) key tiles that need no mask."""
+    """(..., q_tiles) full key tiles, which need no mask."""
     full_block_idx: Tensor
-    """(..., q_tiles, kv_tiles) their numbers, ascending, then 0."""
+    """(..., q_tiles, kv_tiles) their indices, ascending, padded with 0."""
 
 
 class Visits(NamedTuple):
-    """The tiles that each tile of one side meets, one by one, in the order in which kernels visit them. All int32."""
+    """For each tile of one side the tiles of the other that it visits, in the order of the kernels. All int32."""
 
     offsets: Tensor
-    """(tiles + 1,): tile t meets entries ``offsets[t] .. offsets[t + 1]`` of the next two."""
+    """(tiles + 1,): tile t visits entries ``offsets[t] .. offsets[t + 1]`` of the next two."""
     tiles: Tensor
-    """(visits,): tiles of the other side; for each tile the full ones ascending, then the partial ones ascending."""
+    """(visits,): tiles of the other side; for each tile the full ones, ascending, then the partial ones, ascending."""
     bitmaps: Tensor
-    """(visits,): -1 where all pairs inside the lengths are visible, else the number of a bitmap."""
+    """(visits,): -1 where all pairs within the lengths are visible, else the index of a bitmap."""
 
 
 class PlanArguments(NamedTuple):
-    """What an op is given of a plan, in the order of its schema: see `TilePlan`."""
+    """The parts of a plan that an op takes, in the order of its schema: see `TilePlan`."""
 
     plan_rows: Tensor
     plan_lists: Tensor
@@ -73,21 +73,21 @@ class PlanArguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePlan:
-    """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit a pair.
+    """Which tiles hold a visible pair, which of those need a mask, and those masks, one bit per pair.
 
-    A tile is `block_q` rows by `block_k` columns; tiles that hold nothing visible take no space. Full tiles come in runs, so each
-    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: partial ones, and one that shows all
-    its pairs but reaches beyond the lengths. The bits of partial tiles are stored once for all tiles that look the same. All
-    tensors are int32 and share one block of memory. `visits` lists every tile.
+    A tile is `block_q` rows by `block_k` columns; tiles with nothing visible take no space. Full tiles come in runs, so each
+    tile has ranges of full tiles of the other side, and a list of the tiles that need a mask: the partial ones, and one that shows
+    all its pairs but extends past the lengths. Identical bitmaps of partial tiles are stored once. All tensors are int32 and share
+    one block of memory. `visits` lists every tile.
     """
 
     rows: Tensor
     """(q_tiles + kv_tiles, 4), a row for each query tile, then one for each key tile: its ranges are ``lists[row[0] : row[1]]``,
-    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side: those with the most visits come first. A stacked
+    its list is ``lists[row[1] : row[2]]``. ``row[3]`` is a tile of the same side; these go from most to fewest visits. A stacked
     plan has a leading batch dimension here."""
     lists: Tensor
-    """(n, 2): ranges ``[first, last)`` of full tiles, wholly inside the lengths; and tiles with the number of their bitmap, or -1.
-    Ranges and lists ascend, but that a tile with -1 comes first."""
+    """(n, 2): ranges ``[first, last)`` of full tiles, entirely within the lengths; and tiles with the index of their bitmap, or -1.
+    Ranges and lists ascend, except that a tile with -1 comes first."""
     bitmaps: Tensor
     """(n, block_q, ceil(block_k / 32)): bit ``c % 32`` of word ``[r, c // 32]`` is the pair of row r and column c of the tile.
     Bits outside the lengths are 0."""
@@ -100,13 +100,13 @@ class TilePlan:
     block_k: int
     """Columns of a tile, a multiple of 16."""
     visible_pairs: int
-    """Pairs that the mask shows, over all samples."""
+    """Visible pairs, over all samples."""
     visited_tiles: int
     """Tiles that hold a visible pair, over all samples."""
 
     @property
     def tile_efficiency(self) -> float:
-        """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted whole; 1 if none is visited."""
+        """Visible pairs as a share of the pairs in visited tiles, ragged tiles counted in full; 1 if none is visited."""
         return self.visible_pairs / (self.visited_tiles * self.block_q * self.block_k) if self.visited_tiles else 1.0
 
     @property
@@ -116,7 +116,7 @@ class TilePlan:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors lie."""
+        """Device of the tensors."""
         return self.rows.device
 
     @property
@@ -151,17 +151,17 @@ class TilePlan:
         return {field.name: getattr(self, field.name) for field in fields(self) if field.type != "Tensor"}
 
     def to(self, device: torch.device | str) -> TilePlan:
-        """The plan on another device, moved in one copy. Itself if it is there already."""
+        """The plan on another device, moved in one copy. Itself if it is already there."""
         device = numbered(device)
         if self.device == device:
             return self
         return TilePlan._laid_out(self._tensors(), self._facts(), device)
 
     def visits(self, transposed: bool = False, sample: int = 0) -> Visits:
-        """Every visited tile, unpacked from the ranges: for checks and pictures, since there may be very many.
+        """Every visited tile, unpacked from the ranges. For checks and pictures: there may be very many.
 
         Args:
-            transposed: query tiles of each key tile instead of key tiles of each query tile.
+            transposed: list the query tiles of each key tile instead of the key tiles of each query tile.
             sample: of a stacked plan.
 
         Example:
@@ -201,21 +201,21 @@ class TilePlan:
         rows = self.rows.view(samples, -1, 4)[:, :q_tiles]
         begin, middle, end = (rows[..., i].contiguous() for i in range(3))
         numbers = torch.arange(len(self.lists), dtype=torch.int32, device=self.device).repeat(samples, 1)
-        # The row of each pair of the lists, if it has one: most belong to key tiles, or to other samples.
+        # The row of each pair in the lists, if any: most pairs belong to key tiles, or to other samples.
         own = (torch.searchsorted(begin, numbers, right=True) - 1).clamp(min=0)
         there = (numbers >= begin.gather(1, own)) & (numbers < end.gather(1, own))
         is_range = there & (numbers < middle.gather(1, own))
         first, second = self.lists.T
-        # Each tile's content: nothing, all, or a bitmap. What is none of a row's goes to a column that is cut off.
+        # Each tile's content: nothing, all, or a bitmap. Pairs of no row go to a column that is cut off.
         width = kv_tiles + 1
         edges = torch.zeros(samples, q_tiles * width, dtype=torch.int32, device=self.device)
         for column, step in ((first, 1), (second, -1)):
-            places = own * width + torch.where(is_range, column, kv_tiles)
-            edges.scatter_add_(1, places, torch.where(is_range, step, 0).to(torch.int32))
+            at = own * width + torch.where(is_range, column, kv_tiles)
+            edges.scatter_add_(1, at, torch.where(is_range, step, 0).to(torch.int32))
         contents = (edges.view(samples, q_tiles, width).cumsum(-1) > 0).to(torch.int64).flatten(1)
         is_other = there & ~is_range
-        places = own * width + torch.where(is_other, first, kv_tiles)
-        contents.scatter_(1, places, torch.where(is_other, second + 2, 0).to(torch.int64))
+        at = own * width + torch.where(is_other, first, kv_tiles)
+        contents.scatter_(1, at, torch.where(is_other, second + 2, 0).to(torch.int64))
         contents = contents.view(samples, q_tiles, width)[..., :-1]
         bits = (self.bitmaps[..., None] >> torch.arange(32, dtype=torch.int32, device=self.device)) & 1
         bits = bits.to(torch.bool).flatten(2)[..., : self.block_k]
@@ -227,7 +227,7 @@ class TilePlan:
         """Counts and padded lists of partial and of full key tiles: the block-sparsity tensors of FlashAttention 4.
 
         Args:
-            ragged_is_partial: lists full tiles that reach beyond the lengths as partial, as FlexAttention does.
+            ragged_is_partial: list full tiles that extend past the lengths as partial, as FlexAttention does.
 
         Example:
             >>> import pdkernels as pd
@@ -249,15 +249,15 @@ class TilePlan:
         for chosen in (~full, full):
             counts = torch.bincount(rows[chosen], minlength=q_tiles)
             before = counts.cumsum(0) - counts
-            places = torch.arange(int(counts.sum()), device=self.device) - torch.repeat_interleave(before, counts)
+            at = torch.arange(int(counts.sum()), device=self.device) - torch.repeat_interleave(before, counts)
             index = torch.zeros(q_tiles, kv_tiles, dtype=torch.int32, device=self.device)
-            index[rows[chosen], places] = tiles[chosen]
+            index[rows[chosen], at] = tiles[chosen]
             lists += [counts.to(torch.int32), index]
         return BlockLists(*lists)
 
     @staticmethod
     def _laid_out(tensors: Sequence[Tensor], facts: dict[str, int], device: torch.device | str) -> TilePlan:
-        """A plan of its three tensors, copied to one fresh block of memory."""
+        """A plan from its three tensors, copied to one new block of memory."""
         sizes = [-(-tensor.numel() // ALIGNMENT) * ALIGNMENT for tensor in tensors]
         words = torch.zeros(sum(sizes), dtype=torch.int32, device="cpu")
         begins = list(accumulate(sizes, initial=0))
@@ -276,13 +276,13 @@ class TilePlan:
 
     @staticmethod
     def from_tiles(full: Tensor, partial: tuple[Tensor, Tensor], visible: Tensor, q_len: int, kv_len: int) -> TilePlan:
-        """A plan out of tiles that something else than a segment mask has judged.
+        """A plan from tiles classified by something other than a segment mask.
 
         Args:
-            full: ``(q_tiles, kv_tiles)`` bool, True where all pairs inside the lengths are visible.
-            partial: query tile and key tile of ``n`` tiles whose pairs follow, row by row, none of them full. Those that turn
-                out to show all their pairs become full, those that show none are left out.
-            visible: ``(n, block_q, block_k)`` bool, False outside the lengths.
+            full: ``(q_tiles, kv_tiles)`` bool, True where all pairs within the lengths are visible.
+            partial: query tile and key tile of the ``n`` tiles in `visible`, row by row, none of them full. Those that turn
+                out to be full become full, those with nothing visible are dropped.
+            visible: ``(n, block_q, block_k)`` bool, False past the lengths.
             q_len, kv_len: rows and columns.
 
         Example:
@@ -299,7 +299,7 @@ class TilePlan:
         areas = rows_of[:, None] * columns
         pairs = torch.where(full, areas, 0)
         pairs[partial] = visible.flatten(1).sum(1)
-        # The number of a partial tile's bitmap is the order in which such a bitmap is met first.
+        # Bitmaps are numbered in the order of their first occurrence.
         numbers = torch.full_like(areas, -1)
         needed = (pairs[partial] > 0) & (pairs[partial] < areas[partial])
         contents, content = torch.unique(_words(visible[needed]), dim=0, return_inverse=True)
@@ -338,13 +338,13 @@ class TilePlan:
 
     @staticmethod
     def stack(plans: Sequence[TilePlan]) -> TilePlan:
-        """One plan for a batch whose samples have masks of their own: offsets and orders get a leading batch dimension.
+        """One plan for a batch with one mask per sample: offsets and orders get a leading batch dimension.
 
         Args:
-            plans: one a sample, of equal lengths and tile sizes, on one device, none of them stacked.
+            plans: one per sample, of equal lengths and tile sizes, on one device, none of them stacked.
 
         Raises:
-            ValueError: no plans, or plans that differ in more than their mask.
+            ValueError: no plans, or plans that differ in lengths, tile sizes or device.
 
         Example:
             >>> import pdkernels as pd

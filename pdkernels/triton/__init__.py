@@ -1,3 +1,3 @@
-"""Triton kernels, one file a family: tensors in, tensors out. Validation and autograd stand in `pdkernels.ops`."""
+"""Triton kernels, one file per family: tensors in, tensors out. Validation and autograd are in `pdkernels.ops`."""
 
 __all__: list[str] = []

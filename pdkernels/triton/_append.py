@@ -1,6 +1,6 @@
-"""Rows of new K and V that a kernel stores behind a sequence's prefix, where none of its programs reads.
+"""Stores rows of new K and V after a sequence's prefix, where no program of the kernel reads.
 
-As in the cache ops nothing is stored for a sequence any of whose values is out of range; every program finds that out by itself.
+As in the cache ops, nothing is stored for a sequence with any value out of range; every program checks that by itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pdkernels.triton import _blocks as blocks
 
-# Values looked at, and rows stored, at a time.
+# Values checked, and rows stored, at a time.
 _CHECKED = tl.constexpr(128)
 _STORED = tl.constexpr(16)
 
@@ -21,10 +21,10 @@ def append_part(
     k, v, k_stride, v_stride, k_cache, v_cache, k_page, v_page, kc_stride, vc_stride,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One of `parts` parts of the rows of a sequence and KV head; together they store each of its rows once.
+    """Stores one of `parts` parts of the rows of a sequence and KV head; together they store each row once.
 
     Row ``i`` is new token ``sources[i]``, or `i` without `sources`, and goes to position ``lengths[batch] + i``; there are
-    ``counts[batch]`` of them, or `most`. The other pointers are those of the sequence and head. A PAGE_SIZE of 0: no table.
+    ``counts[batch]`` of them, or `most`. The other pointers are those of the sequence and head. PAGE_SIZE 0 means no table.
     """
     length = tl.load(lengths + batch).to(tl.int64)
     count = most.to(tl.int64)
@@ -50,7 +50,7 @@ def append_part(
 
 @triton.jit
 def _find(rows, inside, length, table, sources, source_stride, PAGE_SIZE: tl.constexpr):
-    """(page, slot, new token) of rows, in 64 bits, and values that are fine for those not inside."""
+    """(page, slot, new token) of rows, in 64 bits; valid values for rows not inside."""
     slot = length + rows
     page = slot * 0
     if PAGE_SIZE > 0:

@@ -17,25 +17,25 @@ class Blocking(NamedTuple):
     block_n: int
     """Key rows of a block."""
     masked: int
-    """Rows walked over at a time where a mask is needed, instead of `block_n` (`block_m` in the dK/dV kernel)."""
+    """Rows per step where a mask is needed, instead of `block_n` (`block_m` in the dK/dV kernel)."""
     warps: int
     stages: int
-    """Of the load pipeline."""
+    """Stages of the load pipeline."""
 
 
-# Fixed, so that no call ever waits for a search: {(kernel, architecture): {largest head dimension: blocking}}.
+# Fixed, so that no call waits for autotuning: {(kernel, architecture): {largest head dimension: blocking}}.
 #   - Hopper and Blackwell: 8 warps are two warp groups of 64 rows each. 128 key columns halve the work on row maxima,
-#     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V. What ptxas spills there, 72
-#     bytes, is stored in front of all loops and loaded behind them.
-#   - The masked loop walks half as far, since bits take registers: at full width ptxas spills, and serializes wgmma.
-#   - dQ has four stages at d=128, its registers leave room for one program an SM anyway. With two, every step waited for the
+#     against 64, and fill 224 KiB of shared memory at d=128 with three stages of K and V. The 72 bytes that ptxas spills
+#     there are stored before all loops and loaded after them.
+#   - The masked loop takes steps of half the width, since bits take registers: at full width ptxas spills, and serializes wgmma.
+#   - dQ has four stages at d=128; its registers leave room for only one program per SM anyway. With two, every step waited for the
 #     loads it had just issued (tests/ops/test_steady_loops.py).
 #   - dK/dV holds two accumulators of 128 x d, 128 of 255 registers at d=128, so its queries come 64 at a time. On
-#     Hopper that spills some 15 words of addresses, and with a third stage 66 accesses a step; 32 at a time would spill
+#     Hopper that spills some 15 words of addresses, and with a third stage 66 accesses per step; 32 at a time would spill
 #     nothing, but read shared memory faster than it delivers.
-#   - Ampere's blocks stay under 99 KiB of shared memory: architectures that are not listed take them (sm_86, 89, 120).
+#   - Ampere's blocks stay under 99 KiB of shared memory: architectures not listed use them (sm_86, 89, 120).
 #   - float32 runs on the plain FMA units (TensorFloat-32 misses the error budget), where large blocks spill.
-# Registers and shared memory of each stand in tests/triton_budgets.json.
+# Registers and shared memory of each are in tests/triton_budgets.json.
 _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("forward", "sm_90"): {
         128: Blocking(128, 128, 64, 8, 3),
@@ -79,7 +79,7 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
 
 @cache
 def architecture(device: torch.device) -> str:
-    """The rows of the table that serve a device. The interpreter takes those of Hopper."""
+    """The rows of the table for a device. The interpreter uses those of Hopper."""
     if device.type != "cuda":
         return "sm_90"
     major, _ = torch.cuda.get_device_capability(device)
@@ -87,7 +87,7 @@ def architecture(device: torch.device) -> str:
 
 
 def choose_blocking(kernel: str, q: Tensor, block_q: int, block_k: int) -> Blocking:
-    """The table's blocking, cut down to powers of two that divide the plan's tiles."""
+    """The table's blocking, reduced to powers of two that divide the plan's tiles."""
     rows = _TABLE[kernel, architecture(q.device) if q.element_size() == 2 else "fp32"]
     wanted = rows[min(limit for limit in rows if q.shape[-1] <= limit)]
     block_m, block_n = min(wanted.block_m, block_q & -block_q), min(wanted.block_n, block_k & -block_k)

@@ -1,7 +1,7 @@
 """What the attention kernels share: blocks of a head, cuts of a bitmap, walks over ranges, a step of the online softmax.
 
-A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is no power of two is cut in
-two, 96 = 64 + 32, so that it costs no more than it has. Columns behind the head dimension are zero.
+A *head block* is a tuple of one or two tensors ``(rows, width)``: a head dimension that is not a power of two is split in
+two, 96 = 64 + 32, so that no work is wasted on padding. Columns past the head dimension are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LN_2 = tl.constexpr(math.log(2))
 
 
 def split_head_dim(head_dim: int) -> tuple[int, int]:
-    """Widths of the two parts of a head: powers of two from 16 on, the second 0 where one part does as well.
+    """Widths of the two parts of a head: powers of two from 16 up, the second 0 where one part costs no more.
 
     >>> [split_head_dim(d) for d in (16, 40, 64, 96, 112, 128)]
     [(16, 0), (32, 16), (64, 0), (64, 32), (128, 0), (128, 0)]
@@ -43,7 +43,7 @@ def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
 @triton.jit
 def load(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
          MASKED: tl.constexpr):  # fmt: skip
-    """The first ROWS rows of a matrix as a head block; where `MASKED`, rows from `left` on are zero and not read."""
+    """The first ROWS rows of a matrix as a head block; if `MASKED`, rows from `left` on are zero and not read."""
     if D1 == 0:
         return (_load_part(matrix, row_stride, left, ROWS, HEAD_DIM, 0, D0, MASKED),)
     else:
@@ -69,7 +69,7 @@ def _load_part(matrix, row_stride, left, ROWS: tl.constexpr, HEAD_DIM: tl.conste
 
 @triton.jit
 def store(matrix, row_stride, left, block, HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    """Writes a head block, rows before `left` alone."""
+    """Writes a head block, only the rows before `left`."""
     _store_part(matrix, row_stride, left, block[0], HEAD_DIM, 0)
     if D1 > 0:
         _store_part(matrix, row_stride, left, block[1], HEAD_DIM, D0)
@@ -94,7 +94,7 @@ def scale_rows(block, factor, D1: tl.constexpr):
 
 @triton.jit
 def zero_rows(block, rows, D1: tl.constexpr):
-    """0 in some rows, whatever is there."""
+    """0 in some rows, whatever they hold."""
     if D1 == 0:
         return (tl.where(rows[:, None], 0.0, block[0]),)
     else:
@@ -103,7 +103,7 @@ def zero_rows(block, rows, D1: tl.constexpr):
 
 @triton.jit
 def divide_rows(block, total, D1: tl.constexpr):
-    """Weighted values over the sums of their weights. A row without any is 0, also where its zeros met infinite values."""
+    """Weighted values divided by the sums of their weights. A row without weights is 0, even if its zeros met infinite values."""
     nothing = total == 0.0
     return zero_rows(scale_rows(block, 1.0 / tl.where(nothing, 1.0, total), D1), nothing, D1)
 
@@ -146,7 +146,7 @@ def power(BASE_2: tl.constexpr, exponent):
 
 @triton.jit
 def load_rows(values, left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """One value a row; where `MASKED`, OTHER from row `left` on."""
+    """One value per row; if `MASKED`, OTHER from row `left` on."""
     rows = tl.arange(0, ROWS)
     if MASKED:
         return tl.load(values + rows, mask=rows < left, other=OTHER)
@@ -157,7 +157,7 @@ def load_rows(values, left, ROWS: tl.constexpr, OTHER: tl.constexpr, MASKED: tl.
 @triton.jit
 def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TRANSPOSED: tl.constexpr):  # fmt: skip
-    """The cut ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; of bitmap -1, all True.
+    """The part ``[row : row + BLOCK_M, column : column + BLOCK_N]`` of a bitmap as booleans; all True for bitmap -1.
 
     Words become bits by a reshape, which costs nothing: the compiler lets each thread load the words of its elements.
     """
@@ -180,7 +180,7 @@ def visible(bitmaps, bitmap, row, column, BLOCK_Q: tl.constexpr, BLOCK_K: tl.con
 @triton.jit
 def weigh(query, key, seen, peak, total, score_scale, D1: tl.constexpr, BASE_2: tl.constexpr,
           FOLD_SCALE: tl.constexpr):  # fmt: skip
-    """(weights of a step of the online softmax, factor of older sums, peak, total); `seen` None: all is seen."""
+    """(weights of a step of the online softmax, factor of older sums, peak, total); `seen` None: everything is visible."""
     s = products(query, key, D1)
     factor = score_scale
     if not FOLD_SCALE:
@@ -191,7 +191,7 @@ def weigh(query, key, seen, peak, total, score_scale, D1: tl.constexpr, BASE_2: 
     new_peak = tl.maximum(peak, tl.max(s, 1) * factor)
     origin = new_peak
     if seen is not None:
-        # Rows that have seen nothing yet have a peak of -inf: any finite origin keeps their weights at 0.
+        # Rows that have seen nothing yet have a peak of -inf; any finite origin keeps their weights at 0.
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
     p = power(BASE_2, s * factor - origin[:, None])
     shrink = power(BASE_2, peak - origin)
@@ -208,10 +208,10 @@ def attend(query, key, value, seen, acc, peak, total, score_scale,
 
 @triton.jit
 def first_range(lists, begin, middle, CUTS: tl.constexpr):
-    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first one, where that one ends).
+    """(steps in all ranges of a plan's lists from `begin` to `middle`, first step of the first range, where that range ends).
 
-    A step is one of CUTS cuts of a tile. Ranges are walked in one loop, whose state says where it is: in a nest of two
-    loops ptxas serializes all wgmma instructions. No load of the loop depends on a load, but where a range ends.
+    A step is one of CUTS cuts of a tile. One loop walks all ranges and carries its position as state: with two nested
+    loops ptxas serializes all wgmma instructions. No load in the loop depends on another load, except where a range ends.
     """
     tiles = 0
     for pair in range(begin, middle):
@@ -223,7 +223,7 @@ def first_range(lists, begin, middle, CUTS: tl.constexpr):
 
 @triton.jit
 def next_step(lists, begin, middle, pair, at, end, CUTS: tl.constexpr):
-    """(range, step, end of the range) that follow step `at` of range `pair`; the first one again after the last."""
+    """(range, step, end of the range) after step `at` of range `pair`; wraps to the first range after the last."""
     at += 1
     over = at >= end
     pair = tl.where(over, tl.where(pair + 1 < middle, pair + 1, begin), pair)

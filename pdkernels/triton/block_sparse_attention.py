@@ -1,15 +1,15 @@
 """Attention over a tile plan in Triton: forward, dQ and dK/dV.
 
 One program owns one block of rows of the result and walks the plan's list for it: query rows in the forward and dQ
-kernels, key rows in the dK/dV kernel. So nothing is summed across programs, there are no atomics, and a run repeats bit
-for bit. A plan's tile may be cut into smaller blocks (`Blocking`), each a power of two that divides it.
+kernels, key rows in the dK/dV kernel. Nothing is summed across programs, there are no atomics, and a run repeats bit
+for bit. A plan's tile may be split into smaller blocks (`Blocking`), each a power of two that divides it.
 
-Ranges of full tiles are counted loops without any mask arithmetic and without a load that says what to load; tiles that
+Ranges of full tiles are counted loops without mask arithmetic and without dependent loads; tiles that
 need a mask follow. A branch in one loop would be shorter, but ptxas then serializes all wgmma instructions of the loop (its
 note C7515).
 
 For half precision the softmax runs in base 2: exp2 is one instruction, and the scale times log2(e) is folded into the
-multiply-add in front of it. For float32 it runs in base e, since a score in base 2 is larger and so is its rounding.
+multiply-add before it. For float32 it runs in base e, since a score in base 2 is larger and so is its rounding.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pdkernels.triton._blocks import LN_2, LOG2_E, addressable, split_head_dim
 
 @triton.jit
 def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: tl.constexpr):
-    """(batch, kv head, head within its group, tile, cut) of this program; and of its tile where in the plan's lists the
-    ranges begin, where the tiles that need a mask do, and where they end.
+    """(batch, kv head, head within its group, tile, cut) of this program; and for its tile the offsets in the plan's lists where
+    the ranges start, where the tiles that need a mask start, and where they end.
 
-    Programs of one KV head are neighbours, so that its keys and values stay in the L2 cache; among them the tiles with
-    the most visits start first, so that the others fill the end of the wave.
+    Programs of one KV head are adjacent, so that its keys and values stay in the L2 cache; among them the tiles with
+    the most visits start first, and the others fill the tail of the wave.
     """
     program = tl.program_id(0)
     in_group = program % GROUP
@@ -46,12 +46,12 @@ def _program(rows, rows_stride, num_tiles, kv_heads, GROUP: tl.constexpr, CUTS: 
     rows += batch * rows_stride
     tile = tl.load(rows + rank * 4 + 3)
     rows += tile * 4
-    # Heads in 64 bits: in a view whose heads come first, the stride of one is all tokens.
+    # Head offsets in 64 bits: in a view with heads first, their stride spans all tokens.
     kv_head = kv_head.to(tl.int64)
     return batch, kv_head, in_group, tile, cut, tl.load(rows), tl.load(rows + 1), tl.load(rows + 2)
 
 
-# Lengths change from call to call; what 1 or a multiple of 16 is compiled into must not.
+# Lengths change from call to call and must not be specialized on being 1 or a multiple of 16.
 _CHANGING = ["rows_stride", "num_tiles", "q_len", "kv_len"]
 
 
@@ -129,7 +129,7 @@ def _dq_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_MASKED: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and for the dK/dV kernel each row's log-sum-exp in the softmax's base and delta = rowsum(dO * O) - dLSE."""
+    """dQ, and for the dK/dV kernel the log-sum-exp of each row in the softmax's base and delta = rowsum(dO * O) - dLSE."""
     batch, kv_head, in_group, tile, cut, begin, middle, end = _program(
         plan_rows, rows_stride, num_tiles, kv_heads, GROUP, BLOCK_Q // BLOCK_M
     )
@@ -189,7 +189,7 @@ def _dkv_step(
     saved_stride, q_len, score_scale,
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_M: tl.constexpr, BASE_2: tl.constexpr,
 ):  # fmt: skip
-    """Scores stand transposed, keys by queries, so that weights are left operands straight from registers."""
+    """Scores are transposed, keys by queries, so that weights are left operands straight from registers."""
     MASKED: tl.constexpr = seen is not None
     left = q_len - start
     q += head * q_stride_h + start * q_stride
@@ -219,7 +219,7 @@ def _dkv_kernel(
 ):  # fmt: skip
     """dK and dV of a block of keys, summed over the query heads that share it.
 
-    Its loops run over (query head, query tile, cut): loads of the next head are under way while the last one ends.
+    Its loops run over (query head, query tile, cut): loads for the next head are in flight while the last one ends.
     """
     batch, kv_head, _, tile, cut, begin, middle, end = _program(
         plan_rows, rows_stride, num_tiles, kv_heads, 1, BLOCK_K // BLOCK_N
@@ -239,7 +239,7 @@ def _dkv_kernel(
     acc_v = blocks.zeros(BLOCK_N, D0, D1)
     pair = begin
     steps, at, range_end = blocks.first_range(lists, begin, middle, BLOCK_Q // BLOCK_M)
-    divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even where there are no ranges
+    divisor = tl.maximum(steps, 1)  # the pipeline's prologue divides even if there are no ranges
     for flat in range(0, steps * GROUP):
         head = (flat // divisor).to(tl.int64)
         acc_k, acc_v = _dkv_step(
@@ -278,7 +278,7 @@ def forward(
     block_k: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``.
+    """``(out, lse)``: out like q but contiguous; the natural log-sum-exp in float32 ``(batch, q_heads, q_len)``.
 
     The plan is that of `TilePlan.arguments`.
     """
@@ -320,7 +320,7 @@ def backward(
     """
     grad_out, q, k, v = (addressable(x) for x in (grad_out, q, k, v))
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    # Rows of whole vectors whatever the length is: elsewhere loads of the dK/dV kernel's pipeline would serialize wgmma.
+    # Rows padded to whole vectors whatever the length: otherwise loads in the dK/dV kernel's pipeline would serialize wgmma.
     saved_stride = triton.cdiv(q.shape[1], 16) * 16
     lse_b, delta = (lse.new_empty((*lse.shape[:2], saved_stride)) for _ in range(2))
     inputs = (*grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
@@ -350,13 +350,13 @@ def backward(
 
 
 def _side(plan_rows: Tensor, first: int, length: int, block: int) -> tuple[Tensor, int]:
-    """The rows of a plan's tiles that cover so many tokens, and how many there are."""
+    """The rows of a plan's tiles that cover `length` tokens, and how many there are."""
     tiles = triton.cdiv(length, block)
     return plan_rows.narrow(-2, first, tiles), tiles
 
 
 def _stride(rows: Tensor) -> int:
-    """Words from sample to sample: 0 where all share a plan."""
+    """Stride between samples in words; 0 where all share a plan."""
     return rows.stride(0) if rows.dim() == 3 else 0
 
 

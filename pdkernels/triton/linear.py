@@ -1,7 +1,7 @@
 """Products of few rows with a matrix, in Triton.
 
-A program owns a tile of rows and a tile of outputs and adds up the whole width in ascending order. Tiles follow from the dtype
-alone, never from the number of rows, and a row of a tensor-core product does not read the others: what a row gets does not
+A program owns a tile of rows and a tile of outputs and sums over the whole width in ascending order. Tiles depend on the dtype
+alone, never from the number of rows, and a row of a tensor-core product does not read the others: the result of a row does not
 depend on how many rows there are.
 """
 
@@ -16,24 +16,24 @@ from torch import Tensor
 
 
 class Tiling(NamedTuple):
-    """A program's rows and outputs, and how deep a step along the width is."""
+    """Rows and outputs of a program, and the depth of a step along the width."""
 
     rows: int
     outputs: int
     depth: int
     warps: int
     stages: int
-    """Of the load pipeline."""
+    """Stages of the load pipeline."""
 
 
-# 16 rows are the least that a tensor core multiplies. Few outputs a program, so that small matrices keep many SMs reading.
+# 16 rows are the minimum of a tensor core. Few outputs per program, so that small matrices keep many SMs reading.
 _TABLE = {"16-bit": Tiling(16, 32, 128, 4, 4), "fp32": Tiling(16, 32, 64, 4, 3)}
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear(x, weight, bias, out, rows, outputs, width, x_stride, weight_stride,
             ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr):  # fmt: skip
-    # Programs that read the same weights are neighbours.
+    # Programs that read the same weights are adjacent.
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     output = (tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)).to(tl.int64)
     real_row, real_output = row < rows, output < outputs

@@ -1,11 +1,11 @@
-"""Statistics of ``hidden @ weight^T`` over the vocabulary without ever storing it, in Triton.
+"""Statistics of ``hidden @ weight^T`` over the vocabulary without storing the product, in Triton.
 
-A program owns a tile of rows and a part of the vocabulary, which it walks a tile of columns at a time: the product stays in
-registers, and what is asked of it joins the running statistics. A second kernel merges the parts, one row a program.
+A program owns a tile of rows and a part of the vocabulary, which it reads one tile of columns at a time: the product stays in
+registers and updates the running statistics. A second kernel merges the parts, one row per program.
 
 Logits are compared as integers that order them like `torch.argmax` does (see `_order`), so that one maximum serves numbers,
-infinities and NaN; among equals the lowest id is taken. Tiles of rows have one size and parts follow from the size of the
-vocabulary: what a row gets does not depend on how many rows there are. Nothing waits for the device.
+infinities and NaN; among equals the lowest id is taken. Tiles of rows have one size and parts depend on the size of the
+vocabulary: the result of a row does not depend on how many rows there are. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pdkernels.triton import _blocking
 
 
 class Tiling(NamedTuple):
-    """How the product is cut: a tile's rows and columns, and how deep a step along the hidden dimension is."""
+    """Blocking of the product: rows and columns of a tile, and the depth of a step along the hidden dimension."""
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
-    """Of the load pipeline."""
+    """Stages of the load pipeline."""
 
 
-# By architecture; those that are not listed take sm_80's, which fits into 99 KiB of shared memory. With few rows only the rate at
-# which weights arrive counts: 64 rows ask less of the tensor cores than that rate would let them do, so no smaller tile is needed,
-# which would round differently. 8 warps leave registers for random words: 4 would spill them by the kilobyte. float32 runs on the
-# plain FMA units, where large tiles spill. Registers and shared memory stand in tests/triton_budgets.json.
+# By architecture; those not listed use sm_80's, which fits into 99 KiB of shared memory. With few rows only the rate at which
+# weights arrive counts: 64 rows ask less of the tensor cores than they can deliver at that rate, so no smaller tile, which
+# would round differently, is needed. 8 warps leave registers for random words; 4 would spill kilobytes of them. float32 runs on
+# the plain FMA units, where large tiles spill. Registers and shared memory are in tests/triton_budgets.json.
 _TABLE = {
     "sm_90": Tiling(64, 128, 64, 8, 4),
     "sm_100": Tiling(64, 128, 64, 8, 4),
@@ -43,13 +43,13 @@ _TABLE = {
     "fp32": Tiling(32, 64, 32, 4, 2),
 }
 
-# Most parts of a vocabulary: about two for each SM of a large GPU, so that the last ones to end keep few waiting.
+# Most parts of a vocabulary: about two for each SM of a large GPU, to keep the tail short.
 MOST_PARTS = 256
 
-# Of what float32 holds: 1 / T of a smaller temperature would be infinite.
+# In the range of float32: 1 / T of a smaller temperature would be infinite.
 LARGEST = torch.finfo(torch.float32).max
 
-# The order of what is not there: below that of -inf.
+# The order of absent columns: below that of -inf.
 NONE = tl.constexpr(-(2**31))
 FAR = tl.constexpr(2**31 - 1)
 
@@ -63,7 +63,7 @@ def _order(x):
 
 @triton.jit
 def _value(order):
-    """What `_order` was given."""
+    """The inverse of `_order`."""
     return (order ^ ((order >> 31) & FAR)).to(tl.float32, bitcast=True)
 
 
@@ -76,25 +76,28 @@ def _first(order, ids, axis: tl.constexpr):
 
 @triton.jit
 def _noise(seed, step, position, start, COLUMNS: tl.constexpr):
-    """``ln(-ln u)``, with one seed or one a row, for the columns from `start`, a multiple of 4, on; u = (word + 0.5) / 2**32, accurate at both of its ends."""
+    """``ln(-ln u)`` for the columns from `start` on, a multiple of 4, with one seed or one per row.
+
+    u = (word + 0.5) / 2**32, accurate at both ends.
+    """
     quad = start // 4 + tl.arange(0, COLUMNS // 4)
     w0, w1, w2, w3 = tl.philox(seed, quad[None, :], position[:, None], step[:, None], tl.zeros_like(quad)[None, :])
     words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (position.shape[0], COLUMNS)).to(
         tl.int32, bitcast=True
     )
-    # Upper half: u = 1 - d, and d is known exactly where 1 - d is not.
+    # Upper half: u = 1 - d, where d is known exactly and 1 - d is not.
     upper = words < 0
     d = (tl.where(upper, ~words, words).to(tl.float32) + 0.5) * 2.0**-32
     u = tl.where(upper, 1.0 - d, d)
     e = -tl.log(u)
-    # log1p of -d, after Kahan: what rounding 1 - d does to the logarithm it does to the distance from 1 as well.
+    # log1p(-d) after Kahan: rounding 1 - d affects the logarithm and the distance from 1 alike.
     e = tl.where(upper, tl.where(u == 1.0, d, e * (d / tl.where(u == 1.0, 1.0, 1.0 - u))), e)
     return tl.log(e)
 
 
 @triton.jit
 def _row(row_index, slot, inside, rows):
-    """(row of `hidden`, whether there is one) of each slot; a number out of range is none."""
+    """(row of `hidden`, whether there is one) of each slot; an index out of range is no row."""
     row = slot.to(tl.int64)
     if row_index is not None:
         row = tl.load(row_index + slot, mask=inside, other=-1).to(tl.int64)
@@ -105,7 +108,7 @@ def _row(row_index, slot, inside, rows):
 @triton.jit
 def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
     """Statistics of no column: peak, sum, weighted sum; order, id and logit of the draw; orders and ids of the TOP largest in any
-    order, where what fills the tensors up is never the least."""
+    order, where padding is never the least."""
     place = tl.arange(0, TOP_WIDTH)[None, :]
     zeros = tl.zeros((ROWS,), tl.float32)
     nobody = tl.zeros((ROWS,), tl.int32)
@@ -117,14 +120,14 @@ def _nothing(ROWS: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr):
 @triton.jit
 def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step, position, suppressed,
           TOP: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr):  # fmt: skip
-    """The statistics after the columns from `start` on joined them."""
+    """The statistics updated with the columns from `start` on."""
     peak, total, weighted, best, best_id, best_logit, top, top_ids = statistics
     column = start + tl.arange(0, logits.shape[1])
     real = (column < vocabulary)[None, :]
     for i in tl.static_range(SUPPRESSED):
         logits = tl.where((2 * column + 3 == suppressed[i])[None, :], float("-inf"), logits)
 
-    # Sums of exp(x - peak) and of (x - peak) exp(x - peak), x = scale * logit. A sum of 0 is kept from 0 * -inf.
+    # Sums of exp(x - peak) and of (x - peak) exp(x - peak), x = scale * logit. A sum of 0 must not become 0 * -inf.
     counting = tl.where(real, logits, float("-inf"))
     new_peak = tl.maximum(peak, tl.max(counting, 1))
     origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -149,7 +152,7 @@ def _join(statistics, logits, start, vocabulary, scale, temperature, seed, step,
     for _ in tl.static_range(TOP):
         found, found_id = _first(order, column[None, :], 1)
         order = tl.where(column[None, :] == found_id[:, None], NONE, order)
-        # Takes the place of the least, of equals that of the highest id. An equal one is not taken: its id is higher still.
+        # Replaces the least, of equals the one with the highest id. An equal one is not taken: its id is higher still.
         least = tl.min(top, 1)
         last = tl.max(tl.where(top == least[:, None], top_ids, NONE), 1)
         taken = (found > least)[:, None] & (top == least[:, None]) & (top_ids == last[:, None])
@@ -166,7 +169,7 @@ def _parts_kernel(
     DEPTH: tl.constexpr, TOP: tl.constexpr, TOP_WIDTH: tl.constexpr, SAMPLED: tl.constexpr, SUPPRESSED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FAR_APART: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of rows that read the same weights are neighbours, for the L2 cache.
+    # Tiles of rows that read the same weights are adjacent, for the L2 cache.
     slot = (tl.program_id(0) % row_tiles) * ROWS + tl.arange(0, ROWS)
     part = tl.program_id(0) // row_tiles
     row, there = _row(row_index, slot, slot < slots, rows)
@@ -241,7 +244,7 @@ def _merge_kernel(
     shrink = tl.exp(moved)
     weighted = tl.sum((weighted + tl.where(moved == float("-inf"), 0.0, moved * total)) * shrink, 0)
     total = tl.sum(total * shrink, 0)
-    # Only where all logits are -inf, and where there is no row, the sum is 0: the largest adds 1.
+    # The sum is 0 only if all logits are -inf or there is no row: the largest adds 1.
     empty = total == 0.0
     divisor = tl.where(empty, 1.0, total)
 
@@ -295,8 +298,8 @@ def forward(
 ) -> tuple[Tensor, ...]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` of rows of ``hidden @ weight^T``, without filters.
 
-    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `seeds`, `steps`, `positions` and `row_index` are contiguous and of one size, which is
-    that of the results.
+    `hidden` is ``(rows, E)``, `weight` ``(V, E)``; `seeds`, `steps`, `positions` and `row_index` are contiguous and all of
+    the size of the results.
     """
     rows, depth = hidden.shape
     vocabulary = weight.shape[0]
@@ -322,7 +325,7 @@ def forward(
     _parts_kernel[(row_tiles * parts,)](
         hidden, weight, row_index, positions, seeds, steps, _low_word(step), sums, drawn, part_orders, part_ids,
         *hidden.stride(), *weight.stride(), slots, rows, vocabulary, row_tiles, parts, tiles,
-        # A number that is 1 or a multiple of 16 would be compiled into a kernel of its own; these are never.
+        # Triton specializes numbers that are 1 or a multiple of 16; these must not be.
         scale, temperature, seed, tuple(2 * token + 3 for token in suppress),
         DEPTH=depth, TOP=top, TOP_WIDTH=width, SAMPLED=sampled, SUPPRESSED=len(suppress),
         ROWS=tiling.rows, COLUMNS=tiling.columns, STEP=tiling.depth,
@@ -341,7 +344,7 @@ def choose_tiling(hidden: Tensor) -> Tiling:
 
 
 def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
-    """(tiles of a part, parts): of the vocabulary alone, so that a row's sums are added up in one order in any batch.
+    """(tiles of a part, parts): a function of the vocabulary alone, so that a row's sums have the same order in any batch.
 
     >>> choose_parts(126464, 128), choose_parts(100, 128)
     ((4, 247), (1, 1))
@@ -352,5 +355,5 @@ def choose_parts(vocabulary: int, columns: int) -> tuple[int, int]:
 
 
 def _low_word(number: int) -> int:
-    """As an int32 of the same bits."""
+    """The same bits as an int32."""
     return (number + 2**31) % 2**32 - 2**31

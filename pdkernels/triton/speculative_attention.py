@@ -1,17 +1,17 @@
 """Attention of new tokens over a cached prefix and a planned tail, in Triton.
 
 The query heads that share a KV head are packed into the rows of a tile, token by token: row ``r`` is head ``r % group`` of
-token ``r // group``. So a tile of rows spans as few tokens as can be, its part of the plan is short, and a key is read once
-for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split in use goes on
-with the tail, walking the plan's lists of the tokens in its rows. The splits meet in a second kernel, by their
-log-sum-exps; where there is one split only, it writes the result itself. Rows that are to be stored in the cache are stored by
+token ``r // group``. So a tile of rows spans as few tokens as possible, its part of the plan is short, and a key is read once
+for the whole group. A program owns one tile of rows, one KV head and one split of the prefix; the last split in use continues
+with the tail, walking the plan's lists of the tokens in its rows. A second kernel merges the splits by their
+log-sum-exps; a single split writes the result itself. Rows for the cache are stored by
 the first split's programs, in equal parts.
 
-How many splits there are follows from the cache's capacity, how long they are from the sequence's own length, which is read
-on the device. So neither the host nor the rest of the batch matters: a launch serves every length, and a sequence gets the
-same bits in any batch.
+The number of splits follows from the cache's capacity, their length from the sequence's own length, which is read on the
+device. Neither the host nor the rest of the batch matters: one launch serves every length, and a sequence gets the same
+bits in any batch.
 
-The prefix needs no mask but in its last step. The tail is a small part of the work and is masked throughout. Arithmetic is
+The prefix needs no mask except in its last step. The tail is a small part of the work and is masked throughout. Arithmetic is
 that of the block-sparse kernels.
 """
 
@@ -31,12 +31,12 @@ from pdkernels.triton._blocking import Blocking
 from pdkernels.triton._blocks import LN_2, addressable, split_head_dim
 
 FEW_ROWS = 32
-# As the block-sparse kernels' table, for few and for many packed rows: {(rows, architecture): {largest head dimension:
+# Like the table of the block-sparse kernels, for few and for many packed rows: {(rows, architecture): {largest head dimension:
 # blocking}}. `masked` is the width of steps in the last piece of a split and in the tail.
-#   - Many rows: masked steps are narrow, so that registers are left for wide ones in the prefix. On Hopper four stages of 64
-#     keys, since with two of 128 every step waited for the loads it had just issued (tests/ops/test_steady_loops.py). What
-#     ptxas spills here is stored in front of all loops and loaded behind them.
-#   - Few rows: only the rate at which keys arrive counts. Steps are short and several under way, two programs fit an SM.
+#   - Many rows: masked steps are narrow, which leaves registers for wide ones in the prefix. On Hopper four stages of 64
+#     keys: with two of 128 every step waited for the loads it had just issued (tests/ops/test_steady_loops.py). What ptxas
+#     spills here is stored before all loops and loaded after them.
+#   - Few rows: only the rate at which keys arrive counts. Steps are short with several in flight, and two programs fit an SM.
 _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("many", "sm_90"): {
         128: Blocking(128, 64, 32, 8, 4),
@@ -55,7 +55,7 @@ _TABLE: dict[tuple[str, str], dict[int, Blocking]] = {
     ("few", "sm_80"): {128: Blocking(FEW_ROWS, 64, 32, 4, 3), 256: Blocking(FEW_ROWS, 32, 32, 4, 3)},
 }
 
-# Keys in the shortest split, and what lengths of splits are multiples of.
+# Keys in the shortest split; lengths of splits are multiples of it.
 SHORTEST_SPLIT = tl.constexpr(256)
 SPLIT_STEP = tl.constexpr(128)
 
@@ -63,13 +63,13 @@ SPLIT_STEP = tl.constexpr(128)
 MOST_SPLITS = 64
 # Programs that run at once: an A100 has 108 SMs, an H200 132, a B200 148.
 PROGRAMS_AT_ONCE = 132
-# What a split costs besides its keys, in keys: writing float32 results and reading them again.
+# Overhead of a split, in keys: writing float32 results and reading them back.
 SPLIT_OVERHEAD = 256
 
 
 @triton.jit
 def _splits(lengths, batch, capacity, splits):
-    """(length of a sequence, keys in each split of it, splits in use: at least one). Lengths out of range are clamped."""
+    """(length of a sequence, keys per split, splits in use: at least one). Lengths out of range are clamped."""
     length = tl.minimum(tl.maximum(tl.load(lengths + batch), 0), capacity).to(tl.int32)
     keys = tl.cdiv(tl.cdiv(length, splits), SPLIT_STEP) * SPLIT_STEP
     keys = tl.maximum(keys, SHORTEST_SPLIT)
@@ -82,7 +82,7 @@ def _prefix_steps(
     HEAD_DIM: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are not there."""
+    """Positions from `first`, a multiple of BLOCK_N, to `last`, BLOCK_N at a time; those from `end` on are masked."""
     for step in range(0, tl.cdiv(last - first, BLOCK_N)):
         start = first + step * BLOCK_N
         left = end - start
@@ -90,7 +90,7 @@ def _prefix_steps(
         seen = None
         if MASKED:
             seen = rows[None, :] < left
-        if PAGE_SIZE % BLOCK_N == 0:  # a step lies within one page; a contiguous cache has none
+        if PAGE_SIZE % BLOCK_N == 0:  # a step lies within one page; a contiguous cache has no pages
             slot = start.to(tl.int64)
             if PAGE_SIZE > 0:
                 page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
@@ -122,7 +122,7 @@ def _tail_step(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """A cut of a tile for the rows of one query tile; `row` is each row's place in it, out of range for others."""
+    """A cut of a tile for the rows of one query tile; `row` is the index of each row in it, out of range for others."""
     inside = (row >= 0) & (row < BLOCK_Q)
     start = tile.to(tl.int64) * BLOCK_K + column
     left = new - start
@@ -130,7 +130,7 @@ def _tail_step(
     value = blocks.load(v + start * v_stride, v_stride, left, BLOCK_N, HEAD_DIM, D0, D1, True)
     seen = inside[:, None] & (tl.arange(0, BLOCK_N)[None, :] < left)
     if bitmap is not None:
-        # `visible` counts rows from its argument on.
+        # `visible` counts rows from its argument.
         shift = tl.where(inside, row, 0) - tl.arange(0, BLOCK_M)
         seen &= blocks.visible(bitmaps, bitmap, shift, column, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False)
     return blocks.attend(query, key, value, seen, acc, peak, total, score_scale, D1, BASE_2, FOLD_SCALE)
@@ -153,7 +153,7 @@ def _split_kernel(
     BLOCK_LAST: tl.constexpr, BLOCK_TAIL: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BASE_2: tl.constexpr, FOLD_SCALE: tl.constexpr, APPEND: tl.constexpr,
 ):  # fmt: skip
-    # Tiles of rows that read the same keys are neighbours, for the L2 cache. The split with the tail starts first.
+    # Tiles of rows that read the same keys are adjacent, for the L2 cache. The split with the tail starts first.
     program = tl.program_id(0)
     row_start = (program % row_tiles) * BLOCK_M
     program = program // row_tiles
@@ -227,7 +227,7 @@ def _split_kernel(
     log_sum = (peak + tl.log2(total)) * LN_2 if BASE_2 else peak + tl.log(total)
     tl.store(lse + (in_results * heads + head) * new + token, log_sum, mask=rows < new * GROUP)
     if APPEND:
-        # The first split is always in use, and has the tail only where it is alone. Nobody reads behind the prefix.
+        # The first split is always in use, and has the tail only if it is the only one. Nothing reads past the prefix.
         if split == 0:
             if sources is not None:
                 sources += batch * source_stride_b
@@ -243,7 +243,7 @@ def _merge_kernel(
     parts, part_lse, lengths, out, lse, batch_size, new, heads, capacity, splits,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The splits' results, each weighted by its part of the whole sum of exponentials; SPLITS is at least `splits`."""
+    """The splits' results, each weighted by its share of the total sum of exponentials; SPLITS is at least `splits`."""
     batch = tl.program_id(1).to(tl.int64)
     _, _, in_use = _splits(lengths, batch, capacity, splits)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -292,11 +292,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """``(out, lse)``: out like q but contiguous, the natural log-sum-exp in float32 ``(batch, q_heads, new)``.
 
-    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a `block_table`
-    ``(pages, page_size, kv_heads, head_dim)``. What stands behind a sequence's length, in the cache as in the table, is
-    not read. With `append` the new tokens that `source_index` names, None: all, are stored there, the first `counts` of them.
+    The plan is that of `TilePlan.arguments`, of ``(new, new)`` tokens. The cache is ``(batch, slots, kv_heads, head_dim)``, or with a
+    `block_table` ``(pages, page_size, kv_heads, head_dim)``. What lies past a sequence's length, in the cache or in the table, is
+    not read. With `append` the first `counts` of the new tokens in `source_index` (None: of all) are stored there.
     """
-    q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not was refused
+    q, k_new, v_new = (addressable(x) for x in (q, k_new, v_new))  # a cache that is not addressable was refused
     lengths = lengths.contiguous()
     counts = None if counts is None else counts.contiguous()
     if block_table is not None and block_table.stride(1) != 1:
@@ -333,7 +333,7 @@ def forward(
         BLOCK_M=blocking.block_m, BLOCK_N=blocking.block_n, BLOCK_LAST=blocking.masked,
         BLOCK_TAIL=min(blocking.masked, block_k & -block_k), PAGE_SIZE=page_size,
         BASE_2=base_2, FOLD_SCALE=scale > 0, APPEND=append, num_warps=blocking.warps,
-        # A load by way of the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
+        # A load through the block table takes a stage for the table's entry as well. Short steps would buffer K and V for it,
         # 137 KiB at d=256, more than sm_86 has.
         num_stages=2 * blocking.stages - 1 if page_size and blocking.block_n > 32 else blocking.stages,
     )  # fmt: skip
@@ -348,7 +348,7 @@ def forward(
 
 
 def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
-    """The table's blocking for so many packed rows."""
+    """The table's blocking for this many packed rows."""
     half = q.element_size() == 2
     limits = _TABLE[
         "few" if half and rows <= FEW_ROWS else "many", _blocking.architecture(q.device) if half else "fp32"
@@ -358,7 +358,7 @@ def choose_decode_blocking(q: Tensor, rows: int) -> Blocking:
 
 
 def choose_splits(capacity: int, programs: int) -> int:
-    """Splits of a prefix so that `programs` of them at a time, those of one sequence, fill a GPU with little overhead.
+    """Splits of a prefix so that the `programs` of a sequence fill a GPU with little overhead.
 
     >>> [choose_splits(capacity, 24) for capacity in (128, 4096, 65536)]
     [1, 5, 11]
