@@ -20,7 +20,7 @@ from pdkernels.config import show_config as show_config
 from pdkernels.ops import *  # noqa: F403
 
 _OTHERS = ("__version__", "cache", "decoding", "has_native", "masks", "models", "ops", "reference", "show_config")
-# As in `pdkernels.ops`: not by its name.
+# As in `pdkernels.ops`: not through its name.
 vars()["__all__"] = [*_OTHERS, *vars(ops)["__all__"]]
 
 if not _typing.TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""What an op writes overlaps nothing else that it is given, and no entry of it shares memory with another.
+"""Checks that what an op writes overlaps no other argument, and that none of its entries share memory.
 
-The compiled ops check it by themselves (`python_bindings/aliasing.h`); here it is put into words, and checked for references
-and Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
+The compiled ops check this themselves (`python_bindings/aliasing.h`); here it is explained, and checked for references and
+Triton kernels. Views that interleave, such as K and V of one buffer, do not overlap.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from pdkernels._validation import fail, message
 
-# stride * x for a whole x in [least, most]; stride above 0
+# stride * x for an integer x in [least, most]; stride above 0
 Term = tuple[int, int, int]
 
 
-# Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends it.
+# Kernels walk all entries of a dimension: an expanded one has as many as its shape says, unlimited by memory.
 MOST_EXPANDED = 2**31 - 1
 
 
@@ -41,8 +41,9 @@ def check_memory(op: str, arguments: Iterable[tuple[str, Any]]) -> None:
 
 
 def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]]) -> None:
-    """ValueError unless each of the `written` arguments has memory of its own. Without addresses (tracing) strides alone tell."""
-    compiling, places = torch.compiler.is_compiling(), []
+    """ValueError unless each of the `written` arguments has its own memory. Without addresses (tracing) only strides are
+    checked."""
+    compiling, spans = torch.compiler.is_compiling(), []
     for name, given in arguments:
         several = isinstance(given, (list, tuple))
         for i, tensor in enumerate(given if several else (given,)):
@@ -50,24 +51,24 @@ def check_written(op: str, written: Sequence[str], arguments: Iterable[tuple[str
                 continue
             if name in written:
                 _check_itself(op, f"{name}[{i}]" if several and len(given) > 1 else name, tensor, compiling)
-            if not compiling and (place := _place(tensor)):
-                places.append((*place, name, i, tensor))
-    places.sort(key=_start)
-    for n, (_, end, name, i, tensor) in enumerate(places):
-        for start, _, other, j, second in places[n + 1 :]:
+            if not compiling and (span := _span(tensor)):
+                spans.append((*span, name, i, tensor))
+    spans.sort(key=_start)
+    for n, (_, end, name, i, tensor) in enumerate(spans):
+        for start, _, other, j, second in spans[n + 1 :]:
             if start >= end:
                 break
             if (name in written or other in written) and overlap(tensor, second):
                 _refuse(op, written, arguments, (name, i), (other, j))
 
 
-def _start(place: tuple[Any, ...]) -> int:
-    start: int = place[0]
+def _start(span: tuple[Any, ...]) -> int:
+    start: int = span[0]
     return start
 
 
-def _place(tensor: Tensor) -> tuple[int, int] | None:
-    """Where its memory starts and ends; None where there is none."""
+def _span(tensor: Tensor) -> tuple[int, int] | None:
+    """Start and end of its memory; None if it has none."""
     if isinstance(tensor, FakeTensor) or tensor.is_meta:
         return None
     try:
@@ -84,7 +85,7 @@ def _place(tensor: Tensor) -> tuple[int, int] | None:
 
 def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
     expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
-    if not expanded and (compiling or tensor.is_contiguous() or not _place(tensor)):
+    if not expanded and (compiling or tensor.is_contiguous() or not _span(tensor)):
         return
     if tensor.numel() > 0 and (expanded or overlaps_itself(tensor)):
         actual = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
@@ -93,7 +94,7 @@ def _check_itself(op: str, name: str, tensor: Tensor, compiling: bool) -> None:
 
 
 def _refuse(op: str, written: Sequence[str], arguments: Iterable[tuple[str, Any]], *pair: tuple[str, int]) -> None:
-    """The two in the order of the arguments, what is only read last."""
+    """Raises for a pair, named in the order of the arguments, read-only ones last."""
     given = dict(arguments)
     order = list(given)
     pair = tuple(sorted(pair, key=lambda one: (one[0] not in written, order.index(one[0]), one[1])))
@@ -136,7 +137,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
         return False
     if dims[-1][0] == 0:
         return True
-    # Two entries differ: the first dimension in which they do, by 1 or more.
+    # Two entries differ: take the first dimension in which they do, by 1 or more.
     for first, (stride, n) in enumerate(dims):
         rest = [(stride, 1 - n, n - 1) for stride, n in dims[first + 1 :]]
         if _finds([(stride, 1, n - 1), *rest], 1 - item, item - 1):
@@ -145,7 +146,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
 
 
 def _finds(terms: list[Term], low: int, high: int) -> bool:
-    """Whether a sum with a number from each term lies in ``[low, high]``; yes where the search takes too long."""
+    """Whether a sum with a number from each term lies in ``[low, high]``; True if the search takes too long."""
     terms = sorted(terms, reverse=True)
     rests = [(0, 0, 0)]  # least and most of what follows a term, and the common divisor
     for stride, least, most in reversed(terms):

@@ -1,7 +1,7 @@
 """Finds and loads the compiled library of tensor ops.
 
 A missing library is one warning: references and Triton kernels still work. A library that is there but does not load is an
-error, because silence would hide a broken install.
+error: silence would hide a broken install.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def library_path() -> Path:
 
 
 def _is_cut_off(path: Path) -> bool:
-    """Whether an ELF file ends before its last part, the table of sections. Loading such a file would end the process."""
+    """Whether an ELF file ends before its last part, the section table. Loading such a file would crash the process."""
     with path.open("rb") as file:
         header = file.read(64)
     if len(header) < 64:
@@ -35,7 +35,7 @@ def _is_cut_off(path: Path) -> bool:
 
 @cache
 def has_native() -> bool:
-    """Whether the compiled ops are there. Loads them on the first call."""
+    """Whether the compiled ops are available. Loads them on the first call."""
     path = library_path()
     if not path.exists():
         warnings.warn(
@@ -58,7 +58,7 @@ def has_native() -> bool:
 
 @cache
 def build_info() -> dict[str, str]:
-    """What the library was built from: version, torch, compiler, cuda_archs. Empty when it is missing."""
+    """How the library was built: version, torch, compiler, cuda_archs. Empty when it is missing."""
     if not has_native():
         return {}
     entry = ctypes.CDLL(str(library_path())).pdkernels_build_info

@@ -1,4 +1,4 @@
-"""Whether this install serves the running Python: a wheel carries the host module once for each Python that it is for."""
+"""Checks that this install serves the running Python: a wheel carries one host module per Python version."""
 
 import sys
 from importlib.util import find_spec

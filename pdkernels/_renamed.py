@@ -1,4 +1,4 @@
-"""Former names. For one release they raise an error that gives the present one."""
+"""Former names. For one release they raise an error that names the current one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPS = {
     "record_step_": "log_step_",
 }
 
-# Module -> former name -> present one.
+# Module -> former name -> current one.
 RENAMED: dict[str, dict[str, str]] = {
     "pdkernels": _OPS,
     "pdkernels.ops": _OPS | {"sandwich": "transformer_ops", "record_step": "log_step"},
@@ -32,14 +32,14 @@ RENAMED: dict[str, dict[str, str]] = {
 # Options of decoding methods.
 RENAMED_OPTIONS = {"draft_len": "block_size"}
 
-# (method, former option) -> where what it did is now.
+# (method, former option) -> what replaces it.
 MOVED_OPTIONS = {
     ("recurrent_diffusion", "published"): "The steps of the released code are pdkernels.reference.recurrent_published."
 }
 
 
 def renamed(module: str) -> Callable[[str], NoReturn]:
-    """The ``__getattr__`` of a module with former names."""
+    """The ``__getattr__`` of a module that has former names."""
 
     def missing(name: str) -> NoReturn:
         present = RENAMED[module].get(name)

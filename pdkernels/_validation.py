@@ -1,7 +1,7 @@
 """The checks of the whole package, and one grammar for every error: ``pdkernels.<op>: <argument> must <expectation>, got <actual>. <remedy>``.
 
 ValueError for shapes and values, TypeError for types and dtypes. In functions that torch.compile traces, test first and
-call `fail` only then: building a message out of sizes would pin the graph to them.
+call `fail` only then: building a message from sizes would pin the graph to them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_type(condition: bool, op: str, argument: str, expectation: str, actual
 
 
 def integer(op: str, argument: str, value: object, least: int) -> int:
-    """The value as a Python int, at least `least`. NumPy's integers will do, a bool will not."""
+    """The value as a Python int, at least `least`. NumPy integers are accepted, bools are not."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -64,7 +64,7 @@ def integer(op: str, argument: str, value: object, least: int) -> int:
 def check_int(
     op: str, argument: str, value: Any, least: int | None = None, remedy: str = "", kind: str = "an int"
 ) -> None:
-    """An int, which a traced graph may have as a symbol."""
+    """An int, which may be symbolic in a traced graph."""
     check_type(isinstance(value, (int, torch.SymInt)), op, argument, f"be {kind}", type(value).__name__)
     if least is not None and value < least:
         fail(op, argument, f"be at least {least}", value, remedy)
@@ -80,7 +80,7 @@ def check_number(
     most: float = math.inf,
     expectation: str = "be a number",
 ) -> None:
-    """A number in ``[least, most]``, in the words of `expectation`; NaN never is."""
+    """A number in ``[least, most]``, worded as `expectation`; NaN always fails."""
     check_type(isinstance(value, (int, float)), op, argument, "be a number", type(value).__name__)
     if not least <= value <= most:
         fail(op, argument, expectation, value)
@@ -91,7 +91,7 @@ def check_flag(op: str, argument: str, value: object) -> None:
 
 
 def check_memory(op: str, argument: str, value: object, nbytes: int, device: torch.device) -> None:
-    """What `value` of an argument asks for is no more than the machine or the GPU has, used or not."""
+    """Checks that what `value` of an argument requires fits in the machine's or GPU's total memory."""
     if device.type == "cpu" and hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     elif device.type == "cuda" and torch.cuda.is_available():
@@ -111,7 +111,7 @@ def check_choice(op: str, argument: str, value: object, known: Sequence[str]) ->
 
 
 def check_shape(op: str, argument: str, tensor: Tensor, sizes: Sizes, like: str = "") -> None:
-    """The given sizes. `like`: words on whose they are, such as " like x"."""
+    """The given sizes. `like`: where they come from, such as " like x"."""
     if tensor.dim() != len(sizes) or any(size is not None and size != have for size, have in zip(sizes, tensor.shape)):
         wanted = ", ".join("any" if size is None else str(size) for size in sizes)
         fail(op, argument, f"have shape ({wanted}){like}", tuple(tensor.shape))
@@ -135,7 +135,7 @@ def check_index(op: str, argument: str, tensor: Any, sizes: Sizes, device: torch
 
 
 def check_indices(op: str, sizes: Sizes, device: torch.device | None, **tensors: Any) -> None:
-    """`check_index` of all that are given."""
+    """`check_index` of all tensors that are given."""
     for argument, tensor in tensors.items():
         if tensor is not None:
             check_index(op, argument, tensor, sizes, device)
@@ -162,7 +162,7 @@ def check_last_contiguous(op: str, remedy: str = "", **tensors: Tensor) -> None:
 
 
 def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
-    """Of ops whose kernels have a dimension of their grid for the batch."""
+    """For ops whose kernels map the batch to a dimension of the grid."""
     if tensor.is_cuda and tensor.shape[0] > MAX_CUDA_BATCH:
         expectation, remedy = f"have a batch of at most {MAX_CUDA_BATCH} on CUDA", "Call it for parts of the batch."
         raise NotImplementedError(message(op, argument, expectation, tensor.shape[0], remedy))
@@ -170,7 +170,7 @@ def check_cuda_batch(op: str, argument: str, tensor: Tensor) -> None:
 
 def refuse_tangents(op: str, arguments: Iterable[Any]) -> None:
     """No kernel has a derivative in forward mode: results without one would look like constants."""
-    # The level is -1 but inside of a dual level, and asking a tensor takes longer than many an op.
+    # The level is -1 outside a dual level, and asking a tensor takes longer than many ops.
     if forward_ad._current_level < 0:
         return
     for given in arguments:

@@ -1,6 +1,6 @@
 """Which implementation serves a call.
 
-``auto`` is the compiled kernel wherever one exists. It never becomes the reference on a GPU: that has to be asked for by
+``auto`` is the compiled kernel wherever one exists. It never falls back to the reference on a GPU: that must be requested by
 name. Choices are made once, when an op is defined, so that a call is one dictionary look-up that torch.compile can trace.
 """
 
@@ -21,15 +21,15 @@ BACKENDS: tuple[Backend, ...] = get_args(Backend)
 # ``PDKERNELS_BACKEND`` is the default of every call in the process. Read at import.
 DEFAULT = os.environ.get("PDKERNELS_BACKEND", "auto")
 
-# Op -> (backend, device type) -> implementation. What is not in it does not exist.
+# Op -> (backend, device type) -> implementation. What is missing does not exist.
 CHOICES: dict[str, dict[tuple[str, str], str]] = {}
 
-# Op -> what its CUDA kernel is written in, and so what must be there for it.
+# Op -> what its CUDA kernel is written in, and so what it needs.
 ON_CUDA: dict[str, str] = {}
 
 
 def register(op: str, on_cuda: str = "native") -> None:
-    """Notes that `op` has a compiled kernel on the CPU and a ``native`` or ``triton`` one on CUDA, beside its reference."""
+    """Records that `op` has a compiled kernel on the CPU and a ``native`` or ``triton`` one on CUDA, besides its reference."""
     choices = CHOICES[op] = {}
     ON_CUDA[op] = on_cuda
     on_gpu = bool(_native.cuda_archs()) if on_cuda == "native" else importlib.util.find_spec("triton") is not None

@@ -1,4 +1,4 @@
-"""Tensor ops, one file a family. What a family's ``__all__`` names is public here and in `pdkernels`."""
+"""Tensor ops, one file per family. What a family's ``__all__`` names is public here and in `pdkernels`."""
 
 # ruff: noqa: F403
 import types as _types
@@ -19,7 +19,7 @@ from pdkernels.ops.transformer_ops import *
 from pdkernels.ops.unmask import *
 from pdkernels.ops.verify_draft import *
 
-# Not by its name: a type checker takes a list that it cannot evaluate for an empty one.
+# Not through its name: a type checker treats a list that it cannot evaluate as empty.
 vars()["__all__"] = sorted(
     name for name, value in vars().items() if name[0] != "_" and not isinstance(value, _types.ModuleType)
 )

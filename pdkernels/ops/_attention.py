@@ -1,4 +1,4 @@
-"""What the attention ops check alike."""
+"""Checks shared by the attention ops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def takes_head_dim(head_dim: int) -> bool:
-    """Whether the kernels are made for heads of that size.
+    """Whether the kernels support heads of that size.
 
     >>> [size for size in (8, 16, 20, 96, 256, 264) if takes_head_dim(size)]
     [16, 96, 256]
@@ -21,7 +21,7 @@ def takes_head_dim(head_dim: int) -> bool:
 
 
 def given_scale(op: str, scale: float | None, q: Tensor) -> float:
-    """`scale`, or what None stands for. Kernels multiply in float32, where a larger one is infinite and makes NaN of a zero."""
+    """`scale`, or the default for None. Kernels multiply in float32, where a larger one is infinite and turns a zero into NaN."""
     if scale is None:
         return q.shape[-1] ** -0.5 if q.dim() > 0 and q.shape[-1] > 0 else 1.0
     check_type(isinstance(scale, (int, float)), op, "scale", "be a number", type(scale).__name__)
@@ -34,7 +34,7 @@ PLAN_SCHEMA = "Tensor plan_rows, Tensor plan_lists, Tensor bitmaps, int block_q,
 
 
 def check_plan(op: str, q: Tensor, kv_len: int, plan: PlanArguments) -> None:
-    """A plan of the rows of `q` ``(batch, q_len, heads, head_dim)`` and `kv_len` columns: all but values."""
+    """A plan of the rows of `q` ``(batch, q_len, heads, head_dim)`` and `kv_len` columns: everything but values."""
     rows, lists, bitmaps, block_q, block_k = plan
     for part in (rows, lists, bitmaps):
         if part.device != q.device:
@@ -59,6 +59,6 @@ def check_plan(op: str, q: Tensor, kv_len: int, plan: PlanArguments) -> None:
 
 
 def dense_plan(plan: PlanArguments, q_len: int, kv_len: int) -> Tensor:
-    """The pairs that a plan of so many rows and columns shows."""
+    """The pairs that a plan of this many rows and columns shows."""
     rows, lists, bitmaps, block_q, block_k = plan
     return TilePlan(rows, lists, bitmaps, q_len, kv_len, block_q, block_k, visible_pairs=0, visited_tiles=0).dense()

@@ -1,4 +1,4 @@
-"""The few collectives that our code calls, each with an order of its own for sums, and the count of what they move."""
+"""The collectives that our code calls, with a fixed order for sums, and the count of what they move."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 gave it another name.
+# Renamed in torch 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
 
 SMALL = 1 << 16
-"""Bytes of a tensor up to which one exchange of all of it is preferred to two of its parts."""
+"""Up to this many bytes a tensor is exchanged whole rather than in two exchanges of parts."""
 
 
 @dataclass
 class Traffic:
-    """What the collectives of this process moved while it was counted.
+    """What the collectives of this process moved while they were counted.
 
     >>> Traffic()
     Traffic(calls=0, bytes=0)
     """
 
     calls: int = 0
-    """Collectives that ran; a sum of many rows is two, one that scatters and one that gathers."""
+    """Collectives that ran; a sum of many rows is two, a scatter and a gather."""
     bytes: int = 0
-    """That this rank had to receive from others; its own share is not among them."""
+    """Received by this rank from others; its own share is not included."""
 
 
 _counters: list[Traffic] = []
@@ -49,7 +49,7 @@ def count_communication() -> Iterator[Traffic]:
     try:
         yield traffic
     finally:
-        # By identity: equal counts are no reason to end another's.
+        # By identity: equal counts must not end another count.
         _counters[:] = [counter for counter in _counters if counter is not traffic]
 
 
@@ -60,7 +60,7 @@ def _count(received: int) -> None:
 
 
 def gathered(x: Tensor, group: Any) -> Tensor:
-    """`x` of every rank, one behind the other: ``(ranks, *x.shape)``. Shapes and dtypes must be the same on all."""
+    """`x` of every rank, stacked: ``(ranks, *x.shape)``. Shapes and dtypes must be the same on all."""
     ranks = dist.get_world_size(group)
     out = x.new_empty((ranks, *x.shape))
     if x.numel():
@@ -70,11 +70,11 @@ def gathered(x: Tensor, group: Any) -> Tensor:
 
 
 def summed(x: Tensor, group: Any) -> Tensor:
-    """The sum of `x` over the ranks, with the same bits on all of them, and for an element regardless of the others.
+    """The sum of `x` over the ranks, with the same bits on all of them; an element's bits do not depend on the others.
 
-    A backend's own all-reduce adds in an order that depends on where an element lies in the tensor, so that a row would round
+    A backend's all-reduce adds in an order that depends on an element's position in the tensor, so a row would round
     differently in another batch. Here 16-bit numbers are added in float32 in the order of the ranks and rounded once. With two ranks
-    there is one order only.
+    there is only one order.
     """
     ranks = dist.get_world_size(group)
     size = x.numel() * x.element_size()
@@ -99,7 +99,7 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 def _added(parts: Tensor) -> Tensor:
-    """Over the first dimension, in its order."""
+    """Sum over the first dimension, in order."""
     total = parts[0].to(torch.promote_types(parts.dtype, torch.float32))
     for part in parts[1:]:
         total = total + part
@@ -107,7 +107,7 @@ def _added(parts: Tensor) -> Tensor:
 
 
 def scattered(parts: Tensor, group: Any) -> Tensor:
-    """Of ``(ranks, ...)`` on every rank, part r of all of them, added on rank r in the order of the ranks."""
+    """From ``(ranks, ...)`` on every rank, part r of all of them, summed on rank r in the order of the ranks."""
     got = torch.empty_like(parts)
     if parts.numel():
         _count((len(parts) - 1) * parts[0].numel() * parts.element_size())
@@ -116,7 +116,7 @@ def scattered(parts: Tensor, group: Any) -> Tensor:
 
 
 def passed_on(x: Tensor, group: Any) -> Tensor:
-    """Gives `x` to the rank before and returns that of the rank after, in a ring: the same shape and dtype on all."""
+    """Sends `x` to the previous rank and returns that of the next, in a ring: the same shape and dtype on all."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     got = torch.empty_like(x)
     if x.numel():

@@ -1,9 +1,9 @@
-"""The torch op library `pdkernels`: `define` states all about an op once, and registration, calls and tests read it from `OPS`.
+"""The torch op library `pdkernels`: `define` describes an op once, and registration, calls and tests read it from `OPS`.
 
-A schema is the contract: ``Tensor(a!)`` marks what is written, lengths at run time are tensors, static things are ints.
-An op's fake is also its validation: it looks at shapes, dtypes and devices and makes the messages. Tracing runs it, and a
-call runs it only after the compiled code refused the arguments, so that a good call costs nothing for it. Triton kernels
-refuse nothing, nor does what is composed in Python, so their fake runs before them.
+A schema is the contract: ``Tensor(a!)`` marks what is written, run-time lengths are tensors, static values are ints.
+An op's fake is also its validation: it checks shapes, dtypes and devices and builds the messages. Tracing runs it, and a
+call runs it only after the compiled code has refused the arguments, so that it costs a good call nothing. Triton kernels
+and ops composed in Python refuse nothing, so their fake runs first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pdkernels._validation import check_flag, check_type, fail, message, refuse_
 
 LIBRARY = torch.library.Library("pdkernels", "DEF")
 
-# ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the price of a sync per call. Read at import.
+# ``PDKERNELS_DEBUG_CHECKS=1``: values on the GPU are read back and checked, at the cost of a sync per call. Read at import.
 DEBUG_CHECKS = os.environ.get("PDKERNELS_DEBUG_CHECKS") == "1"
 
 
 class Draw:
-    """Random tensors for an op's example: the same for the same seed."""
+    """Random tensors for an op's example, reproducible by seed."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
@@ -38,11 +38,11 @@ class Draw:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
 
     def ints(self, least: int, most: int, *shape: int) -> Tensor:
-        """In ``[least, most]``."""
+        """Integers in ``[least, most]``."""
         return torch.randint(least, most + 1, shape, generator=self.generator)
 
     def rows(self, batch: int, count: int, of: int) -> Tensor:
-        """`count` of the numbers below `of` for each sequence, ascending."""
+        """`count` distinct numbers below `of` for each sequence, ascending."""
         chosen = [torch.randperm(of, generator=self.generator)[:count].sort().values for _ in range(batch)]
         return torch.stack(chosen)
 
@@ -52,26 +52,26 @@ Example = Callable[[Draw], dict[str, Any]]
 
 @dataclass(frozen=True)
 class OpSpec:
-    """All about an op; see `define`."""
+    """Everything about an op; see `define`."""
 
     name: str
     schema: str
     arguments: tuple[str, ...]
     """Their names, in order."""
     tensors: tuple[int, ...]
-    """Where among them tensors are, or lists of tensors."""
+    """Indices of tensors and lists of tensors among them."""
     flags: tuple[tuple[int, str], ...]
-    """Where bools are, and their names."""
+    """Indices of bools, and their names."""
     written: tuple[str, ...]
-    """Those that the schema marks as written."""
+    """The arguments that the schema marks as written."""
     overload: torch._ops.OpOverload
     fake: Callable[..., Any]
-    """Of the kernels: refuses float64 too."""
+    """The validation for the kernels: refuses float64 too."""
     check: Callable[..., Any]
     """The validation for the reference."""
     reference: Callable[..., Any]
     composed: bool
-    """Whether its CPU kernel is made of other ops."""
+    """Whether its CPU kernel is composed of other ops."""
     gradients: Literal["refused", "cut", "own"]
     example: Example
 
@@ -95,18 +95,18 @@ def define(
 ) -> torch._ops.OpOverload:
     """Defines an op and returns its default overload.
 
-    Without the compiled library the reference serves the CPU, so that graphs and raw op calls still work.
+    Without the compiled library the reference serves the CPU, so graphs and raw op calls still work.
 
     Args:
-        fake: validation, and empty results; of the reference's calls too.
-        example: arguments of one representative call of the public function, small and good on every device: the tests of
-            all ops run it. What the op writes is among them under its name in the schema.
-        cpu: the kernel on the CPU of an op that is made of other ops there.
-        triton: the kernel on CUDA, for ops whose compiled library serves the CPU alone. It should import Triton in its body.
-        gradients: what a call does with an input that requires a gradient. "refused": raises, but for the reference; "cut":
-            detaches it; "own": nothing, since there are no floats or since autograd has a kernel of the op's own.
-        float64: whether the kernels take it. Others refuse it, in words, after what the fake refuses.
-        reference_check: in place of `fake` for the reference, where the fake refuses float64 by itself.
+        fake: validation, and empty results; also for calls of the reference.
+        example: arguments of one representative call of the public function, small and valid on every device: the tests of
+            all ops run it. What the op writes is included under its name in the schema.
+        cpu: the CPU kernel of an op that is composed of other ops there.
+        triton: the kernel on CUDA, for ops whose compiled library serves only the CPU. It should import Triton in its body.
+        gradients: what a call does with an input that requires a gradient. "refused": raises, except for the reference; "cut":
+            detaches it; "own": nothing, since there are no floats or the op has its own autograd kernel.
+        float64: whether the kernels take it. Otherwise they refuse it, with a message, after the checks of the fake.
+        reference_check: replaces `fake` for the reference, where the fake itself refuses float64.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
@@ -135,7 +135,7 @@ def define(
         gradients,
         example,
     )
-    # The backward pass of an op is called by autograd alone, and runs where the op itself ran.
+    # The backward pass of an op is called only by autograd, and runs where the op ran.
     if not name.endswith("_backward"):
         backends.register(name, on_cuda="triton" if triton else "native")
     torch.library.register_fake(f"pdkernels::{name}", fake, lib=LIBRARY)
@@ -157,7 +157,7 @@ def _checked(check: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[
 
 
 def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, which need not be that of the tensors: the first of them decides."""
+    """Triton launches on the current device, which may not be that of the tensors: switch to the first tensor's."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         with torch.cuda.device_of(arguments[0]):
@@ -169,7 +169,7 @@ def _on_its_device(kernel: Callable[..., Any]) -> Callable[..., Any]:
 def _with_memory_checked(
     op: str, names: tuple[str, ...], written: tuple[str, ...], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """How tensors lie in memory is checked for all ops alike: the compiled code refuses them, and this says so."""
+    """Memory layout is checked alike for all ops: the compiled code refuses bad tensors, and this explains why."""
 
     def run(*arguments: Any, **options: Any) -> Any:
         given = [*zip(names, arguments), *options.items()]
@@ -207,14 +207,14 @@ def key(op: str, seed: int) -> int:
 
 
 def keys(op: str, seed: int | Tensor) -> tuple[int, Tensor | None]:
-    """A seed, or a tensor of them, as a schema takes it: a number and a tensor, of which the second counts where it is given."""
+    """A seed, or a tensor of seeds, as a schema takes it: a number and a tensor, which takes precedence if given."""
     return (0, seed) if type(seed) is not int and isinstance(seed, Tensor) else (key(op, seed), None)
 
 
 def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, backend: str) -> Any:
-    """Runs an op on the device of `anchor`, or its reference. Whatever refuses the arguments, the fake explains why.
+    """Runs an op on the device of `anchor`, or its reference. If the arguments are refused, the fake explains why.
 
-    Tangents are refused here, for all ops: the reference alone has a derivative in forward mode.
+    Tangents are refused here, for all ops: only the reference has a forward-mode derivative.
     """
     name = op._opname
     spec = OPS[name]
@@ -239,12 +239,12 @@ def call(op: torch._ops.OpOverload, arguments: tuple[Any, ...], anchor: Tensor, 
         _explain(spec, arguments, error)
         raise
     spec.check(*arguments)
-    # torch's operators take no int of more than 64 bits, where a float is meant.
+    # torch's operators take no int of more than 64 bits for a float.
     return spec.reference(*(float(x) if type(x) is int and not -(2**63) <= x < 2**63 else x for x in arguments))
 
 
 def _plain(argument: Any) -> Any:
-    """A NumPy number as Python's, or torch would take a float32 for an int and round it."""
+    """A NumPy number as Python's: torch would take a float32 for an int and round it."""
     if isinstance(argument, (Tensor, list, tuple, str, bool)) or argument is None:
         return argument
     if hasattr(argument, "__index__") and not hasattr(argument, "__len__"):
@@ -253,7 +253,7 @@ def _plain(argument: Any) -> Any:
 
 
 def _explain(spec: OpSpec, arguments: tuple[Any, ...], error: Exception) -> None:
-    """Why a call failed, where its arguments are the reason. The fake allocates results as the kernel does."""
+    """Raises the reason a call failed, if it lies in the arguments. The fake allocates results as the kernel does."""
     try:
         spec.fake(*arguments)
     except RuntimeError as again:
@@ -280,8 +280,8 @@ def _refuse_transforms(spec: OpSpec) -> NoReturn:
 
 
 def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -> tuple[Any, ...]:
-    """Without a gradient of its own an op would cut the graph in silence."""
-    # Places first: isinstance(x, Tensor) takes longer than all else here where x is none.
+    """Without its own gradient an op would silently cut the graph."""
+    # Indices first: isinstance(x, Tensor) takes longer than everything else here if x is not a tensor.
     for i in spec.tensors:
         given = arguments[i]
         if given is None:
@@ -300,7 +300,7 @@ def _without_gradients(spec: OpSpec, arguments: tuple[Any, ...], backend: str) -
 
 
 def _values_only(argument: Any) -> Any:
-    """A stand-in on the CPU: index tensors with their values, caches with their geometry but rows of no bytes.
+    """A stand-in on the CPU: index tensors with their values, caches with their geometry but zero-size rows.
 
     An op run on stand-ins checks its values and moves nothing.
     """

@@ -1,9 +1,9 @@
-"""Statistics of rows whose vocabulary lies on several ranks, merged from a few numbers a row.
+"""Statistics of rows whose vocabulary is split across ranks, merged from a few numbers per row.
 
-A rank looks at its own slice of the logits and makes a record of each row; the records of all ranks are exchanged once, and every
-rank merges them alike. A draw needs no more: its noise belongs to ids of the whole vocabulary, so that the winner of the row is the
-best of the ranks' winners. Only a nucleus (`top_p`) has to be looked for: in the largest logits of each rank, of which more are asked for
-until they are enough.
+A rank makes a record of each row from its own slice of the logits; the records of all ranks are exchanged once, and every rank
+merges them alike. A draw needs no more: its noise belongs to ids of the whole vocabulary, so the winner of the row is the best
+of the ranks' winners. Only a nucleus (`top_p`) has to be searched for: in the largest logits of each rank, of which more are
+requested until they suffice.
 
 Source: sums merged over parts after Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 """
@@ -23,7 +23,7 @@ from pdkernels.reference.sampling import uniforms
 
 Results = tuple[Tensor, ...]
 Run = Callable[..., Results]
-"""Results of `token_statistics` of a rank's rows; keywords take the place of options."""
+"""Results of `token_statistics` for a rank's rows; keywords override options."""
 
 
 class Part(NamedTuple):
@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """What the numbers of a draw belong to, for each row, and what may be drawn."""
+    """The keys of the random numbers of each row, and what may be drawn."""
 
     temperature: float
     seeds: Tensor | int
@@ -51,7 +51,7 @@ class Draws(NamedTuple):
 
     @property
     def inverse(self) -> float:
-        """Factor of the logits whose distribution is described."""
+        """Factor applied to the logits whose distribution is described."""
         return 1 / self.heat if self.distribution == "sampling" else 1.0
 
     @property
@@ -60,7 +60,7 @@ class Draws(NamedTuple):
 
 
 def check_part(op: str, group: Any, first_id: int) -> None:
-    """ValueError or TypeError for a slice that starts nowhere."""
+    """ValueError or TypeError for an invalid start of the slice."""
     check_type(type(first_id) is int, op, "first_id", "be an int", type(first_id).__name__)
     if group is None:
         check(first_id == 0, op, "first_id", "be 0 without a group", first_id, "Pass the group of the ranks too.")
@@ -69,14 +69,14 @@ def check_part(op: str, group: Any, first_id: int) -> None:
 
 
 def own_tokens(tokens: Sequence[int], part: Part) -> list[int]:
-    """Those of the slice, counted from its start."""
+    """The suppressed ids within the slice, relative to its start."""
     return [token - part.first_id for token in tokens if 0 <= token - part.first_id < part.width]
 
 
 def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part, run: Run) -> Tensor:
-    """What the others have to know of a rank's rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k being `ranked` of `top_k`.
+    """What other ranks need of the rows `scores` ``(rows, width)``: float64 ``(rows, 7 + 3 k)``, k = ``ranked(top_k)``.
 
-    `there` ``(rows,)``: which rows are rows. `run` computes the statistics of `scores`, or of others that are put in their place.
+    `there` ``(rows,)``: which rows exist. `run` computes the statistics of `scores`, or of substitutes for them.
     """
     least = min(ranked(top_k), part.width)
     if draws.filtered:
@@ -91,7 +91,7 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
     rows = torch.arange(len(scores), device=scores.device)
     exact = scores.double()
     first = torch.arange(least, device=scores.device)
-    # A slice where all is impossible still has ids, which may be among the row's first.
+    # A slice in which everything is impossible still has ids, which may be among the row's first.
     top_ids = torch.where((top_ids < 0).all(-1, keepdim=True), first, top_ids)
     top_logits = exact[rows[:, None], top_ids]
     if draws.filtered and draws.distribution == "sampling":
@@ -121,7 +121,7 @@ def recorded(scores: Tensor, there: Tensor, top_k: int, draws: Draws, part: Part
 
 
 def ranked(top_k: int) -> int:
-    """How many of the first tokens a rank names: the margin needs two."""
+    """How many top tokens a rank reports: the margin needs two."""
     return max(top_k, 2)
 
 
@@ -140,7 +140,7 @@ def merged(op: str, record: Tensor, there: Tensor, top_k: int, draws: Draws, gro
         block.transpose(0, 1).flatten(1) for block in (records[..., 7 + i * count :][..., :count] for i in range(3))
     )
     top_probs = top_probs * share.T.repeat_interleave(count, 1)
-    # Stable: of equals the one of the lower rank comes first, which has the lower id; NaN before all. Padding, which is no token, last.
+    # Stable: among equals the lower rank's, which has the lower id, comes first; NaN before all, padding (no token) last.
     order = torch.where(top_ids < 0, -torch.inf, top_logits).sort(dim=-1, descending=True, stable=True).indices
     order = order.gather(1, (top_ids.gather(1, order) < 0).to(torch.int8).sort(dim=-1, stable=True).indices)[:, :count]
     top_ids, top_logits, top_probs = (block.gather(1, order) for block in (top_ids, top_logits, top_probs))
@@ -184,7 +184,7 @@ def _check_slices(op: str, slices: Tensor) -> None:
 
 
 def _cut(scores: Tensor, there: Tensor, draws: Draws, part: Part) -> Tensor:
-    """The smallest logit of each row that the filters leave, ``(rows, 1)``; -inf where nothing is dropped."""
+    """The smallest logit of each row that passes the filters, ``(rows, 1)``; -inf where nothing is dropped."""
     exact = scores.double()
     broken = (exact.isnan() | (exact == torch.inf)).any(-1)
     exact = torch.where((broken | ~there)[:, None], -torch.inf, exact)
@@ -213,7 +213,7 @@ def _nucleus(exact: Tensor, total: Tensor, draws: Draws, part: Part) -> Tensor:
         before = mass.cumsum(-1) - mass
         first = torch.ones_like(before, dtype=torch.bool)
         first[:, 1:] = values[:, 1:] < values[:, :-1]
-        before = torch.where(first, before, 0.0).cummax(-1).values  # of equals, the mass before the first of them
+        before = torch.where(first, before, 0.0).cummax(-1).values  # among equals, the mass before the first
         inside = (before < draws.top_p) & (values > -torch.inf)
         inside[:, 0] = True  # the first always stays
         smallest = torch.where(inside, values, torch.inf).amin(-1)

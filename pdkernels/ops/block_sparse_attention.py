@@ -1,8 +1,8 @@
 """Attention over a tile plan, for training and prefill: forward and backward.
 
 The kernels read a `TilePlan` and nothing else about a mask: skipped tiles cost nothing, full tiles need no mask, partial tiles
-load one bit a pair. Every block of results is owned by one program or thread, so nothing is added up across them: results are
-the same bit for bit from run to run, whatever the number of threads and whatever else is in the batch.
+load one bit per pair. Every block of results is owned by one program or thread, so nothing is summed across them: results are
+identical bit for bit from run to run, whatever the number of threads and whatever else is in the batch.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def block_sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(scale q k^T) v`` over the pairs that a plan shows. Differentiable.
 
-    One plan serves any mask: see `pdkernels.masks`. Work and time grow with the tiles that the plan visits, not with all pairs,
-    and no array of pairs is ever stored, in neither direction.
+    Any mask can be planned: see `pdkernels.masks`. Work and time grow with the tiles that the plan visits, not with all pairs,
+    and no array of pairs is ever stored, forward or backward.
 
     Args:
         q: ``(batch, q_len, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim
@@ -70,7 +70,7 @@ def block_sparse_attention(
     Returns:
         ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
         ``(batch, q_heads, q_len)`` float32, differentiable too. Rows that see nothing are zero, with a log-sum-exp of -inf; they
-        get and give zero gradients.
+        receive and pass on zero gradients.
 
     Raises:
         ValueError: shapes or strides that do not fit, a plan for other lengths, another batch or another device.
@@ -123,7 +123,7 @@ def _check(
     block_k: int,
     scale: float,
 ) -> None:
-    """All but dtypes of float64."""
+    """Checks everything but float64."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             fail(OP, name, "have shape (batch, length, heads, head_dim)", tuple(x.shape))
@@ -284,8 +284,8 @@ backward_op = define(
 )
 
 
-# What `torch.library.register_autograd` would generate, written out: before it calls its `setup_context` it walks the schema once
-# for each argument to fill in defaults, and that more than doubles the host's time for a forward pass.
+# What `torch.library.register_autograd` would generate, written out: before calling `setup_context` it walks the schema once
+# per argument to fill in defaults, which more than doubles the host time of a forward pass.
 class _Attention(torch.autograd.Function):
     """Both results get gradients; either may be absent."""
 
@@ -320,7 +320,7 @@ class _Attention(torch.autograd.Function):
         if grad_lse is not None:
             grad_lse = grad_lse.contiguous()
         gradients = backward_op(grad_out, q, k, v, out, *others, *ctx.sizes, grad_lse)
-        # None for the plan and the scale, which follow q, k and v.
+        # None for the plan and the scale, which come after q, k and v.
         return tuple(gradient if needed else None for gradient, needed in zip_longest(gradients, ctx.needs_input_grad))
 
 

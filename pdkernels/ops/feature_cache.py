@@ -44,21 +44,21 @@ def select_stale_rows_(
     block_table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Which rows have values least like those in the cache: the ones worth computing anew. Updates the cached values too.
+    """Which rows have values least like those in the cache: the ones worth recomputing. Also updates the cached values.
 
     Row i of sequence b is compared with slot ``starts[b] + i`` of the cache by the cosine over all heads,
-    ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. Chosen are the rows of lowest similarity, of equal ones
-    the lower number. A similarity that is no number counts as lowest: NaN or infinity among the values, or squares whose sum
-    is more than float32 can hold. Rows equal to the cached ones have a cosine of 1, whatever rounding makes of it: any row that
-    moved is chosen before them. All devices and the reference add up in one order, so they choose the same rows.
+    ``dot / max(|v| |cached|, 1e-8)``, in float32 whatever the dtype. The rows of lowest similarity are chosen, among equals
+    the lower number. A similarity that is NaN counts as lowest: NaN or infinity among the values, or squares whose sum
+    is more than float32 can hold. Rows equal to the cached ones have a cosine of exactly 1, regardless of rounding: any row that
+    moved is chosen before them. All devices and the reference sum in the same order, so they choose the same rows.
 
     Args:
         v: ``(B, G, kv_heads, D)`` float32, float16 or bfloat16, fresh values. Any strides with a contiguous last dimension.
         v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``; dtype
-            of `v`. Written, so no memory in common with other arguments.
+            of `v`. Written, so it shares no memory with other arguments.
         starts: ``(B,)`` int32 or int64, the slot of row 0.
-        count: how many rows are chosen at most, 0 or more: the width of the result. At most 2**20, or G where that is more.
-        wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Above `count` it counts as `count`.
+        count: the most rows to choose, 0 or more: the width of the result. At most 2**20, or G if that is larger.
+        wanted: ``(B,)`` int32 or int64, how many each sequence wants; None: `count`. Values above `count` count as `count`.
         counts: ``(B,)`` int32 or int64, rows that count; None: all of them. Others are neither chosen nor stored.
         update: which cached values are replaced by those of `v`: ``"all"`` of the rows that count, the ``"selected"`` ones, or
             ``"none"``. So the next call compares with the step before (published), or with each row's last recomputation.
@@ -66,7 +66,7 @@ def select_stale_rows_(
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:
-        ``(B, count)`` int64: row numbers in ascending order, -1 behind them where a sequence has or wants fewer.
+        ``(B, count)`` int64: row numbers in ascending order, then -1 where a sequence has or wants fewer.
 
     Raises:
         ValueError: shapes that do not fit; starts, counts, wanted or pages out of range (nothing is written then). On CUDA such
@@ -77,7 +77,7 @@ def select_stale_rows_(
     Deterministic; a sequence's result does not depend on other sequences.
 
     Source: the V-verify step of Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching",
-    with similarities in float32 and ties defined.
+    with similarities in float32 and a rule for ties.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -98,7 +98,7 @@ def gather_rows(x: Tensor, index: Tensor, *, backend: Backend = "auto") -> Tenso
     """Rows of each sequence by number: ``out[b, j] = x[b, index[b, j]]``, zeros where the number is -1.
 
     Args:
-        x: ``(B, G, ...)``, any dtype. Rows may lie apart; one that is not contiguous in itself is copied first.
+        x: ``(B, G, ...)``, any dtype. Rows may be strided; one that is not contiguous itself is copied first.
         index: ``(B, r)`` int32 or int64, in ``[-1, G)``, any order.
         backend: see `pdkernels.show_config`. Gradients flow through the reference.
 
@@ -126,10 +126,10 @@ def add_cached_rows_(
     """``x + cached``, after ``cached[b, index[b, j]] = rows[b, j]`` in place: a residual add fused with the scatter before it.
 
     Args:
-        x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        x: ``(B, G, E)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
         cached: like `x`, what a sublayer gave for each row when it last ran; last dimension contiguous. Not the memory of `x`.
         rows: ``(B, r, E)``, dtype of `x`, what it gives now for some rows; None: nothing is replaced.
-        index: ``(B, r)`` int32 or int64, which rows those are: ascending, with -1 behind them, as `select_stale_rows_` gives it.
+        index: ``(B, r)`` int32 or int64, which rows those are: ascending, then -1, as `select_stale_rows_` returns it.
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 
     Returns:

@@ -4,9 +4,9 @@ One launch moves K and V of all layers and all sequences. The ops move bytes: an
 contiguous last dimension, contiguous or paged. Lengths and counts are tensors on the cache's device, so a decode step
 needs no host sync and can be captured in a CUDA graph.
 
-A *draft* is what stands behind ``lengths``: `kv_append_` writes it, `kv_commit_` keeps the accepted rows of it. On the CPU
+A *draft* is the rows past ``lengths``: `kv_append_` writes it, `kv_commit_` keeps its accepted rows. On the CPU
 bad values raise and nothing is written. On CUDA a sequence with bad values is left exactly as it was; set
-``PDKERNELS_DEBUG_CHECKS=1`` to get the error there as well, at the price of a sync.
+``PDKERNELS_DEBUG_CHECKS=1`` to get the error there as well, at the cost of a sync.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["kv_append_", "kv_commit_", "kv_trim_"]
 
 CacheTensors = Tensor | Sequence[Tensor]
 
-# Rows one commit can carry on CUDA: a byte of each is staged in 48 KiB of shared memory.
+# Rows one commit can move on CUDA: a byte of each is staged in 48 KiB of shared memory.
 MAX_CUDA_COMMIT_ROWS = 48 * 1024
 
 
@@ -48,17 +48,17 @@ def kv_append_(
     block_table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Writes new K/V rows behind each sequence's committed ones: row ``i`` to position ``lengths[b] + i``.
+    """Writes new K/V rows after each sequence's committed ones: row ``i`` to position ``lengths[b] + i``.
 
-    The lengths stay as they are: what was written is a draft until `kv_commit_`.
+    The lengths do not change: what was written is a draft until `kv_commit_`.
 
     Args:
         k_cache, v_cache: ``(layers, batch, capacity, kv_heads, head_dim)``, or one layer without the first dimension, or a
             list of those (layers held apart). With `block_table`: ``(layers, num_pages, page_size, kv_heads, head_dim)``.
-            K and V may differ in heads and head_dim. Written: not expanded, and no memory in common with any other argument.
+            K and V may differ in heads and head_dim. Written: not expanded, and no memory shared with any other argument.
         k_new, v_new: new rows in the same form, ``(layers, batch, rows, kv_heads, head_dim)``; dtype of the cache.
         lengths: ``(batch,)`` int32 or int64, committed rows of each sequence.
-        counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Rows behind are not read.
+        counts: ``(batch,)`` int32 or int64, rows to write; None writes all of them. Further rows are not read.
         block_table: ``(batch, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
         backend: see `pdkernels.show_config`.
 
@@ -89,7 +89,7 @@ def kv_commit_(
     block_table: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Keeps the accepted rows of a draft: moves them to their place, in place, and lengthens the sequences.
+    """Keeps the accepted rows of a draft: moves them into position, in place, and lengthens the sequences.
 
     The row at ``lengths[b] + source_index[b, i]`` moves to ``lengths[b] + i`` for ``i < counts[b]``, as if all rows were read
     before the first is written: any pattern is allowed (a prefix, every (L+1)-th row, a branch of a tree, repeats), though rows
@@ -99,12 +99,12 @@ def kv_commit_(
     Picture, every third row of a draft of nine (``source_index = [0, 3, 6]``, ``counts = [3]``)::
 
         before   c c c c | 0 . . 3 . . 6 . .        c committed, | lengths
-        after    c c c c   0 3 6 | 3 . . 6 . .      rows behind the new length are free
+        after    c c c c   0 3 6 | 3 . . 6 . .      rows past the new length are free
 
     Args:
         k_cache, v_cache: as in `kv_append_`.
         lengths: ``(batch,)`` int32 or int64; updated in place, so not expanded.
-        counts: ``(batch,)`` int32 or int64, accepted rows of each sequence, 0 upwards.
+        counts: ``(batch,)`` int32 or int64, accepted rows of each sequence, 0 or more.
         source_index: ``(batch, rows)`` int32 or int64, counted from the sequence's length; entries from ``counts[b]`` on are
             not read. None: the accepted rows are a prefix, so only the lengths change.
         block_table, backend: as in `kv_append_`.
@@ -131,9 +131,9 @@ def kv_commit_(
 
 
 def kv_trim_(lengths: Tensor, new_lengths: Tensor, *, backend: Backend = "auto") -> None:
-    """Shortens sequences: ``lengths[b] = new_lengths[b]``. No row is touched; rows behind a length are free.
+    """Shortens sequences: ``lengths[b] = new_lengths[b]``. No row is touched; rows past a length are free.
 
-    Pages of a paged cache are given back by `pdkernels.cache.PagedKVCache.trim_`, which calls this.
+    Pages of a paged cache are released by `pdkernels.cache.PagedKVCache.trim_`, which calls this.
 
     Args:
         lengths: ``(batch,)`` int32 or int64; updated in place, so not expanded.
@@ -211,7 +211,7 @@ def _check_layers(op: str, argument: str, tensors: list[Tensor]) -> None:
         check_type(isinstance(t, Tensor), op, name, "be a tensor", type(t).__name__)
         if t.dim() not in (4, 5):
             fail(op, name, "have 4 dimensions, or 5 with the layers first", tuple(t.shape))
-        # A copy of a cache would take the rows and be thrown away.
+        # A copy of a cache would receive the rows and be discarded.
         remedy = "Allocate it so." if argument.endswith("cache") else "Call .contiguous() on it."
         check_last_contiguous(op, remedy, **{name: t})
         if t.shape[-4:] != first.shape[-4:] or t.stride()[-4:] != first.stride()[-4:] or t.dtype != first.dtype:

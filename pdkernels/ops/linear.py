@@ -1,4 +1,4 @@
-"""Products of few rows with a matrix, whose bits do not depend on how many rows there are."""
+"""Products of few rows with a matrix, whose bits do not depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Ba
     does not promise: with it, verifying a draft of 8 tokens may round differently from decoding them one at a time.
 
     Args:
-        x: ``(..., width)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
-        weight: ``(outputs, width)`` of the same dtype; under float32 `x` also float16 or bfloat16, which halves what is read.
+        x: ``(..., width)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
+        weight: ``(outputs, width)`` of the same dtype; with float32 `x` also float16 or bfloat16, which halves what is read.
             Contiguous rows, or it is copied first.
         bias: ``(outputs,)``, dtype of `x`; None adds nothing.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.

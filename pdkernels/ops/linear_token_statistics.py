@@ -1,4 +1,4 @@
-"""Statistics of the logits of a language-model head that are never there as a whole: product and reduction in one op."""
+"""Statistics of the logits of a language-model head that are never materialized in full: product and reduction in one op."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["linear_token_statistics"]
 OP = "linear_token_statistics"
 
 
-# Most logits that are there at a time where rows go by blocks: 64 MiB in float32.
+# Most logits held at a time where rows are processed in blocks: 64 MiB in float32.
 BLOCK_LOGITS = 2**24
 
 
@@ -58,21 +58,21 @@ def linear_token_statistics(
     first_id: int = 0,
     backend: Backend = "auto",
 ) -> TokenStatistics:
-    """`token_statistics` of the logits ``hidden @ weight^T``, of which there are never more than some at a time.
+    """`token_statistics` of the logits ``hidden @ weight^T``, of which only a part is held at a time.
 
-    Means what ``token_statistics(F.linear(hidden, weight), ...)`` means, for memory that does not grow with rows times V. On CUDA
-    the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so that two may tie or
-    change places); with `top_p` or `min_p`, and on the CPU, rows go by blocks of at most 2**24 logits through a product
+    Equivalent to ``token_statistics(F.linear(hidden, weight), ...)``, with memory that does not grow with rows times V. On CUDA
+    the product stays in registers and each logit in float32 (plain PyTorch rounds it to the dtype first, so two may tie or
+    swap); with `top_p` or `min_p`, and on the CPU, rows are processed in blocks of at most 2**24 logits through a product
     (``F.linear`` on CUDA, `linear` on the CPU) and the kernel of `token_statistics`.
 
     Args:
         hidden: ``(..., E)`` float32, float16 or bfloat16, E at least 1: what the head is applied to. Any strides.
-        weight: ``(V, E)`` of the same dtype, the head's, V at least 1. Any strides; no bias.
+        weight: ``(V, E)`` of the same dtype, the weight of the head, V at least 1. Any strides; no bias.
         temperature, seed, step, positions, suppress, top_k, top_p, min_p, distribution: as in `token_statistics`.
-        row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. So a
-            sampler passes all hidden states and names those it asks about.
-        group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows go by blocks on CUDA too, and under
-            filters all logits of the rank's slice are there at once.
+        row_index: int tensor of any shape: the rows of ``hidden.flatten(0, -2)`` to look at, -1 for none; None: all of them. A
+            sampler passes all hidden states and selects those it needs.
+        group, first_id: as in `token_statistics`; `weight` holds this rank's rows of the head. Rows are processed in blocks on
+            CUDA too, and under filters all logits of the rank's slice are held at once.
         backend: see `pdkernels.show_config`. The reference holds all logits, and takes float64 too.
 
     Returns:
@@ -84,8 +84,8 @@ def linear_token_statistics(
             steps the low 32 bits are taken, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
 
-    No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other rows, but on CUDA with filters, where the
-    product is PyTorch's, whose last bits may depend on how many rows there are.
+    No gradient flows, and a tangent (forward mode) is refused. Deterministic. A row's result does not depend on other rows,
+    except on CUDA with filters, where the product is PyTorch's, whose last bits may depend on the number of rows.
 
     Source: as `token_statistics`; sums merged over parts of the vocabulary after Milakov and Gimelshein, "Online normalizer
     calculation for softmax" (2018).
@@ -108,12 +108,12 @@ def linear_token_statistics(
 
 
 def _merged(hidden: Tensor, weight: Tensor, given: Options, part: Part, backend: Backend) -> TokenStatistics:
-    """Records are made by blocks of rows, and exchanged all at once."""
+    """Records are made block by block, and exchanged all at once."""
     _check_product(hidden, weight)
     _check_values(hidden, given) if hidden.device.type == "cpu" else None
     shape = rows_shape(hidden, given.row_index)
     rows, index, given = chosen_rows(OP, hidden, len(weight), given)
-    # Ranks exchange logits under filters, so there all have one block.
+    # Ranks exchange logits under filters, so all use a single block there.
     filtered = given.top_p < 1 or given.min_p > 0
     size = max(1, len(rows) if filtered else BLOCK_LOGITS // len(weight))
     records, theres = [], []
@@ -131,7 +131,7 @@ def _merged(hidden: Tensor, weight: Tensor, given: Options, part: Part, backend:
 
 
 def _check_values(hidden: Tensor, options: Options) -> None:
-    """Of tensors of numbers. On a GPU this waits for it."""
+    """Checks the values of tensors. On a GPU this synchronizes."""
     rows = hidden.numel() // hidden.shape[-1]
     index = options.row_index
     if index is not None and ((index < -1) | (index >= rows)).any():
@@ -181,7 +181,7 @@ def _product(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _by_blocks(hidden: Tensor, weight: Tensor, options: Options) -> tuple[Tensor, ...]:
-    """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a row of more."""
+    """Through `token_statistics`, at most BLOCK_LOGITS logits at a time, or a single longer row."""
     if options.row_index is None and hidden.numel() // hidden.shape[-1] * weight.shape[0] <= BLOCK_LOGITS:
         results: tuple[Tensor, ...] = token_statistics_op(_product(hidden, weight), *options)
         return results
@@ -223,7 +223,7 @@ def _triton(hidden: Tensor, weight: Tensor, *options: Any) -> tuple[Tensor, ...]
     given = Options(*options)
     if DEBUG_CHECKS:
         _check_values(hidden, given)
-    if given.top_p < 1 or given.min_p > 0:  # which tokens stay is known once all logits are
+    if given.top_p < 1 or given.min_p > 0:  # which tokens stay is known only from all logits
         return _by_blocks(hidden, weight, given)
     from pdkernels.triton.linear_token_statistics import forward
 

@@ -1,4 +1,4 @@
-"""What a decoding step decided goes into a log on the device, and a conditional node of a CUDA graph learns whether to go on."""
+"""Logs what a decoding step decided on the device, and sets whether a conditional node of a CUDA graph continues."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = ["log_step_"]
 def log_step_(
     log: Tensor, count: Tensor, more: Tensor, entry: Tensor, *, handle: int | None = None, backend: Backend = "auto"
 ) -> None:
-    """Keeps the entry of one step, counts it, and says whether there is another step::
+    """Appends the entry of one step, counts it, and decides whether another step follows::
 
         log[count] = entry;   count += 1;   more = (entry[:, 0] > 0).any() and count < steps
 
-    A decoder that lets a device go on by itself writes here what its host would have read after every step: the first
-    column is what a sequence still has to do, 0 when it is done, the others are the decoder's own. The host reads the log once, at
-    the end. In a CUDA graph the same launch sets the condition of a while node, so that the step runs again without a host
+    A decoder that runs on a device without its host writes here what the host would have read after every step: the first
+    column is the work a sequence has left, 0 when it is done, the others are up to the decoder. The host reads the log once, at
+    the end. In a CUDA graph the same launch sets the condition of a while node, so that the step repeats without the host
     (`pdkernels.integrations.device_loop`).
 
     Args:
         log: ``(steps, batch, columns)`` int64, contiguous; one entry is written.
         count: ``(1,)`` int64, entries in the log; updated in place.
-        more: ``(1,)`` bool; written. A full log ends the loop whatever its sequences want, so that no loop runs on for ever.
+        more: ``(1,)`` bool; written. A full log ends the loop in any case, so that no loop runs forever.
         entry: ``(batch, columns)`` int64, contiguous.
-        handle: of a graph's conditional node, which is set to `more` (CUDA): `cudaGraphConditionalHandle` as an int. None: there
-            is no such node.
+        handle: of a graph's conditional node, which is set to `more` (CUDA): `cudaGraphConditionalHandle` as an int. None: no
+            such node.
         backend: see `pdkernels.show_config`.
 
     Raises:
@@ -55,7 +55,7 @@ def log_step_(
 
 
 def signed(handle: int | None) -> int | None:
-    """The same 64 bits as a schema's int. Handles may be above its range."""
+    """The same 64 bits as the signed int of a schema. Handles may exceed its range."""
     check_type(handle is None or isinstance(handle, int), "log_step_", "handle", "be an int", type(handle).__name__)
     return handle if handle is None or handle < 2**63 else handle - 2**64
 

@@ -1,4 +1,4 @@
-"""How far the distribution of the next token moved between two recurrences: what early-exit criteria ask of two rows of logits."""
+"""How far the distribution of the next token moved between two recurrences: the quantities of early-exit criteria."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OP = "logit_divergence"
 
 
 class LogitDivergence(NamedTuple):
-    """What `logit_divergence` measured, one entry a row of logits."""
+    """What `logit_divergence` measured, one entry per row of logits."""
 
     argmax: Tensor
     """(...) int64: the first of the largest logits."""
@@ -27,25 +27,25 @@ class LogitDivergence(NamedTuple):
     kl: Tensor
     """(...) float32: ``sum p_then (log p_then - log p_now)``."""
     minp_kl: Tensor
-    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest made to sum up to 1."""
+    """(...) float32: the same after every p below ``min_p * max p`` was set to 1 / V and the rest rescaled to sum to 1."""
 
 
 def logit_divergence(
     logits: Tensor, previous: Tensor | None = None, *, min_p: float = 0.1, backend: Backend = "auto"
 ) -> LogitDivergence:
-    """The numbers that decide whether another recurrence would still change the next token.
+    """The quantities that indicate whether another recurrence would still change the next token.
 
     ``p`` is the softmax of a row. Everything is computed in float32 with two reads of the logits. A sampler stops when, say,
     `kl` falls below 1e-3, or `entropy` moved less than that since the last call; before the first call the published one takes
     a uniform distribution and an entropy of 100.
 
     A logit of -inf is a token of probability 0: it adds nothing to the entropy, nothing to `kl` where the earlier distribution has 0
-    too, and infinity where only the new distribution has. A row without a distribution (a NaN, an infinity, or nothing but -inf) gives NaN, which
-    is below no threshold; its `argmax` is that of PyTorch: the first NaN, else the first of the largest.
+    too, and infinity where only the new distribution does. A row without a distribution (a NaN, an infinity, or nothing but
+    -inf) gives NaN, which is below no threshold; its `argmax` is that of PyTorch: the first NaN, else the first of the largest.
 
     Args:
-        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
-        previous: those of the recurrence before, same shape and dtype; None: a uniform distribution.
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may be strided; any other layout is copied.
+        previous: those of the previous recurrence, same shape and dtype; None: a uniform distribution.
         min_p: in [0, 1].
         backend: see `pdkernels.show_config`. The reference takes float64 too.
 

@@ -1,12 +1,13 @@
-"""What a step of the recurrent-depth sampler does beside the model: noise in, exit test out, rows frozen and added.
+"""What a step of the recurrent-depth sampler does around the model: noise in, exit test out, rows frozen and added.
 
-A sequence decodes many positions at once, its *wave*: row ``i`` stands at position ``cursor[b] + i``, for ``i < width[b]``. A
-step runs the prelude on the wave's tokens, `recurrence_inject` on what came of it, the core a few times, `recurrence_exit` in
-place of its last norm, the coda, and `recurrence_advance_` on the tokens it predicts. Rows that converged freeze: the wave's
-front moves on by ``advance[b]`` rows and new ones join behind.
+A sequence decodes many positions at once, its *wave*: row ``i`` is at position ``cursor[b] + i``, for ``i < width[b]``. A
+step runs the prelude on the wave's tokens, `recurrence_inject` on the result, the core a few times, `recurrence_exit` in
+place of the core's last norm, the coda, and `recurrence_advance_` on the predicted tokens. Rows that have converged freeze:
+the wave's front moves on by ``advance[b]`` rows and new ones join at its end.
 
-Nothing is moved when rows freeze: what a step left for row ``i`` is read at row ``i + advance[b]`` by the next one, so states
-are always compared and blended position by position. All that varies from step to step is on the device; there is no host sync.
+Nothing is moved when rows freeze: the next step reads for row ``i`` what this one left at row ``i + advance[b]``, so states
+are always compared and blended position by position. Everything that varies from step to step is on the device; there is no
+host sync.
 
 Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
 """
@@ -28,12 +29,12 @@ __all__ = ["RecurrenceExit", "recurrence_advance_", "recurrence_exit", "recurren
 
 
 class RecurrenceExit(NamedTuple):
-    """What `recurrence_exit` made of the rows of a step."""
+    """The result of `recurrence_exit` for the rows of a step."""
 
     state: Tensor
-    """(batch, rows, hidden): the normalised states, dtype of x; zeros behind the wave."""
+    """(batch, rows, hidden): the normalised states, dtype of x; zeros past the wave."""
     distance: Tensor
-    """(batch, rows) float32: how far each state moved, relative to its length; +inf where it has nothing to be compared with."""
+    """(batch, rows) float32: how far each state moved, relative to its length; +inf where there is nothing to compare with."""
     settled: Tensor
     """(batch, rows) bool: the distance is below the threshold."""
 
@@ -59,7 +60,7 @@ def recurrence_inject(
     damp_new: bool = False,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The adapter's input: states with noise, and embeddings blended with those of the step before.
+    """The adapter's input: states with noise, and embeddings blended with those of the previous step.
 
     A row is *new* before its first recurrence (``recurrences[b, i] == 0``, or `state` is None) and *old* from then on::
 
@@ -67,47 +68,47 @@ def recurrence_inject(
         old   z' = (1 - beta) z + beta init(step, position)     e = (1 - momentum) embedding + momentum previous
 
     with ``z = state[b, i + advance[b]]``, ``previous = previous_embedding[b, i + advance[b]]``, position ``cursor[b] + i`` and
-    step ``steps[b]``. beta depends on how often a row went through the core, ``count = recurrences[b, i]``::
+    step ``steps[b]``. beta depends on how often the row has been through the core, ``count = recurrences[b, i]``::
 
         constant  noise      linear  noise max(0, 1 - count / horizon)
         harmonic  noise / (1 + count)      root  noise / sqrt(1 + count)
 
     ``init`` is the normal distribution with deviation `init_std`, cut at three times that. Its numbers belong to ``(seed, step, position,
-    component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same ones alone
-    and in a batch, and on every device. The upper 24 of a word's 32 bits count: numbers are those of 2**24 equal shares of the
-    distribution.
+    component)``: Philox4x32-10 under the counter ``(component // 4, position, step, 1)``, so a sequence draws the same numbers
+    alone and in a batch, and on every device. Only the upper 24 of a word's 32 bits are used: the numbers are those of 2**24
+    equal shares of the distribution.
 
     Args:
-        state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the step before; None: all rows are new.
+        state: ``(batch, rows_before, hidden)``, the `RecurrenceExit.state` of the previous step; None: all rows are new.
         embedding: ``(batch, rows, hidden)``, the prelude's output; float32, float16 or bfloat16 (float64 with
             ``backend="reference"``).
-        previous_embedding: shape of `state`, the blended embeddings of the step before, such as ``result[..., hidden:]``; None:
-            nothing is blended, and old rows keep their embedding as new ones do.
-        recurrences: ``(batch, >= rows)`` int32 or int64, recurrences that ran at each row so far.
+        previous_embedding: shape of `state`, the blended embeddings of the previous step, such as ``result[..., hidden:]``; None:
+            nothing is blended, and old rows keep their embedding like new ones.
+        recurrences: ``(batch, >= rows)`` int32 or int64, recurrences run at each row so far.
         cursor, width, advance, steps: ``(batch,)`` int32 or int64, as `recurrence_advance_` leaves them.
-        seed: of all drawn numbers, an int or a ``(batch,)`` int32 or int64 tensor.
-        noise: beta of the first step, 0 or above; 0 leaves states exactly as they are and draws nothing for old rows. So does a
-            row whose own beta is 0.
-        schedule, horizon: how beta falls. The paper has "linear", the published code "harmonic".
+        seed: key of all random numbers, an int or a ``(batch,)`` int32 or int64 tensor.
+        noise: beta of the first step, 0 or more; 0 leaves states unchanged and draws nothing for old rows. So does a
+            beta of 0 for a row.
+        schedule, horizon: how beta decays. The paper has "linear", the published code "harmonic".
         mixer: "sqrt" mixes with ``sqrt(max(1 - beta, 0))`` and ``sqrt(beta)``, which keeps the variance.
-        momentum: in ``[0, 1]``; 0 leaves embeddings exactly as they are.
+        momentum: in ``[0, 1]``; 0 leaves embeddings unchanged.
         init_std: deviation of the normal distribution before the cut.
-        new_state: "copied" starts new rows from the sequence's last old one, where there is one.
+        new_state: "copied" starts new rows from the sequence's last old row, if any.
         damp_new: rows without a previous embedding get ``(1 - momentum) embedding``, as in the published code: new rows, and
             all rows where `previous_embedding` is None.
         backend: see `pdkernels.show_config`.
 
     Returns:
-        ``(batch, rows, 2 hidden)``: the states in ``[..., :hidden]``, the embeddings in ``[..., hidden:]``; zeros behind the wave.
+        ``(batch, rows, 2 hidden)``: the states in ``[..., :hidden]``, the embeddings in ``[..., hidden:]``; zeros past the wave.
 
     Raises:
         ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]``, a negative cursor or
-            advance, an old row that `state` does not have. On CUDA such a width is taken as the nearest allowed one and such a
-            row as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+            advance, an old row missing from `state`. On CUDA such a width is clamped and such a
+            row is taken as new, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Arithmetic is float32, each operation rounded by itself in the order of the formulas, with one rounding to the dtype at the
+    Arithmetic is float32, each operation rounded separately in the order of the formulas, with one rounding to the dtype at the
     end: kernels and reference agree bit for bit. Tensors may have any strides with a contiguous last dimension.
 
     Source: Algorithm 2 lines 5 to 8 and equation 2; the schedules of section 3.4 and of the published code.
@@ -153,18 +154,18 @@ def recurrence_exit(
         distance = |state - 2 before + first| / |state|            first = older[b, i + advance[b] + older_advance[b]]
 
     taken in float32 of the states as they are stored. The second line is for calls with `older`. Rows are compared position by
-    position; one with nothing to be compared with has the distance +inf: without `previous`, with fewer than `min_recurrences`
-    recurrences before this step, without a row in `previous` or `older`, behind the wave.
+    position; a row with nothing to compare with has the distance +inf: without `previous`, with fewer than `min_recurrences`
+    recurrences before this step, without a row in `previous` or `older`, or past the wave.
 
     Args:
         x, residual: ``(batch, rows, hidden)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``): what the core's
             last block adds up and normalises.
         weight: ``(hidden,)`` of that norm, dtype of x.
-        previous: ``(batch, rows_before, hidden)`` states of the step before, as they were before any noise; None: no comparison.
+        previous: ``(batch, rows_before, hidden)`` states of the previous step, before any noise; None: no comparison.
         recurrences: ``(batch, >= rows)`` int32 or int64, recurrences at each row *before* this step.
         width, advance: ``(batch,)`` int32 or int64, as `recurrence_advance_` left them.
         threshold: rows with a smaller distance have settled. 0.03 in the paper.
-        older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of that time.
+        older, older_advance: ``(batch, rows_then, hidden)`` states of the step before `previous`, and the `advance` of that step.
         min_recurrences: 1 or more; with `older` the recurrences of two steps, so that a row has both states.
         eps: of the norm.
         backend: see `pdkernels.show_config`.
@@ -174,11 +175,11 @@ def recurrence_exit(
 
     Raises:
         ValueError: shapes that do not fit, options out of range; on the CPU a width outside ``[0, rows]`` or a negative advance. On
-            CUDA such a width is taken as the nearest allowed one, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+            CUDA such a width is clamped, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
-    Deterministic and independent of the batch. A state of zeros that does not move has the distance 0; NaN never settles.
+    Deterministic and independent of the batch. A zero state that does not move has the distance 0; NaN never settles.
 
     Source: equation 3 and Algorithm 2 line 15; norm_4 of Huginn-0125's sandwich block.
 
@@ -219,10 +220,10 @@ def recurrence_advance_(
     keep_last: bool = False,
     backend: Backend = "auto",
 ) -> None:
-    """Ends a sampler step, in place: freezes the rows that are done, moves each wave on and lets new rows join it.
+    """Ends a sampler step, in place: freezes the rows that are done, advances each wave and adds new rows to it.
 
-    ``tokens[b, i]`` is the input of row ``i``, ``predictions[b, i]`` the token it gave for the position behind it. Row 0's input is
-    text already; when ``n`` rows freeze, ``predictions[b, :n]`` becomes text too. The picture, with ``headway=1``::
+    ``tokens[b, i]`` is the input of row ``i``, ``predictions[b, i]`` the token it gave for the next position. Row 0's input is
+    already text; when ``n`` rows freeze, ``predictions[b, :n]`` becomes text too. The picture, with ``headway=1``::
 
         tokens        a b c         a is text; rows 0 and 1 are ready
         predictions   b c d
@@ -231,21 +232,21 @@ def recurrence_advance_(
 
     For each sequence with ``w = width[b] > 0`` rows, in this order:
 
-    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``stable[b, i]`` counts on where an old row predicted
-       ``tokens[b, i + 1]`` once more, and is 0 elsewhere.
-    2. A row is ready if it is settled, has `max_recurrences` (if above 0), or was stable `stability` times (if above 0). Rule
-       "prefix" freezes the ready rows up to the first that is not (equation 3), "last" all up to the last ready one (Algorithm 2).
-    3. `guard`: never a row whose input, or an input between row 0 and it, changed in this very step: the K and V that the cache
-       has for it belong to another token. `keep_last`: one row less (the published code keeps it as the first).
-    4. ``n`` of them: no more than ``remaining[b]``, and none behind the first end token among the predictions.
+    1. ``recurrences[b, i] += inner_recurrence`` and ``steps[b] += 1``. ``stable[b, i]`` is incremented where an old row predicted
+       ``tokens[b, i + 1]`` again, and is 0 elsewhere.
+    2. A row is ready if it has settled, has `max_recurrences` (if above 0), or was stable `stability` times (if above 0). Rule
+       "prefix" freezes the ready rows before the first that is not (equation 3), "last" all up to the last ready one (Algorithm 2).
+    3. `guard`: never a row whose input, or an input between row 0 and it, changed in this step: the K and V that the cache
+       holds for it belong to another token. `keep_last`: one row fewer (the published code keeps it as the first).
+    4. ``n`` of them freeze: no more than ``remaining[b]``, and none past the first end token among the predictions.
        ``advance[b] = n``, ``cursor[b] += n``, ``remaining[b] -= n``.
-    5. Behind an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens, recurrences and
-       stable are not shifted any more.
-    6. Else ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the rows that stay shift by ``n``, each input
+    5. After an end token, or with nothing remaining, ``width[b] = 0``: the sequence has finished. Its tokens, recurrences and
+       stable are no longer shifted.
+    6. Otherwise ``width[b] = min(w - n + headway, max_wavefront, remaining[b])``; the remaining rows shift by ``n``, each input
        being the prediction of the row before it; the first new row gets the last prediction, others `filler`.
 
-    A finished sequence (``width[b] == 0``) stays as it is, but for ``advance[b] = 0``. Behind a wave, recurrences and stable are 0
-    and tokens are leftovers.
+    A finished sequence (``width[b] == 0``) does not change, except for ``advance[b] = 0``. Past a wave, recurrences and stable
+    are 0 and tokens are unspecified.
 
     Args:
         tokens: ``(batch, room + 1)`` int32 or int64.
@@ -257,8 +258,8 @@ def recurrence_advance_(
         inner_recurrence: recurrences of this step.
         max_wavefront: in ``[1, room]``; None: room.
         max_recurrences, stability, rule, guard, keep_last: see above.
-        headway: rows that join a wave at each step, 1 or more.
-        filler: ``(batch, headway - 1)`` int32 or int64, inputs of new rows that nothing predicted; None: 0.
+        headway: rows that join a wave in each step, 1 or more.
+        filler: ``(batch, headway - 1)`` int32 or int64, inputs of new rows without a prediction; None: 0.
         end_tokens: ``(n,)`` ids that end a sequence.
         backend: see `pdkernels.show_config`.
 
@@ -292,7 +293,7 @@ def recurrence_advance_(
 
 
 def _wave(draw: Draw) -> dict[str, Any]:
-    """Where two waves of at most six rows are."""
+    """Two waves of at most six rows."""
     numbers = {name: draw.ints(least, most, 2) for name, least, most in (("cursor", 0, 8), ("width", 1, 6))}
     return {
         "recurrences": draw.ints(0, 8, 2, 6),

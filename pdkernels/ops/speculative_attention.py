@@ -1,12 +1,12 @@
 """Attention of drafted tokens over a cached prefix and a planned tail: one decode step of a parallel decoder.
 
-The prefix is seen by all new tokens and needs no mask; among themselves they see what a `TilePlan` shows. The plan knows
-nothing of the prefix, so one plan serves every step, and lengths are a tensor that kernels read where it lies: a step neither
-waits for the device nor builds a mask.
+All new tokens see the prefix, which needs no mask; among themselves they see what a `TilePlan` shows. The plan does not
+depend on the prefix, so one plan serves every step, and lengths are a tensor that kernels read on the device: a step neither
+synchronizes nor builds a mask.
 
-`speculative_attention` reads the cache; `speculative_attention_append_` is the same kernel, which also stores rows behind the
-prefix. They are two ops, because a schema says once and for all what is written: a graph would take every forward for one that
-changes its cache.
+`speculative_attention` reads the cache; `speculative_attention_append_` is the same kernel, which also stores rows after the
+prefix. They are two ops because a schema fixes what is written: a graph would otherwise assume that every forward changes
+its cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["speculative_attention", "speculative_attention_append_"]
 OP = "speculative_attention"
 APPEND = "speculative_attention_append_"
 
-# A block's offsets from its first token have to fit into 32 bits on CUDA. Inputs of wider strides are copied, caches never.
+# A block's offsets from its first token must fit into 32 bits on CUDA. Inputs with wider strides are copied, caches never.
 MAX_CUDA_TOKEN_STRIDE = 2**23
 
 
@@ -65,8 +65,8 @@ def speculative_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention of new tokens: each sees all of its sequence's cached prefix, then the new tokens its plan shows it.
 
-    For inference: it has no gradient. The cache is read and never written; `pdkernels.speculative_attention_append_` stores new
-    rows in the same pass, `pdkernels.kv_commit_` keeps those that were accepted.
+    For inference: it has no gradient. The cache is only read; `pdkernels.speculative_attention_append_` stores new
+    rows in the same pass, `pdkernels.kv_commit_` keeps the accepted ones.
 
     Args:
         q: ``(batch, new, q_heads, head_dim)``, float32, float16 or bfloat16 (float64 with ``backend="reference"``); head_dim a
@@ -75,8 +75,8 @@ def speculative_attention(
             query head ``h`` reads KV head ``h // (q_heads // kv_heads)``.
         k_cache, v_cache: ``(batch, slots, kv_heads, head_dim)``, one layer of a cache, dtype of q. With `block_table`:
             ``(num_pages, page_size, kv_heads, head_dim)``. All five may have any strides with a contiguous last dimension.
-        lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What stands behind them is not read, in the
-            cache as in the table.
+        lengths: ``(batch,)`` int32 or int64, cached tokens of each sequence. What lies past them is not read, in the
+            cache or in the table.
         plan: of a mask of ``new`` rows and columns, on the device of q: ``mask.plan(block_q, block_k, q.device)``. All
             sequences and heads share it; a stacked plan (`TilePlan.stack`) has one for each sequence.
         block_table: ``(batch, pages_per_sequence)`` int32 or int64; position ``p`` is slot ``p % page_size`` of page
@@ -87,21 +87,21 @@ def speculative_attention(
 
     Returns:
         ``out``, shape and dtype of q, contiguous. With `return_lse` ``(out, lse)``: the natural log-sum-exp of the visible scores,
-        ``(batch, q_heads, new)`` float32. Rows that see nothing, which takes an empty prefix, are zero, with a log-sum-exp of
+        ``(batch, q_heads, new)`` float32. Rows that see nothing (only with an empty prefix) are zero, with a log-sum-exp of
         -inf.
 
     Raises:
         ValueError: shapes or strides that do not fit, a plan for another number of tokens, another batch or another device. On
-            the CPU also lengths out of ``[0, capacity]`` and pages inside a length that do not exist. On CUDA lengths are clamped
-            and pages have to be right; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the price of a sync.
+            the CPU also lengths out of ``[0, capacity]`` and invalid pages within a length. On CUDA lengths are clamped
+            and pages must be valid; ``PDKERNELS_DEBUG_CHECKS=1`` raises there as well, at the cost of a sync.
         TypeError: dtypes that do not fit, a mask instead of a plan.
-        NotImplementedError: a backend that does not serve the device; an input that wants a gradient, or a tangent (the
+        NotImplementedError: a backend that does not serve the device; an input that requires a gradient, or a tangent (the
             reference has both).
 
     Softmax and sums run in float32. Results repeat bit for bit and do not depend on the number of threads or on the rest of the
-    batch; pages give the bits of a contiguous cache of their capacity. On the CPU a row that sees all keys up to its own has the same
-    bits whether these are cached or new, and however many new tokens there are. ``torch.compile`` sees one op, and neither it nor
-    a CUDA graph notices that prefixes grow.
+    batch; a paged cache gives the bits of a contiguous one of the same capacity. On the CPU a row that sees all keys up to its
+    own has the same bits whether these are cached or new, and however many new tokens there are. ``torch.compile`` sees one op,
+    and neither it nor a CUDA graph depends on the length of prefixes.
 
     Source: one forward over prefix and draft as in quadratic self-speculation (Nemotron-Labs-Diffusion, appendix C); splits of a
     prefix merged by their log-sum-exps after Flash-Decoding (Dao et al., 2023).
@@ -150,17 +150,17 @@ def speculative_attention_append_(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`speculative_attention` that stores K and V of chosen new tokens behind each sequence's prefix, in the same pass.
+    """`speculative_attention` that stores K and V of selected new tokens after each sequence's prefix, in the same pass.
 
-    New token ``source_index[b, i]`` goes to position ``lengths[b] + i``, for ``i < counts[b]``. Lengths stay as they are:
-    what was written is a draft until `kv_commit_`. With the tokens chosen that a step may keep, the masks of a quadratic draft
-    left out, say, what it keeps is a prefix of them, and the commit moves nothing. The result does not depend on what is stored.
+    New token ``source_index[b, i]`` goes to position ``lengths[b] + i``, for ``i < counts[b]``. Lengths do not change:
+    what was written is a draft until `kv_commit_`. If only tokens that a step may keep are stored, say without the masks of a
+    quadratic draft, the kept ones are a prefix of them and the commit moves nothing. The result does not depend on what is stored.
 
     Args:
         q, k_new, v_new, plan, block_table, scale, return_lse, backend: as in `speculative_attention`.
-        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no place behind the prefix of
-            one sequence is a place of another one.
-        lengths: as there. The rows have to fit behind them.
+        k_cache, v_cache: as there; written. They share no memory with `q`, `k_new` and `v_new`, and no slot past the prefix of
+            one sequence is a slot of another.
+        lengths: as there. The rows must fit after them.
         counts: ``(batch,)`` int32 or int64, rows to store; None: all that `source_index` names. 0 stores nothing.
         source_index: ``(batch, rows)`` int32 or int64, which of the new tokens, each of ``0 .. new - 1``; entries from
             ``counts[b]`` on are not read. None: the new tokens in their order.
@@ -169,8 +169,8 @@ def speculative_attention_append_(
         As `speculative_attention`, bit for bit.
 
     Raises:
-        ValueError: as there, and counts, sources or pages behind the prefix out of range, or rows that do not fit; nothing is
-            written then. On CUDA nothing is stored for such a sequence, or raised with ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: as there, and counts, sources or pages past the prefix out of range, or rows that do not fit; nothing is
+            written then. On CUDA nothing is stored for such a sequence; ``PDKERNELS_DEBUG_CHECKS=1`` raises.
         TypeError, NotImplementedError: as there.
 
     Deterministic; a sequence does not depend on its batch.
@@ -201,7 +201,7 @@ def _arguments(
     plan: TilePlan,
     scale: float | None,
 ) -> tuple[Any, ...]:
-    """Those of the raw op, up to the scale."""
+    """The arguments of the raw op, up to the scale."""
     for name, tensor in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
         check_type(isinstance(tensor, Tensor), op, name, "be a tensor", type(tensor).__name__)
     if not isinstance(plan, TilePlan):
@@ -239,7 +239,7 @@ def _check(
     *,
     values: bool = False,
 ) -> None:
-    """All but dtypes of float64, and but values unless asked for."""
+    """Checks everything but float64, and values only on request."""
     for name, x in (("q", q), ("k_new", k_new), ("v_new", v_new), ("k_cache", k_cache), ("v_cache", v_cache)):
         if x.dim() != 4:
             layout = "(batch, new, heads, head_dim)"
@@ -308,7 +308,7 @@ def _check_values(
     counts: Tensor | None = None,
     source_index: Tensor | None = None,
 ) -> None:
-    """What the CPU kernel checks by itself. On a GPU this waits for it."""
+    """What the CPU kernel checks itself. On a GPU this synchronizes."""
     pages, page_size = k_cache.shape[:2]
     capacity = page_size if block_table is None else page_size * block_table.shape[1]
     table = [] if block_table is None else block_table.tolist()
@@ -331,10 +331,10 @@ def _check_values(
             )
         for i, page in enumerate(table[b][: -(-(length + count) // page_size)] if table else []):
             if not 0 <= page < pages:
-                behind = i * page_size >= length
+                past_prefix = i * page_size >= length
                 remedy = (
                     "Reserve pages for the rows before writing them."
-                    if behind
+                    if past_prefix
                     else "Every page of the prefix must exist."
                 )
                 fail(op, f"block_table[{b}, {i}]", f"be in [0, {pages - 1}]", f"{page} for sequence {b}", remedy)
@@ -386,7 +386,7 @@ def _by_triton(op: str, *arguments: Any) -> tuple[Tensor, Tensor]:
 def _refuse_gradients(
     op: torch._ops.OpOverload, q: Tensor, k_new: Tensor, v_new: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """Results without a history would look like constants to whoever trains through them."""
+    """Results without a history would look like constants in training."""
     inputs = (q, k_new, v_new, k_cache, v_cache)
     refuse_tangents(op._opname, inputs)
     if torch.is_grad_enabled() and any(x.requires_grad for x in inputs):

@@ -1,4 +1,4 @@
-"""A token for each row of logits and what samplers want to know about it, in one read of the logits."""
+"""A token for each row of logits and the statistics that samplers use, in one read of the logits."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MAX_SUPPRESSED = 16
 
 
 class TokenStatistics(NamedTuple):
-    """What `token_statistics` found, one entry a row; ``...`` is the shape of the logits without their last dimension, or that of
+    """What `token_statistics` found, one entry per row; ``...`` is the shape of the logits without their last dimension, or that of
     `row_index`."""
 
     ids: Tensor
-    """(...) int64: the token, the most probable one or a draw; -1 where there is no row."""
+    """(...) int64: the token, the most probable or a draw; -1 where there is no row."""
     probs: Tensor
     """(...) float32: its probability."""
     top_ids: Tensor
@@ -44,7 +44,7 @@ class TokenStatistics(NamedTuple):
 
 
 class Options(NamedTuple):
-    """What the ops of this kind take besides tensors of floats, in their order and with their defaults."""
+    """What these ops take besides float tensors, in order and with defaults."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -60,12 +60,12 @@ class Options(NamedTuple):
     distribution: str = "model"
 
 
-# SymInt: what changes from step to step would else pin a compiled graph to one step.
+# SymInt: otherwise what changes from step to step would pin a compiled graph to one step.
 OPTIONS = (
     "float temperature=0.0, int seed=0, Tensor? seeds=None, SymInt step=0, Tensor? steps=None, Tensor? positions=None, "
     "Tensor? row_index=None, int[] suppress=[], int top_k=5, float top_p=1.0, float min_p=0.0, str distribution='model'"
 )
-"""The same in a schema."""
+"""The same as a schema."""
 RESULTS = "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
 
 
@@ -93,32 +93,32 @@ def token_statistics(
     same tokens alone, in a batch, on every device and in the reference. ``-ln u`` is exact in both tails.
 
     `top_p` and `min_p` filter what can be drawn: of ``P = softmax(logits / T)`` (T = 0: 1) a token stays if the mass of all
-    more probable ones is below `top_p`, and P at least `min_p` times the largest. The first one always stays, and equals stay
+    more probable ones is below `top_p`, and P at least `min_p` times the largest. The first always stays, and equals stay
     or go together. `distribution` says what the statistics are of:
 
     - ``"model"``: ``softmax(logits)``, neither tempered nor filtered (LLaDA, Fast-dLLM);
     - ``"sampling"``: what the token is drawn from, tempered and filtered (Dream).
 
-    A row where everything is -inf or suppressed counts as no row: its ids are -1, its log-sum-exp is -inf and the other
+    A row in which everything is -inf or suppressed counts as no row: its ids are -1, its log-sum-exp is -inf and the other
     numbers are 0. A row with a NaN or +inf has no distribution: its floats are NaN, `ids` is that of ``torch.argmax`` (the first NaN,
     else the first +inf), `top_ids` has NaN first as ``torch.topk`` does.
 
     Args:
-        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may lie apart; a layout of another kind is copied.
+        logits: ``(..., V)`` float32, float16 or bfloat16, V at least 1. Rows may be strided; any other layout is copied.
         temperature: T, 0 or in [1e-30, 1e30].
-        seed: key of the random numbers, in [-2**63, 2**64); for sequences with numbers of their own, an int tensor that
+        seed: key of the random numbers, in [-2**63, 2**64); for a seed per sequence, an int tensor that
             broadcasts to the shape of the rows.
-        step: what they are drawn for, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that broadcasts
-            to the shape of the rows.
-        positions: int tensor of the shape of the rows, place in the text of each; 0 .. 2**32 - 1; None: the row's number.
+        step: counter of the random numbers, such as the number of a forward; 0 .. 2**32 - 1; an int or an int tensor that
+            broadcasts to the shape of the rows.
+        positions: int tensor of the shape of the rows, the position of each in its text; 0 .. 2**32 - 1; None: the row's number.
         row_index: int tensor of any shape: the rows of ``logits.flatten(0, -2)`` to look at, -1 for none; None: all of them.
         suppress: token ids, at most 16, that count as -inf everywhere.
-        top_k: how many of the most probable tokens, 1 .. min(V, 16). None: 5, or V where that is less.
+        top_k: how many of the most probable tokens to return, 1 .. min(V, 16). None: 5, or V if that is less.
         top_p, min_p: in [0, 1].
         distribution: ``"model"`` or ``"sampling"``.
-        group: a `torch.distributed.ProcessGroup` whose ranks hold the vocabulary in slices, in the order of the ranks; `logits` are
-            those of this rank's slice. All of them call with equal options, and all get the same results, bit for bit.
-        first_id: the id of the first of these logits, a multiple of 4: how many ids the ranks before hold. For a group only.
+        group: a `torch.distributed.ProcessGroup` whose ranks hold slices of the vocabulary, in the order of the ranks; `logits` are
+            those of this rank's slice. All ranks pass equal options, and all get the same results, bit for bit.
+        first_id: the id of the first of these logits, a multiple of 4: the number of ids on the ranks before. Only with a group.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and returns it.
 
     Raises:
@@ -128,9 +128,9 @@ def token_statistics(
         TypeError: dtypes that do not fit.
 
     With a `group` ids, `suppress` and `top_k` (None: 5) are of the whole vocabulary. No logits are exchanged, but one record of
-    ``8 (7 + 3 max(top_k, 2))`` bytes a row, and under `top_p` or `min_p` the largest logits of each rank until the filters are settled, for
-    which the host waits. Tokens are those of one device, draws included: noise belongs to ids, and
-    scores are compared in double precision.
+    ``8 (7 + 3 max(top_k, 2))`` bytes per row, and under `top_p` or `min_p` the largest logits of each rank until the filters
+    are settled, for which the host waits. Tokens are those of one device, draws included: noise belongs to ids, and scores are
+    compared in double precision.
 
     No gradient flows, and a tangent (forward mode) is refused. Deterministic; a row's result does not depend on other rows. A draw does not read `positions` and `step`
     at temperature 0.
@@ -144,7 +144,7 @@ def token_statistics(
         >>> found.ids, found.probs, found.top_ids
         (tensor([1]), tensor([0.6652]), tensor([[1, 2]]))
     """
-    if has_torch_function_unary(logits):  # a vocabulary in slices, as models in parallel give it
+    if has_torch_function_unary(logits):  # a vocabulary in slices, as tensor-parallel models return it
         options: dict[str, Any] = dict(
             temperature=temperature, seed=seed, step=step, positions=positions, row_index=row_index
         )
@@ -166,7 +166,7 @@ def token_statistics(
 
 
 def given_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
-    """`top_k`, or what None stands for where the vocabulary is dimension `dim` of `x`; ranks of a group must agree on it."""
+    """`top_k`, or the default for None where the vocabulary is dimension `dim` of `x`; ranks of a group must agree on it."""
     if top_k is None and group is not None:
         return 5
     if top_k is None:
@@ -175,7 +175,7 @@ def given_top_k(top_k: int | None, x: Tensor, dim: int, group: Any) -> int:
 
 
 def rows_shape(x: Tensor, row_index: Tensor | None) -> torch.Size:
-    """Of the results: that of the rows of `x`, or of `row_index`."""
+    """Shape of the results: that of the rows of `x`, or of `row_index`."""
     return x.shape[:-1] if row_index is None else row_index.shape
 
 
@@ -191,8 +191,8 @@ def raw_options(
     suppress: int | Sequence[int],
     *rest: Any,
 ) -> tuple[Any, ...]:
-    """What the public functions take, as the ops take it: a tensor of seeds or steps has one for each row of `x`, `suppress` is a
-    list."""
+    """The arguments of the public functions in the form of the ops: a tensor of seeds or steps has one for each row of `x`,
+    `suppress` is a list."""
 
     def for_rows(argument: str, given: Tensor) -> Tensor:
         check_floats(op, name, x)
@@ -217,7 +217,7 @@ def raw_options(
 
 
 def check_options(op: str, x: Tensor, width: int, options: Options) -> None:
-    """All but the logits, of which there are `width` for each row of `x`."""
+    """Checks everything but the logits, of which there are `width` for each row of `x`."""
     temperature, seed, seeds, step, steps, positions, row_index, suppress, top_k, top_p, min_p, distribution = options
     check_number(op, "temperature", temperature, 0, 1e30, "be in [0, 1e30]")
     if 0 < temperature < 1e-30:
@@ -249,7 +249,7 @@ def _check_suppress(op: str, suppress: Sequence[int], width: int) -> None:
 
 
 def chosen_rows(op: str, x: Tensor, width: int, given: Options) -> tuple[Tensor, Tensor | None, Options]:
-    """The rows of `x` that a rank of a group looks at, which of them are none (-1), and the options as those rows take them."""
+    """The rows of `x` that a rank of a group looks at, which of them exist (not -1), and the options for those rows."""
     whole = given._replace(suppress=(), top_k=1)
     check_options(op, x, width, whole)
     check_int(op, "top_k", given.top_k)
@@ -278,7 +278,7 @@ def chosen_rows(op: str, x: Tensor, width: int, given: Options) -> tuple[Tensor,
 def part_record(
     logits: Tensor, index: Tensor | None, given: Options, part: Part, backend: Backend
 ) -> tuple[Tensor, Tensor]:
-    """The record that a rank makes of its `logits` ``(rows, width)``, and which rows are there."""
+    """The record that a rank makes of its `logits` ``(rows, width)``, and which rows exist."""
     if own := own_tokens(given.suppress, part):
         logits = logits.index_fill(-1, torch.tensor(own, device=logits.device), -torch.inf)
     there = torch.ones(len(logits), dtype=torch.bool, device=logits.device) if index is None else index >= 0
@@ -328,7 +328,7 @@ def _fake(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 
 def new_results(x: Tensor, shape: torch.Size, top_k: int) -> tuple[Tensor, ...]:
-    """Where results for rows of `x` go."""
+    """Empty results for rows of `x`."""
     ids, top_ids = (x.new_empty(size, dtype=torch.int64) for size in (shape, (*shape, top_k)))
     top_probs = x.new_empty((*shape, top_k), dtype=torch.float32)
     probs, margin, entropy, logsumexp = (x.new_empty(shape, dtype=torch.float32) for _ in range(4))
@@ -344,7 +344,7 @@ def _reference(logits: Tensor, *options: Any) -> tuple[Tensor, ...]:
 
 
 def reference_options(options: Sequence[Any]) -> tuple[Any, ...]:
-    """As the references take them: a seed and a step, or one for each row."""
+    """Options for the references: a seed and a step, or one of each per row."""
     temperature, seed, seeds, step, steps, *rest = Options(*options)
     return (temperature, seed if seeds is None else seeds, step if steps is None else steps, *rest)
 

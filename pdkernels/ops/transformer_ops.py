@@ -1,4 +1,4 @@
-"""What lies between the matrix products of a layer: residual norms, the gate, and rotary embedding, into a cache or in place.
+"""The ops between the matrix products of a layer: residual norms, the gate, and rotary embedding, into a cache or in place.
 
 A model that trains runs plain PyTorch; these ops have no gradient and refuse inputs that would need one.
 """
@@ -43,16 +43,16 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor | None]:
     """``y = rms_norm(x + residual) * weight``, and ``rms_norm(y) * next_weight`` where there is a next weight.
 
-    One pass for the end of a sublayer and the beginning of the next one: with both weights for a sandwich block, without the
-    first, so that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the division are
+    One pass for the end of a sublayer and the start of the next: with both weights for a sandwich block; without the first, so
+    that `y` is the sum, for a layer that norms only before its sublayers. The sum, the mean square and the division are
     computed in float32; the sum is not rounded before it is normed. The normed value is rounded to the dtype and then
     multiplied by the weight in that dtype, as the published models do. The second norm sees the rounded `y`.
 
     Args:
-        x: ``(..., E)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        x: ``(..., E)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
         residual: like `x`; None: `x` alone is normed.
-        weight: ``(E,)``, dtype of `x`; None: `y` is the sum, for which there must be a residual and a next weight.
-        next_weight: like `weight`; None: there is no second result.
+        weight: ``(E,)``, dtype of `x`; None: `y` is the sum, which requires a residual and a next weight.
+        next_weight: like `weight`; None: no second result.
         eps: added to the mean square.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 
@@ -84,14 +84,14 @@ def silu_and_mul(x: Tensor, *, backend: Backend = "auto") -> Tensor:
     """``silu(x[..., :F]) * x[..., F:]``: the first half gates the second. In float32, rounded once.
 
     Args:
-        x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may lie apart; a layout of another kind is copied first.
+        x: ``(..., 2F)`` float32, float16 or bfloat16. Rows may be strided; any other layout is copied first.
         backend: see `pdkernels.show_config`. The reference takes float64 too, and gradients flow through it.
 
     Returns:
         ``(..., F)``, contiguous, dtype of `x`.
 
     Raises:
-        ValueError: a last dimension that is odd.
+        ValueError: an odd last dimension.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
 
@@ -121,17 +121,16 @@ def apply_rope_append_(
     slots: Tensor | None = None,
     backend: Backend = "auto",
 ) -> None:
-    """Bias and rotary embedding of q and k in place; K and V go to the cache, behind each sequence's committed rows or where `slots` say.
+    """Bias and rotary embedding of q and k in place; K and V go to the cache, after each sequence's committed rows or at `slots`.
 
-    Row i of sequence b stands at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
-    bias and rounded once; v stays as it is. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
-    `kv_commit_`. The other rows are rotated too and stored nowhere; where their position lies behind the tables they take the
-    last one of them.
+    Row i of sequence b is at position ``lengths[b] + i``. q and k are rotated in float32 from the unrounded sum with the
+    bias and rounded once; v does not change. K and V of the rows ``i < counts[b]`` are stored at their positions, a draft until
+    `kv_commit_`. The other rows are rotated but not stored; where their position is past the tables they use the last entry.
 
-    With `slots` row i stands at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
-    recomputed in place, whether they are neighbours or picked one by one. A row whose slot is -1 is padding: nothing of it is
-    read, changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored
-    there is that of one of them, and which is not said.
+    With `slots` row i is at ``lengths[b] + slots[b, i]`` instead, whatever the cache holds there: one op for rows that are
+    recomputed in place, whether they are adjacent or picked individually. A row whose slot is -1 is padding: it is not read,
+    changed or stored. Rows of a sequence that count must have different slots; where two share one, each number stored there
+    is from one of them, unspecified which.
 
     Args:
         qkv: ``(B, R, heads + 2 * kv_heads, D)``, float32, float16 or bfloat16: q, k and v of each row. Updated in place. Any
@@ -141,15 +140,15 @@ def apply_rope_append_(
             first of each pair (as `pdkernels.models.rope.rope_tables` has it).
         k_cache, v_cache: one layer, ``(B, capacity, kv_heads, D)``, or with `block_table` ``(num_pages, page_size, kv_heads, D)``;
             dtype of `qkv`. Not the memory of `qkv`.
-        lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, where those count from.
+        lengths: ``(B,)`` int32 or int64, committed rows of each sequence; with `slots`, the base of those.
         counts: ``(B,)`` int32 or int64, rows to store; None: all of them.
         block_table: ``(B, max_pages)`` int32 or int64; position ``p`` lives in page ``block_table[b, p // page_size]``.
         style: which components are a pair: ``"interleaved"`` 2i and 2i + 1, ``"half"`` i and i + D/2.
-        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may lie anywhere.
+        slots: ``(B, R)`` int32 or int64, -1 or more; None: ``0 .. R - 1``. A slot of a row that does not count may be anything.
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts behind the tables
+        ValueError: shapes that do not fit; lengths, counts, slots or pages out of range, or a row that counts past the tables
             (nothing is written then). On CUDA such a sequence is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
@@ -182,7 +181,7 @@ def apply_rope_(
 ) -> None:
     """Rotary embedding in place: row r of sequence b is rotated by position ``positions[b, r]``.
 
-    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows outside of
+    ``x * cos + swap(x) * sin`` in float32, rounded once. q and k of one product may be a view of it: heads and rows outside
     the view are not touched.
 
     Args:
@@ -195,7 +194,7 @@ def apply_rope_(
         backend: see `pdkernels.show_config`. The reference takes float64 too, with tables of float64 or float32.
 
     Raises:
-        ValueError: shapes that do not fit; a position outside of the tables (nothing is written then). On CUDA the row of such
+        ValueError: shapes that do not fit; a position outside the tables (nothing is written then). On CUDA the row of such
             a position is left as it was, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: dtypes that do not fit.
         NotImplementedError: an input that requires a gradient while gradients are recorded.
@@ -302,7 +301,7 @@ def _fake_apply_rope_append(
 
 
 def _reference_apply_rope_append(*arguments: Any) -> None:
-    # The schema's defaults arrive only where a caller gives them.
+    # The schema's defaults are passed only if a caller gives them.
     interleaved = arguments[9] if len(arguments) > 9 else True
     slots = arguments[10] if len(arguments) > 10 else None
     reference.apply_rope_append_(*arguments[:9], style="interleaved" if interleaved else "half", slots=slots)

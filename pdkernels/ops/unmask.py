@@ -1,4 +1,4 @@
-"""Committing guesses for masked tokens: which of them, and how many a step, batched and on the device."""
+"""Committing guesses for masked tokens: which and how many per step, batched and on the device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OP = "unmask_"
 
 
 class Unmasked(NamedTuple):
-    """What `unmask_` did, one entry a sequence, or a segment of one: ``(batch,)`` or ``(batch, segments)``."""
+    """What `unmask_` did, one entry per sequence, or per segment of one: ``(batch,)`` or ``(batch, segments)``."""
 
     committed: Tensor
     """int64: tokens that were committed."""
@@ -80,11 +80,11 @@ def unmask_(
         ids: ``(batch, candidates)``, dtype of tokens. A guess that is negative or the mask token is never committed.
         confidence: ``(batch, candidates)`` float32 (float64 with ``backend="reference"``), any number that grows with certainty;
             compared with the threshold exactly, in float64. None: a random order, see below.
-        mask_token: the id that stands for an empty place.
+        mask_token: the id of a masked position.
         positions: ``(batch, candidates)`` int32 or int64, distinct in a sequence, -1: no candidate. None: candidate r is for
             token r, and there are as many candidates as tokens.
         windows: ``(batch, 2)`` int32 or int64, half-open ranges ``[start, end)`` of tokens, or ``(batch, segments, 2)``: disjoint
-            segments, each with a rank order and a quota of its own. Empty ones are allowed. None: all tokens.
+            segments, each with its own ranking and quota. Empty ones are allowed. None: all tokens.
         quota, need: int, or int32 or int64 tensor of the shape of the results; not negative.
         threshold, factor: at most one of them; a factor is finite and not negative.
         strict: see `threshold`.
@@ -98,12 +98,13 @@ def unmask_(
         ValueError: shapes that do not fit; both `threshold` and `factor`; on the CPU windows outside ``[0, length]``, windows that
             overlap, positions outside ``[-1, length)`` or given twice, a negative quota or need (nothing is written then). On CUDA
             a sequence with such values is left as it was, ``committed`` 0, ``remaining`` counted in what its windows share with
-            the tokens; positions given twice go unseen, and any one of the guesses stands. ``PDKERNELS_DEBUG_CHECKS=1`` raises there.
+            the tokens; positions given twice are not detected, and any one of the guesses is kept. ``PDKERNELS_DEBUG_CHECKS=1``
+            raises there.
         TypeError: dtypes that do not fit.
 
-    Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position takes its place, word 0 of
-    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random places, ``threshold=1 - p, need=0`` each place with
-    probability p.
+    Without a confidence, the uniform number ``(word + 0.5) / 2**32`` of a candidate's position is used instead, word 0 of
+    ``philox4x32((0, position, step, 2), seed)``: quotas then commit at random positions, ``threshold=1 - p, need=0`` each
+    position with probability p.
 
     One launch, no host sync; deterministic, and the same for a sequence alone and in a batch.
 
@@ -213,7 +214,7 @@ def _example(draw: Draw) -> dict[str, Any]:
     return {"tokens": tokens, "ids": ids, "confidence": confidence, "mask_token": 99, "quota": 3}
 
 
-# SymInt: what changes from step to step would else pin a compiled graph to one step.
+# SymInt: otherwise what changes from step to step would pin a compiled graph to one step.
 unmask_op = define(
     "unmask_(Tensor(a!) tokens, Tensor ids, Tensor? confidence, int mask_token, Tensor? positions, Tensor? windows, SymInt quota, "
     "Tensor? quotas, float? threshold, SymInt need, Tensor? needs, float? factor, bool strict, int seed, Tensor? seeds, SymInt step, Tensor? steps) "

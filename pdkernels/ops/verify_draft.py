@@ -18,14 +18,14 @@ MOST_CANDIDATES = 2**16
 
 
 class DraftVerdict(NamedTuple):
-    """What `verify_draft` decided, one entry a sequence, all on the device of the draft."""
+    """What `verify_draft` decided, one entry per sequence, all on the device of the draft."""
 
     accepted: Tensor
-    """(batch,) int64: tokens of the draft that stand, the first one included; 0 for an inactive sequence."""
+    """(batch,) int64: accepted tokens of the draft, the first one included; 0 for an inactive sequence."""
     next_token: Tensor
     """(batch,) int64: the model's token after the accepted ones; the end token if they end with one; -1 if inactive."""
     ended: Tensor
-    """(batch,) bool: an end token stands among the accepted tokens or is the next one."""
+    """(batch,) bool: an end token is among the accepted tokens or is the next one."""
     new_draft: Tensor
     """(batch, width) int64: the model's tokens from `next_token` on, then `refill`."""
     row: Tensor
@@ -50,8 +50,8 @@ def verify_draft(
         predictions  b c d y z        d = next_token, accepted = 3 (a b c)
         new_draft    d y z r r        the model's tokens from there on, then refill
 
-    With candidates the row with the longest accepted part wins, the lowest index on ties. If an end token stands among the
-    accepted tokens they are cut behind the first one and it is repeated as `next_token`; if only `next_token` is an end
+    With candidates the row with the longest accepted part wins, the lowest index on ties. If an end token is among the
+    accepted tokens they are cut after the first one, which is repeated as `next_token`; if only `next_token` is an end
     token it is *not* counted in `accepted`. Both set `ended`.
 
     Args:
@@ -59,12 +59,12 @@ def verify_draft(
         predictions: the same shape, int32 or int64.
         draft_lengths: ``(batch,)`` tokens of each draft that count, 0 for an inactive sequence; None: all of them.
         end_tokens: ``(n,)`` ids that end a sequence.
-        refill: ``(batch, width)`` ids for the places of `new_draft` that the model said nothing about; None: zeros.
+        refill: ``(batch, width)`` ids for the positions of `new_draft` that the model did not predict; None: zeros.
         backend: see `pdkernels.show_config`.
 
     Raises:
-        ValueError: shapes that do not fit, or on the CPU a length outside ``[0, width]``. On CUDA such a length is taken
-            as the nearest allowed one, unless ``PDKERNELS_DEBUG_CHECKS=1``.
+        ValueError: shapes that do not fit, or on the CPU a length outside ``[0, width]``. On CUDA such a length is
+            clamped, unless ``PDKERNELS_DEBUG_CHECKS=1``.
         TypeError: tensors that are not int32 or int64.
 
     Deterministic and independent of the batch size. Source: Jacobi Forcing, Algorithm 1; semantics of the greedy
