@@ -1,4 +1,4 @@
-"""What is made out of the registry of decoding methods: tables of the docs, and signatures for type checkers.
+"""What is generated from the registry of decoding methods: tables of the docs, and signatures for type checkers.
 
 ``python -m docs.methods`` writes them.
 """
@@ -24,7 +24,7 @@ REQUEST = {
     "overflow": 'Literal["error", "warn"]',
     "infill": "bool",
 }
-KINDS = {"Prompt": "One", "Batch": "Many"}  # what there is one of, and its result
+KINDS = {"Prompt": "One", "Batch": "Many"}  # type of a single prompt, and of its result
 
 
 def methods_table() -> str:
@@ -60,7 +60,7 @@ def _cell(text: str) -> str:
 
 
 def page(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables regenerated."""
     for name, made in (("methods", methods_table), ("options", options_table)):
         text = re.sub(f"(<!-- {name} -->\n).*?(?=<!-- /{name} -->)", _filled(made), text, flags=re.DOTALL)
     return text
@@ -71,14 +71,14 @@ def _filled(made: Callable[[], str]) -> Callable[[re.Match[str]], str]:
 
 
 def registry(text: str) -> str:
-    """The registry's source with its signatures made anew."""
+    """The registry's source with its signatures regenerated."""
     return re.sub(r"(?<=\n# -{117}\n).*", lambda _: signatures(), text, flags=re.DOTALL)
 
 
 def signatures() -> str:
     """Options as `TypedDict`, a class for each method, and `generate` with each of them.
 
-    A class inherits from the largest one before it all of whose options it has with the same types.
+    A class inherits from the largest earlier one whose options it all has, with the same types.
     """
     classes: dict[str, dict[str, str]] = {"Request": REQUEST}
     lines = ["", "One = DecodeResult[Tensor, str]", "Many = DecodeResult[list[Tensor], list[str]]"]

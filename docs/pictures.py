@@ -19,7 +19,7 @@ COMMITTED, ACCEPTED, REJECTED, FREE, MODEL = "#4c78a8", "#54a24b", "#e8b4a8", "#
 
 
 def cells(axis: plt.Axes, y: float, items: list[tuple[str, str]], label: str) -> None:
-    """A row of boxes with a text each, named at the left."""
+    """A row of boxes with a text in each, labelled on the left."""
     axis.text(-0.4, y + 0.4, label, ha="right", va="center", fontsize=10)
     for x, (text, colour) in enumerate(items):
         axis.add_patch(plt.Rectangle((x, y), 0.94, 0.8, facecolor=colour, edgecolor="#444444", linewidth=0.8))
@@ -137,7 +137,7 @@ def recurrence() -> None:
 
 
 def block_sparse_attention() -> None:
-    """Left the tiles of a mask, right how the program of one query tile walks its list."""
+    """On the left the tiles of a mask, on the right how the program of one query tile walks its list."""
     plan, chosen = pdm.noise_aware_causal(72, 16, 6).plan(32, 32), 7
     figure, (axis, steps) = plt.subplots(1, 2, figsize=(10, 4.6), layout="constrained", width_ratios=[1, 1.2])
     tiles, (offsets, others, bitmaps) = plan.grid[0], (part.tolist() for part in plan.visits())
@@ -203,7 +203,7 @@ lse = peak + log(total)   (-inf there)"""
 
 
 def speculative_attention() -> None:
-    """Left the keys of each new token: the prefix in splits, the plan's tiles of the tail. Right what is computed."""
+    """On the left the keys of each new token: the prefix in splits, the plan's tiles of the tail. On the right what is computed."""
     mask, tile, splits, width = pdm.quadratic(4), 4, 3, 5
     dense, new, prefix = mask.dense(), mask.q_len, 3 * 5
     figure, (axis, steps) = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained", width_ratios=[1.75, 1])
@@ -319,7 +319,7 @@ def transformer_ops() -> None:
 
 
 def logit_divergence() -> None:
-    """Left two distributions of the next token, right what min-p leaves of them."""
+    """On the left two distributions of the next token, on the right what min-p keeps of them."""
     figure, axes = plt.subplots(1, 2, figsize=(10.5, 3.0), sharey=True, layout="constrained")
     distributions = {
         "then": [0.46, 0.30, 0.12, 0.04, 0.03, 0.02, 0.015, 0.015],
@@ -481,7 +481,7 @@ def token_statistics() -> None:
 
 
 def linear_token_statistics() -> None:
-    """The head's rows in parts of two tiles, what a part keeps of its product with the hidden states, and the merge."""
+    """The head's rows in parts of two tiles, what a part keeps from its product with the hidden states, and the merge."""
     figure, axis = canvas(11, 3.6, (-3.2, 15.6), (-2.5, 4.2))
     colours, width = (COMMITTED, ACCEPTED, MODEL), 4
     axis.add_patch(plt.Rectangle((-2.9, 1.2), 1.5, 1.4, facecolor=REJECTED, edgecolor="#444444", linewidth=0.8))

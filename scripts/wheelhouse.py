@@ -2,8 +2,8 @@
 
     python scripts/wheelhouse.py 3.12 [--without torch triton numpy ...]
 
-3.12: the Python there. `--without`: what is there already, by default torch and triton. `scripts/bootstrap.py` takes packages from
-`wheelhouse/`, and from nowhere else, where that folder exists.
+3.12: the Python there. `--without`: what is there already, by default torch and triton. Where the folder `wheelhouse/` exists,
+`scripts/bootstrap.py` takes packages from it alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The documentation site: `make docs` builds it out of the pages of the checkout and the docstrings.
+"""The documentation site: `make docs` builds it from the pages of the checkout and the docstrings.
 
-The source folder is the checkout's root, so that links between README, docs and bench lead where they lead in a checkout.
+The source folder is the checkout's root, so that links between README, docs and bench work as they do in a checkout.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ default_role = "py:obj"  # docstrings write `name`
 
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
-# A name in backticks is a link where it names one thing, and stays as it is where it names several.
+# A name in backticks becomes a link if it names one thing, and stays as it is if it names several.
 suppress_warnings = ["ref.python"]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # types and shapes stand in the docstrings
+autodoc_typehints = "none"  # types and shapes are in the docstrings
 autodoc_default_options = {"show-inheritance": False}
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = ["Returns", "Source"]  # free text, whose colons are no types
-# Nor are those in the first line of what a property says.
+napoleon_custom_sections = ["Returns", "Source"]  # free text, whose colons do not mark types
+# Nor do those in the first line of a property's docstring.
 GoogleDocstring._parse_attribute_docstring = GoogleDocstring._consume_to_end
 
 html_theme = "furo"
