@@ -1,4 +1,5 @@
-"""A lean transformer and a recurrent-depth model on our caches, the tiny trained models, and real checkpoints from local folders."""
+"""A lean transformer and a recurrent-depth model on our caches, the trained tiny models, and real checkpoints from local
+folders."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in folders as PEFT writes them: merged into a checkpoint's weights, or kept beside them for drafting.
+"""LoRA adapters in folders as PEFT writes them: merged into a checkpoint's weights, or kept separate for drafting.
 
 Source: github.com/huggingface/peft, `tuners/lora`.
 """
@@ -22,7 +22,7 @@ _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MASK_FILE, _MASK = "mask_token.safetensors", "embedding"
 PACKAGED = Path(__file__).parent / "weights" / "adapters"
 _PREFIX = "base_model.model."
-# Kinds of LoRA that compute something else than W + scale * B @ A.
+# Kinds of LoRA that compute something other than W + scale * B @ A.
 _OTHERWISE = (
     "use_dora use_qalora fan_in_fan_out alora_invocation_tokens target_parameters layer_replication "
     "trainable_token_indices lora_bias megatron_config arrow_config use_bdlora monteclora_config velora_config"
@@ -36,7 +36,7 @@ _HALVES = {
 
 
 class Pair(NamedTuple):
-    """``W + scale * b @ a``, of the transpose of an embedding."""
+    """``W + scale * b @ a``; for an embedding, of its transpose."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -49,14 +49,14 @@ class Pair(NamedTuple):
 
 
 class Adapter(NamedTuple):
-    """The adapter of a checkpoint: by published names, low-rank pairs and tensors that take the place of others."""
+    """The adapter of a checkpoint: low-rank pairs and replacement tensors, by published names."""
 
     pairs: dict[str, Pair]
     whole: dict[str, torch.Tensor]
     name: str
 
     def merged(self, state: Mapping[str, torch.Tensor], layout: Layout, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Our parameters `state` with the adapter inside, in this dtype where it changes them."""
+        """Our parameters `state` with the adapter merged, in this dtype where it changes them."""
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         ours = dict(state)
         for name, parts in layout.parts():
@@ -73,7 +73,7 @@ class Adapter(NamedTuple):
         return ours
 
     def drafting(self, layout: Layout) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """For each layer the pair of its attention's output projection, the scale inside the second."""
+        """For each layer the pair of its attention's output projection, the second scaled."""
         names = [next(iter(parts)) for name, parts in layout.parts() if re.fullmatch(r"layers\.\d+\.output", name)]
         other = sorted(set([*self.pairs, *self.whole]) - set(names))
         only = "change attention's output projections alone, which is what drafts are made with"
@@ -87,7 +87,7 @@ class Adapter(NamedTuple):
 def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     """The adapter in a folder, for a checkpoint with these tensors.
 
-    Everything is compared with the checkpoint before a tensor is read. What an adapter holds and we do not compute is refused.
+    Everything is checked against the checkpoint before a tensor is read. Anything in an adapter that we do not compute is refused.
     """
     folder = Path(folder)
     try:
@@ -100,7 +100,7 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
     if fields is None:
         fail(OP, "adapter", f"hold {_CONFIG}", f"none in {folder}")
     _refuse_other_kinds(fields)
-    remedy = "Older adapters are adapter_model.bin, which may run code: save it anew with PEFT."
+    remedy = "Older adapters are adapter_model.bin, which may run code: save it again with PEFT."
     check(member(folder, _WEIGHTS) is not None, OP, "adapter", f"hold {_WEIGHTS}", f"none in {folder}", remedy)
     weights = Weights(folder, [_WEIGHTS])
     shapes = {name: shape for _, parts in layout.parts() for name, shape in parts.items()}
@@ -132,7 +132,7 @@ def read_adapter(folder: str | Path, layout: Layout) -> Adapter:
 
 
 def named_adapter(name_or_folder: str | Path) -> Path:
-    """The folder of an adapter. Text may name one of the package, a path never does."""
+    """The folder of an adapter. A string may name one in the package, a path never does."""
     packaged = isinstance(name_or_folder, str) and name_or_folder in available_adapters()
     return PACKAGED / name_or_folder if packaged else Path(name_or_folder)
 
@@ -143,7 +143,7 @@ def available_adapters() -> tuple[str, ...]:
 
 
 def read_mask_token(folder: str | Path, hidden_size: int) -> torch.Tensor | None:
-    """The embedding ``(hidden_size,)`` of a mask token that a drafter's folder brings to a checkpoint without one, or None."""
+    """The embedding ``(hidden_size,)`` of a mask token that a drafter's folder supplies for a checkpoint without one, or None."""
     folder = Path(folder)
     if member(folder, MASK_FILE) is None:
         return None
@@ -169,7 +169,7 @@ def _refuse_other_kinds(fields: Fields) -> None:
 
 
 def _published(stored: str, shapes: Mapping[str, object], layout: Layout) -> str | None:
-    """The checkpoint's tensor of this name. An adapter of the model without its head lacks the first part of the name."""
+    """The checkpoint's tensor of this name. An adapter of the headless model lacks the first part of the name."""
     if not stored.startswith(_PREFIX):
         return None
     name = stored.removeprefix(_PREFIX)
@@ -204,7 +204,7 @@ def _scale(fields: Fields, name: str, rank: int) -> float:
     alpha = fields.number("lora_alpha", 8.0)
     module = name.removesuffix(".weight")
     for pattern, value in fields.part("alpha_pattern").values.items():
-        # Patterns come with the file: without repetition none of them takes long.
+        # Patterns come from the file: without repetition none of them can take long.
         plain = re.fullmatch(r"[\w.^$|()\\-]{1,1000}", pattern) is not None
         if not plain:
             label = f"{_CONFIG}: alpha_pattern"

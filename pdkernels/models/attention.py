@@ -1,10 +1,10 @@
 """What each new token sees, and the attention over it.
 
-A forward on a cache is `speculative_attention_append_`: the prefix is read where it lies, in pages or not, the new K and V are stored
-after it, and the plan of the new tokens knows nothing of its length. It is so for any number of rows, since on the CPU a causal
-row gets the same bits in all forwards. What the kernels do not take (fp64, heads that are no multiple of 8 in 16 .. 256) and masks
-that come as bool tensors go another way: PyTorch's attention over a copy of the prefix with the new tokens after it, under a dense
-mask. For tests and small experiments.
+A forward on a cache is `speculative_attention_append_`: the prefix is read in place, paged or not, the new K and V are stored
+after it, and the plan of the new tokens does not depend on its length. This holds for any number of rows, since on the CPU a
+causal row gets the same bits in all forwards. What the kernels do not support (fp64, heads that are not a multiple of 8 in
+16 .. 256) and bool masks take another path: PyTorch's attention over a copy of the prefix with the new tokens after it, under
+a dense mask. For tests and small experiments.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Visibility(NamedTuple):
 
 
 def check_tokens(op: str, tokens: torch.Tensor, device: torch.device) -> None:
-    """What a model on that `device` takes; ids out of range are found by the embedding."""
+    """Checks the tokens for a model on `device`; ids out of range are caught by the embedding."""
     check_type(isinstance(tokens, torch.Tensor), op, "tokens", "be a tensor", type(tokens).__name__)
     check(tokens.dim() == 2, op, "tokens", "have shape (batch, length)", tuple(tokens.shape))
     check_type(tokens.dtype in INDEX_DTYPES, op, "tokens", "be int64 or int32", tokens.dtype)
@@ -86,9 +86,9 @@ def cached_visibility(
     rows: int,
     mask: torch.Tensor | TilePlan | None,
 ) -> Visibility:
-    """`rows` new tokens that see the whole prefix of their sequence, and each other as `mask` says; None: causally.
+    """`rows` new tokens that see the whole prefix of their sequence, and each other as `mask` says; None: causal.
 
-    `lengths` is the host's copy of the cache's, where it has one: on a CPU.
+    `lengths` is the host's copy of the cache's lengths, which exists on a CPU.
     """
     if cache.dtype in KERNEL_DTYPES and takes_head_dim(cache.head_dim) and not isinstance(mask, torch.Tensor):
         return Visibility(_causal_plan(rows, cache.device) if mask is None else mask)
@@ -103,7 +103,7 @@ def cached_visibility(
 
 
 class NewRows(NamedTuple):
-    """The rows of a forward: how they are rotated, what they see, and where their K and V are kept."""
+    """The rows of a forward: how they are rotated, what they see, and where their K and V are stored."""
 
     rotation: Rotation
     style: RopeStyle
@@ -128,7 +128,7 @@ class NewRows(NamedTuple):
 
 
 def _causal_plan(rows: int, device: torch.device) -> TilePlan:
-    """A decoder asks for the same few widths again and again. Short ones are never freed: a graph may have captured them."""
+    """A decoder uses the same few widths repeatedly. Short ones are never freed: a graph may have captured them."""
     return (_kept_plan if rows <= 256 else _recent_plan)(rows, device)
 
 
@@ -168,13 +168,13 @@ def attend_cached(
 def attend_stored(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibility, cache: Cache, layer: int
 ) -> torch.Tensor:
-    """The same where K and V are after the prefix already."""
+    """The same where K and V are already after the prefix."""
     if isinstance(visibility.mask, TilePlan):
         k_cache, v_cache = cache.k[layer], cache.v[layer]
         return speculative_attention(
             q, k, v, k_cache, v_cache, cache.lengths, visibility.mask, block_table=cache.block_table
         )
-    # From the forward and not from the cache, which need not keep, or have room for, all new tokens.
+    # From the forward, not the cache, which may not keep, or have room for, all new tokens.
     keys, values = (torch.cat([old, new], 1) for old, new in zip(cache.layer(layer, visibility.prefix), (k, v)))
     return attend(q, keys, values, visibility)
 
@@ -199,7 +199,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visibility: Visibi
 
 
 def _by_matmul(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """For training on a CPU, where SDPA's backward takes twice as long as that of two batched products."""
+    """For training on a CPU, where the backward of SDPA takes twice as long as that of two batched products."""
     batch, length, heads, head_dim = q.shape
     kv_heads, group = k.shape[2], heads // k.shape[2]
     q = q.unflatten(2, (kv_heads, group)).permute(0, 2, 3, 1, 4).reshape(batch * kv_heads, group * length, head_dim)

@@ -1,4 +1,4 @@
-"""A model out of a function: whatever turns tokens into logits serves every method that needs no KV cache."""
+"""A model from a function: anything that maps tokens to logits serves every method that needs no KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Predicts = Literal["next", "own"]
 
 @dataclass(frozen=True)
 class CallableConfig:
-    """What a `CallableModel` says of itself."""
+    """What a `CallableModel` reports about itself."""
 
     vocab_size: int
     predicts: Predicts
@@ -29,15 +29,15 @@ class CallableConfig:
 
     @property
     def attention(self) -> Literal["bidirectional", "either"]:
-        """Rows about their own token see both sides; of rows about the next one only the caller knows."""
+        """Rows that predict their own token see both sides; for rows that predict the next only the caller knows."""
         return "bidirectional" if self.predicts == "own" else "either"
 
 
 class TokenCache:
-    """The texts themselves in place of K and V: a forward then runs over all of each.
+    """Holds the texts themselves instead of K and V: a forward then runs over each in full.
 
     Attributes:
-        tokens: ``(batch, capacity + 1)`` int64; the last column takes padding that has no room.
+        tokens: ``(batch, capacity + 1)`` int64; the last column takes padding that does not fit.
         lengths: ``(batch,)`` int64, how much of each text is committed.
     """
 
@@ -46,7 +46,7 @@ class TokenCache:
         self.batch, self.capacity, self.device = batch, capacity, device
         self.tokens = torch.zeros(batch, capacity + 1, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self._most = 0  # no text is longer; the host does not ask a GPU
+        self._most = 0  # upper bound of the lengths, so that the host does not query a GPU
         self._visible: tuple[Tensor, list[int]] | None = None
 
     def commit_(self, counts: Tensor) -> None:
@@ -63,7 +63,7 @@ class TokenCache:
         return self.tokens[:, : self._most]
 
     def shown(self, visible: Tensor) -> list[int]:
-        """`visible` on the host, where it is read once for each tensor."""
+        """`visible` on the host, read once per tensor."""
         if self._visible is None or self._visible[0] is not visible:
             self._visible = visible, visible.tolist()
         return self._visible[1]
@@ -95,7 +95,7 @@ class CallableModel:
     def __call__(
         self, tokens: Tensor, *, cache: TokenCache, counts: Tensor | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """Logits of new rows, or of those of `rows` ``(batch, R)``, of a function whose rows do not see what comes after."""
+        """Logits of new rows, or of `rows` ``(batch, R)`` of them, from a function whose rows do not see later ones."""
         texts = cache.append_(tokens)
         if rows is None:
             rows = torch.arange(tokens.shape[1], device=self.device).expand(len(tokens), -1)
@@ -106,7 +106,7 @@ class CallableModel:
     def recompute(
         self, tokens: Tensor, cache: TokenCache, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
     ) -> Tensor:
-        """Logits of whole texts. Those of different lengths run one length after another, since rows see all of their own."""
+        """Logits of whole texts. Texts of different lengths run one length at a time, since rows see their whole text."""
         if counts is None:
             return self._run(tokens)
         lengths = [min(length, tokens.shape[1]) for length in cache.shown(visible)]
@@ -122,7 +122,7 @@ class CallableModel:
         return logits
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden` itself: the function has given logits already."""
+        """`hidden` itself: the function has already returned logits."""
         return hidden
 
     def _run(self, tokens: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class CallableModel:
         check_type(floats, _OP, "f", "return logits, or an object with `.logits`", actual)
         check(tuple(logits.shape) == expected, _OP, "f", f"return logits of shape {expected}", tuple(logits.shape))
         check(logits.device == self.device, _OP, "f", f"return logits on {self.device}", logits.device, "Pass device=.")
-        # Kernels take all floats but fp64, which is for models that are fp64 throughout.
+        # Kernels take all floats except fp64, which is for models in fp64 throughout.
         if self.dtype == torch.float64 or logits.dtype == torch.float64:
             return logits.to(self.dtype)
         return logits
@@ -152,25 +152,25 @@ def from_callable(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> CallableModel:
-    """A model out of a function of whole texts, for `generate` with every method that needs no KV cache.
+    """A model from a function of whole texts, for `generate` with every method that needs no KV cache.
 
     These are `autoregressive` and `jacobi` where `f` is causal and predicts the next token, and `llada`, `dream`, `slowfast` and
-    ``fast_dllm(cache="none")`` where it fills masks in. Every forward runs `f` over all of each text.
+    ``fast_dllm(cache="none")`` where it fills in masks. Every forward runs `f` over each text in full.
 
     Args:
         f: ``f(tokens) -> logits``: int64 ``(batch, T)`` to ``(batch, T, vocab_size)``, or to an object with such `.logits`. A
             module, a function, a model of another library.
-        vocab_size: entries of a row of logits.
+        vocab_size: entries in a row of logits.
         mask_token: the id that `f` was trained to fill in.
-        predicts: which token the logits of row i are about: "own", i itself, or "next", i + 1. None: "own" with a mask token,
+        predicts: which token the logits of row i predict: "own", i itself, or "next", i + 1. None: "own" with a mask token,
             "next" without one.
         end_tokens: ids that end a text.
         tokenizer: for text as prompts and results.
         max_positions: the longest text that `f` takes.
-        device: where tokens go. None: where the parameters of `f` are, or the CPU.
-        dtype: what `f` computes in, which matters for fp64 alone. None: that of its parameters, or fp32.
+        device: device of the tokens. None: that of the parameters of `f`, or the CPU.
+        dtype: what `f` computes in, which matters only for fp64. None: that of its parameters, or fp32.
 
-    With "own" the causal methods are refused. With "next" it is the method that says whether `f` is causal: nothing checks it.
+    With "own" the causal methods are refused. With "next" the method decides whether `f` is causal: nothing checks it.
     In a batch of texts of different lengths a method that fills masks calls `f` once for each length, since `f` has no mask for padding.
 
     Raises:

@@ -1,7 +1,7 @@
 """Chats as text: the template of a checkpoint, rendered by the optional library `jinja2` in a sandbox.
 
-A template is a program of whoever made the checkpoint. In the sandbox it reaches neither files nor the inside of Python's objects
-and changes nothing, and a text that grows too long is refused; as any program it can take time and memory.
+A template is a program by whoever made the checkpoint. In the sandbox it can reach neither files nor Python internals, changes
+nothing, and a text that grows too long is refused; like any program it can still take time and memory.
 
 Source of what templates may use: `utils/chat_template_utils.py` of github.com/huggingface/transformers.
 """
@@ -28,7 +28,7 @@ _OP = "ChatTemplate.render"
 
 
 class ChatTemplate:
-    """A template with the special `tokens` that it may name. `where` is told in errors.
+    """A template with the special `tokens` that it may name. Errors mention `where`.
 
     >>> template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}", {"eos_token": "."})
     >>> template.render([{"role": "user", "content": "Hi"}])
@@ -47,13 +47,13 @@ class ChatTemplate:
         """The text of a chat.
 
         Args:
-            messages: each with a "role" and mostly a "content", in order.
+            messages: in order, each with a "role" and usually a "content".
             add_generation_prompt: end with the beginning of the model's answer.
-            variables: others that the template knows, such as `enable_thinking` or `tools`.
+            variables: further variables of the template, such as `enable_thinking` or `tools`.
 
         Raises:
-            ValueError: a template that is faulty, that refuses these messages, or that writes too much.
-            TypeError: messages that are none.
+            ValueError: a template that is faulty, refuses these messages, or writes too much.
+            TypeError: something that is not a list of messages.
             ImportError: without jinja2.
         """
         check_messages(_OP, "messages", messages)
@@ -90,7 +90,7 @@ class ChatTemplate:
 
 
 def check_messages(op: str, argument: str, messages: Any) -> None:
-    """TypeError or ValueError for what is no list of messages."""
+    """TypeError or ValueError for what is not a list of messages."""
     listed = isinstance(messages, Sequence) and all(isinstance(message, Mapping) for message in messages)
     check_type(listed, op, argument, "be a list of messages", type(messages).__name__)
     check(len(messages) > 0, op, argument, "hold at least one message", "an empty list")
@@ -107,7 +107,7 @@ def folder_template(folder: Path) -> ChatTemplate | None:
     if source is None:
         source, where = values.get("chat_template"), f"{_CONFIG}: chat_template"
     if isinstance(source, list):
-        # Several under names; the others are for tools and documents.
+        # Several named ones; the others are for tools and documents.
         named = {str(item.get("name")): item.get("template") for item in source if isinstance(item, dict)}
         source = named.get("default")
     if source is None:
@@ -123,7 +123,7 @@ def folder_template(folder: Path) -> ChatTemplate | None:
 
 
 def _environment() -> Any:
-    """The environment in which transformers renders, which is what templates are written for."""
+    """The environment of transformers, for which templates are written."""
     import jinja2
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -30,9 +30,9 @@ class Checkpoint(NamedTuple):
     mask_token: int | None = None
     plan_tokens: PlanTokens | None = None
     weights: Weights | None = None
-    """Its files, where parts of tensors can be read from them."""
+    """Its files, if parts of tensors can be read from them."""
 
     def with_mask_token(self) -> Checkpoint:
-        """The same one with one more id, which is the mask token's."""
+        """The same with one more id, that of the mask token."""
         size = self.config.vocab_size
         return self._replace(config=replace(self.config, vocab_size=size + 1), mask_token=size)

@@ -46,16 +46,16 @@ class TransformerConfig:
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     output_bias: bool = False
-    """Of attention's output projection."""
+    """Bias of attention's output projection."""
     mlp_bias: bool = False
-    """Of the MLP's three matrices."""
+    """Biases of the MLP's three matrices."""
     qk_norm: bool = False
     """An RMS norm over each head of q and k before RoPE, with one weight for all heads of q and one for those of k (Qwen3)."""
     tied_head: bool = True
     attention: Literal["causal", "bidirectional"] = "causal"
     """What rows see in a forward without a cache and without a mask: those up to themselves, or all."""
     predicts: Literal["next", "own"] = "next"
-    """Which token the logits of row i are about: i + 1, or i itself, which then is a mask."""
+    """Which token the logits of row i predict: i + 1, or i itself, which is then a mask."""
     max_positions: int = 2048
     """Positions the model was trained for: `generate` refuses longer texts, unless `overflow="warn"`; a forward takes them."""
 
@@ -105,7 +105,7 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class RecurrentDepthConfig:
-    """Sizes of a `RecurrentDepth` model. The defaults that are no sizes are those of Huginn-0125.
+    """Sizes of a `RecurrentDepth` model. The defaults other than sizes are those of Huginn-0125.
 
     >>> RecurrentDepthConfig(vocab_size=257, hidden_size=64, heads=4, head_dim=16, intermediate_size=96,
     ...                      prelude_layers=1, core_layers=2, coda_layers=1).layers
@@ -121,7 +121,7 @@ class RecurrentDepthConfig:
     core_layers: int = 4
     coda_layers: int = 2
     mean_recurrence: int = 32
-    """Recurrences that the model was trained for, and that a forward runs if it is not told otherwise."""
+    """Recurrences that the model was trained for, the default of a forward."""
     rope_theta: float = 50000.0
     norm_eps: float = 1e-6
     max_positions: int = 4096
@@ -136,7 +136,7 @@ class RecurrentDepthConfig:
 
     @property
     def layers(self) -> int:
-        """Layers with a slot in the cache: those of the prelude, of the core and of the coda, in this order."""
+        """Layers with a slot in the cache: those of the prelude, the core and the coda, in this order."""
         return self.prelude_layers + self.core_layers + self.coda_layers
 
     @property

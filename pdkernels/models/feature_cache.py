@@ -1,13 +1,12 @@
-"""A canvas on a feature cache: most steps of a masked-diffusion model compute few of its rows, the others are what they were.
+"""A canvas on a feature cache: most steps of a masked-diffusion model compute few of its rows and keep the others.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
-form is reference/dllm_cache.py. What the code keeps and never reads has no place here:
-
-- Of a prompt K and V alone: its residual stream is computed anew whenever it is looked at. Models whose rows predict the next
-  token look at its last row in every step, and of that the cache keeps what the layers behind the first one add to it.
-- K behind the rotation: a row never moves.
-- The first layer is computed for all new rows in every step, as in the current revision. That of the prompt would give the
-  same K and V again.
+form is reference/dllm_cache.py. What the code keeps and never reads is left out:
+- For a prompt only K and V: its residual stream is recomputed whenever needed. Models whose rows predict the next token need
+  its last row in every step; for that row the cache keeps what the layers after the first add to it.
+- K after the rotation: a row never moves.
+- The first layer is computed for all new rows in every step, as in the current revision. For the prompt it would give the same
+  K and V again.
 """
 
 from __future__ import annotations
@@ -29,50 +28,50 @@ Baseline = Literal["last", "recomputed"]
 
 
 class _Step(NamedTuple):
-    """What a step is about, for all layers."""
+    """The inputs of a step, for all layers."""
 
     tokens: torch.Tensor
     prompt_lengths: torch.Tensor
     counts: torch.Tensor | None
     """How many new rows are not cut off; None: all."""
     new_rows: torch.Tensor
-    """`(batch, generated)`, their numbers from 0; -1 for those that are."""
-    places: RecomputedRows
-    """Of no rows."""
+    """`(batch, generated)`, their numbers from 0; -1 for rows that are cut off."""
+    base: RecomputedRows
+    """For no rows; layers fill in the slots."""
 
     def recomputed_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of new rows, by their numbers; -1 stays."""
+        """Positions of new rows, given by number; -1 stays."""
         return torch.where(rows >= 0, rows + self.prompt_lengths[:, None], -1)
 
 
 @runtime_checkable
 class SomeHeads(Protocol):
-    """A model that holds some of the heads, the others being elsewhere."""
+    """A model that holds only some of the heads."""
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
-        """Keys or values ``(..., own KV heads, head_dim)`` with those of the others: ``(..., all KV heads, head_dim)``."""
+        """Keys or values ``(..., own KV heads, head_dim)`` combined with those of the others: ``(..., all KV heads, head_dim)``."""
         ...
 
 
 class FeatureCache:
     """K and V of a canvas, and what attention and feed-forward last gave each new row, layer by layer.
 
-    A canvas is a prompt and `generated` places behind it. Its steps are counted from 1, for all sequences of the batch
-    together. In step s the prompt is computed if ``(s - 1) % prompt_interval == 0``, and the new rows are if
-    ``(s - 1) % gen_interval == 0``: so step 1 computes everything. Of the new rows of other steps, each layer behind the first
-    one computes those whose values V have moved most, `transfer_ratio` of them; the others add to their residual stream what
-    they did last.
+    A canvas is a prompt and the `generated` positions after it. Its steps are counted from 1, for all sequences of the batch
+    together. Step s computes the prompt if ``(s - 1) % prompt_interval == 0``, and the new rows if
+    ``(s - 1) % gen_interval == 0``, so step 1 computes everything. In other steps each layer after the first computes only the
+    share `transfer_ratio` of the new rows whose values V have changed most; the others add to their residual stream what they
+    added last.
 
     Args:
         model: bidirectional.
         batch: sequences.
         prompt_capacity: tokens of the longest prompt.
-        generated: places behind each prompt.
+        generated: positions after each prompt.
         prompt_interval, gen_interval: steps from one refresh to the next (the paper's K_p and K_r).
-        transfer_ratio: share of the new rows that a step between two refreshes computes (rho), 0 .. 1, rounded down; with 0 it
-            does not even look at their values.
+        transfer_ratio: share of the new rows that a step between two refreshes computes (rho), 0 .. 1, rounded down; with 0 their
+            values are not even compared.
         baseline: values are compared with those of the "last" step, as published, or with those of the step that "recomputed"
-            the row last; these are then the values that others see.
+            the row last; the latter are then also the values that other rows see.
         page_size: rows per page of the KV cache; None keeps it contiguous.
 
     Attributes:
@@ -143,26 +142,24 @@ class FeatureCache:
         self._feed_forward = torch.zeros_like(self._attention)
         self._prompt_rows = torch.arange(prompt_capacity, device=model.device)
         self._new_rows = torch.arange(generated, device=model.device)
-        self._behind_first: torch.Tensor | None = (
-            None  # what the layers behind the first one add to a prompt's last row
-        )
+        self._after_first: torch.Tensor | None = None  # what the layers after the first add to a prompt's last row
 
     @torch.no_grad()
     def forward(
         self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """One more step over the canvases: for each of the new places the hidden state that predicts it.
+        """Runs one step over the canvases and returns for each new position the hidden state that predicts it.
 
         Args:
-            tokens: ``(batch, L)`` int32 or int64, the prompts with their new places; what ids stand behind those
-                does not matter.
+            tokens: ``(batch, L)`` int32 or int64, the prompts with their new positions; any ids past those
+                are ignored.
             prompt_lengths: ``(batch,)`` int32 or int64, 1 .. `prompt_capacity`, the same in all steps.
-            visible: ``(batch,)`` int32 or int64: the canvases are cut there, between the end of the prompt and that of the
-                canvas. The rows behind keep what was cached of them until a later step computes them again; their hidden
-                states mean nothing. None: nothing is cut. Nothing may be in the first step.
+            visible: ``(batch,)`` int32 or int64: the canvases are cut there, between the ends of the prompt and of the
+                    canvas. Rows past the cut keep what was cached for them until a later step recomputes them; their hidden states
+                    are meaningless. None: no cut. The first step must not cut.
 
         Returns:
-            ``(batch, generated, hidden_size)`` for `Transformer.logits`: row j predicts place ``prompt_lengths + j``.
+            ``(batch, generated, hidden_size)`` for `Transformer.logits`: row j predicts position ``prompt_lengths + j``.
 
         Raises:
             ValueError, TypeError: arguments; values only on the CPU.
@@ -171,9 +168,9 @@ class FeatureCache:
         model, ends = self._model, prompt_lengths + self._generated if visible is None else visible
         prompt_due, new_due = (self.step % interval == 0 for interval in self._intervals)
         self.step += 1
-        # Which rows are computed is for the layers to say.
+        # The layers decide which rows are computed.
         nowhere = prompt_lengths.new_empty(len(tokens), 0)
-        places = recomputed_rows(
+        base = recomputed_rows(
             self._kv,
             model._rope(self._kv.capacity),
             model.config.rope_style,
@@ -187,7 +184,7 @@ class FeatureCache:
         counts = None if visible is None else visible - prompt_lengths
         if counts is not None:
             rows = torch.where(rows < counts[:, None], rows, -1)
-        step = _Step(tokens, prompt_lengths, counts, rows, places)
+        step = _Step(tokens, prompt_lengths, counts, rows, base)
         return self._everything(step) if prompt_due and new_due else self._some(step, prompt_due, new_due)
 
     def _check(self, tokens: torch.Tensor, prompt_lengths: torch.Tensor, visible: torch.Tensor | None) -> None:
@@ -214,19 +211,19 @@ class FeatureCache:
                 low >= least and high <= generated,
                 _OP,
                 "visible",
-                f"be {least} to {generated} places behind the prompt",
+                f"be {least} to {generated} positions after the prompt",
                 f"{low} to {high}",
             )
 
     def _everything(self, step: _Step) -> torch.Tensor:
-        """Row for row what `Transformer.recompute` does; the features of the new rows are kept."""
+        """Computes all rows as `Transformer.recompute` does, and keeps the features of the new rows."""
         model, tokens = self._model, step.tokens
-        place = torch.arange(tokens.shape[1], device=tokens.device)
-        places = step.places._replace(slots=torch.where(place < step.places.visible[:, None], place, -1))
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        rows = step.base._replace(slots=torch.where(slots < step.base.visible[:, None], slots, -1))
         new = step.recomputed_rows(step.new_rows)
         x = model.embed(tokens)
         for index, layer in enumerate(model.layers):
-            added = layer.project_out(places.attend_(layer.project(layer.normed(x)), index))
+            added = layer.project_out(rows.attend_(layer.project(layer.normed(x)), index))
             x = x + self._keep(self._attention[index], added, new)
             x = x + self._keep(self._feed_forward[index], layer.feed_forward(x), new)
             if index == 0:
@@ -237,7 +234,7 @@ class FeatureCache:
         return self._gather(x, step.prompt_lengths[:, None] - self._shift + self._new_rows)
 
     def _some(self, step: _Step, prompt_due: bool, new_due: bool) -> torch.Tensor:
-        """New rows, all or those that moved, and the prompt's where they are due, or in the first layer its last one."""
+        """Computes all new rows or those that moved, and the prompt's rows when due, or in the first layer its last one."""
         model, lengths = self._model, step.prompt_lengths[:, None]
         new = model.embed(step.tokens.gather(1, lengths + self._new_rows))
         old, slots = None, lengths - 1
@@ -258,14 +255,14 @@ class FeatureCache:
             end = self._gather(old, last)
             self._remember(first, end)
         else:
-            assert self._behind_first is not None
-            end = (first + self._behind_first).to(first.dtype)
+            assert self._after_first is not None
+            end = (first + self._after_first).to(first.dtype)
         return torch.cat([end, new[:, :-1]], 1)
 
     def _layer(
         self, index: int, step: _Step, new: torch.Tensor, whole: bool, old: torch.Tensor | None, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One layer further: the residual streams of the new rows, of which it computes all or few, and of the prompt's at `slots`."""
+        """Runs a layer on the residual streams of the new rows, all or a few of them, and of the prompt's rows at `slots`."""
         layer, qkv, at, chosen = self._model.layers[index], [], [], None
         if old is not None:
             qkv.append(layer.project(layer.normed(old)))
@@ -281,8 +278,8 @@ class FeatureCache:
                 qkv.append(torch.cat([layer.project(self._gather(normed, chosen), "qk"), self._gather(v, chosen)], 2))
         if chosen is not None:
             at.append(step.recomputed_rows(chosen))
-        if at:  # all K and V go to their places before any row looks at them
-            added = layer.project_out(step.places._replace(slots=torch.cat(at, 1)).attend_(torch.cat(qkv, 1), index))
+        if at:  # all K and V are stored before any row reads them
+            added = layer.project_out(step.base._replace(slots=torch.cat(at, 1)).attend_(torch.cat(qkv, 1), index))
         if old is not None:
             old, added = old + added[:, : old.shape[1]], added[:, old.shape[1] :]
             old = old + layer.feed_forward(old)
@@ -293,7 +290,7 @@ class FeatureCache:
         return self._add(new, self._feed_forward[index], more, chosen), old
 
     def _moved_(self, v: torch.Tensor, layer: int, step: _Step) -> torch.Tensor | None:
-        """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: of no row."""
+        """Numbers of the rows whose values differ most from the cached ones, which those of `v` replace; None: no row."""
         most = int(self._generated * self._ratio)
         wanted = None if step.counts is None else (step.counts.double() * self._ratio).long()
         starts, fresh, cached, table, update = (
@@ -304,10 +301,10 @@ class FeatureCache:
             self._update,
         )
         if isinstance(self._model, SomeHeads):
-            # The choice is by all heads. It is made on copies; the rows that are chosen get their new values when they are stored.
-            places = (starts[:, None] + self._new_rows).clamp(max=self._kv.capacity - 1)[..., None, None]
+            # All heads decide. The choice is made on copies; chosen rows get their new values when they are stored.
+            slots = (starts[:, None] + self._new_rows).clamp(max=self._kv.capacity - 1)[..., None, None]
             mine = self._kv.layer(layer, self._kv.capacity)[1]
-            mine = mine.gather(1, places.expand(-1, -1, *mine.shape[2:]))
+            mine = mine.gather(1, slots.expand(-1, -1, *mine.shape[2:]))
             if update == "all":
                 select_stale_rows_(
                     v, cached, starts, count=0, counts=step.counts, block_table=table, backend=self._backend
@@ -327,15 +324,15 @@ class FeatureCache:
         )
         return rows if most else None
 
-    def _keep(self, cached: torch.Tensor, added: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """`added`, of which the rows at `places` ``(batch, generated)`` are cached."""
-        cached.copy_(torch.where((places >= 0)[..., None], self._gather(added, places), cached))
+    def _keep(self, cached: torch.Tensor, added: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`added`, after caching its rows at `positions` ``(batch, generated)``."""
+        cached.copy_(torch.where((positions >= 0)[..., None], self._gather(added, positions), cached))
         return added
 
     def _remember(self, first: torch.Tensor, end: torch.Tensor) -> None:
-        """What the prompt's last row is behind the first layer and behind the last one: the difference, without a rounding."""
+        """Keeps the difference of the prompt's last row after the last and after the first layer, without rounding."""
         wide = torch.promote_types(end.dtype, torch.float32)
-        self._behind_first = end.to(wide) - first.to(wide)
+        self._after_first = end.to(wide) - first.to(wide)
 
     def _gather(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return gather_rows(x, rows, backend=self._backend)

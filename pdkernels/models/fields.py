@@ -1,4 +1,4 @@
-"""The fields of a config.json, read with checks: nothing of the wrong kind or range goes further, and every error names the file and the field."""
+"""The fields of a config.json, read with checks of kind and range; every error names the file and the field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LARGEST = 2**31 - 1
 
 
 def shown(value: object) -> str:
-    """What was found, in few words: files may hold anything, of any length."""
+    """A short description of what was found: files may hold anything, of any length."""
     if isinstance(value, Mapping):
         return f"an object of {len(value)} fields"
     if isinstance(value, (list, tuple)) and len(value) > 8:
@@ -32,14 +32,14 @@ def some(names: Iterable[str], most: int = 4) -> str:
 
 
 def demand(condition: bool, field: str, expectation: str, actual: object) -> None:
-    """NotImplementedError for what a config.json asks for and our models do not compute."""
+    """NotImplementedError for what a config.json requires and our models do not compute."""
     if not condition:
         raise NotImplementedError(message(OP, f"config.json: {field}", expectation, actual))
 
 
 @contextmanager
 def read_from(where: str) -> Iterator[None]:
-    """Errors of what is made of a file's fields name the file too."""
+    """Errors from what is built from a file's fields name the file too."""
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -50,7 +50,7 @@ def read_from(where: str) -> Iterator[None]:
 
 
 class Fields:
-    """A JSON object of the file or part of a file that `where` names. A field that is null counts as absent.
+    """A JSON object in the file, or part of a file, named by `where`. A null field counts as absent.
 
     >>> fields = Fields({"n_layers": 2, "rope": {"theta": 100}})
     >>> fields.integer("n_layers"), fields.integer("n_heads", 4), fields.part("rope").number("theta")
@@ -71,11 +71,11 @@ class Fields:
                 fail(OP, self.where, f"hold {name!r}", f"only {some(sorted(map(str, self.values)), 60)}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The field as it is."""
+        """The field unchecked."""
         return self.values.get(name, default)
 
     def integer(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """An integer of at least `least`. Without a default it has to be there."""
+        """An integer of at least `least`. Without a default it is required."""
         value = self._found(name, default)
         if type(value) is not int or not least <= value <= _LARGEST:
             self._refuse(name, f"be an integer from {least} to {_LARGEST}", value)
@@ -87,7 +87,7 @@ class Fields:
     def number(
         self, name: str, default: float | None = None, least: float = -math.inf, above: float = -math.inf
     ) -> float:
-        """A finite number, at least `least` and more than `above`. Without a default it has to be there."""
+        """A finite number, at least `least` and more than `above`. Without a default it is required."""
         value = self._found(name, default)
         if type(value) in (int, float) and abs(value) < 1e300 and value >= least and value > above:
             return float(value)
@@ -101,7 +101,7 @@ class Fields:
         return bool(value)
 
     def part(self, name: str) -> Fields:
-        """An object inside of this one, empty where it is absent."""
+        """An object inside this one, empty if absent."""
         return Fields(self.values.get(name, {}), f"{self.where}: {name}")
 
     def token(self, name: str, below: int, default: int | None = None) -> int | None:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: regular files inside of it, looked at before they are opened, and read within limits."""
+"""The files of a checkpoint's folder: regular files inside it, checked before they are opened, and read within limits."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _KINDS = {
 _NUMBERS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def member(folder: Path, name: str, told_by: str = "") -> Path | None:
-    """The regular file of this name inside the folder, None where there is none. It is not opened here.
+def member(folder: Path, name: str, named_by: str = "") -> Path | None:
+    """The regular file of this name inside the folder, or None. It is not opened here.
 
-    A checkpoint may come from anywhere: its files lie in its folder, and are no links that lead out of it, no pipes and no devices.
-    In the cache of the Hugging Face Hub a snapshot's files are links into the folder ``blobs`` beside it; those are followed.
+    A checkpoint may come from anywhere: its files must lie in its folder and must not be links out of it, pipes or devices.
+    In the cache of the Hugging Face Hub a snapshot's files are links into the folder ``blobs`` next to it; those are followed.
     """
-    label = f"{told_by}: {shown(name)}" if told_by else name
+    label = f"{named_by}: {shown(name)}" if named_by else name
     inside = name and not os.path.isabs(name) and not {"..", "", "."} & set(name.split("/")) and "\\" not in name
     check(bool(inside), OP, label, "be the name of a file inside the folder", "a path that leads elsewhere")
     path = folder / name
@@ -44,7 +44,7 @@ def member(folder: Path, name: str, told_by: str = "") -> Path | None:
         kind = path.lstat().st_mode
         real = path.resolve()
         if real != home / name:
-            # An adapter lies in a folder of the snapshot.
+            # An adapter is in a subfolder of the snapshot.
             snapshots = next((up for up in (home.parent, home.parent.parent) if up.name == "snapshots"), None)
             follow = snapshots is not None and real.parent == snapshots.parent / "blobs"
             remedy = "Put the file itself there."
@@ -61,7 +61,7 @@ def member(folder: Path, name: str, told_by: str = "") -> Path | None:
 
 
 def read_fields(folder: Path, name: str) -> Fields | None:
-    """The JSON object of a file, None where there is no such file."""
+    """The JSON object in a file, None if there is no such file."""
     text = read_text(folder, name)
     if text is None:
         return None
@@ -75,7 +75,7 @@ def read_fields(folder: Path, name: str) -> Fields | None:
 
 
 def read_text(folder: Path, name: str) -> str | None:
-    """The text of a file, None where there is no such file."""
+    """The text of a file, None if there is no such file."""
     path = member(folder, name)
     if path is None:
         return None
@@ -91,7 +91,7 @@ def read_text(folder: Path, name: str) -> str | None:
 
 
 class Weights:
-    """The tensors of a folder: what they are, from the files' headers alone, and then they themselves."""
+    """The tensors of a folder: first their shapes and dtypes, from the headers alone, then their data."""
 
     def __init__(self, folder: Path, files: list[str] | None = None) -> None:
         self.stored: dict[str, Stored] = {}
@@ -112,7 +112,7 @@ class Weights:
             fail(OP, some(sorted(self._open)), "be readable as safetensors", _why(error))
 
     def part(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Of a tensor of one or two dimensions, what lies between `start` and `stop` of dimension `dim`; no more is read."""
+        """The slice from `start` to `stop` along dimension `dim` of a 1-D or 2-D tensor; no more is read."""
         file = self.stored[name].file
         try:
             known = self._open[file].get_slice(name)
@@ -152,7 +152,7 @@ class Weights:
 
 
 def _listed(folder: Path) -> dict[str, str]:
-    """The files of all tensors as the index names them, each of which is there; empty where there is no index."""
+    """The files of all tensors as the index names them, checked to exist; empty if there is no index."""
     index = read_fields(folder, INDEX)
     if index is None:
         return {}
@@ -175,7 +175,7 @@ def _found(folder: Path) -> list[str]:
 
 
 def _why(error: Exception) -> str:
-    """The cause that another library names, on one line."""
+    """The cause reported by another library, on one line."""
     words = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     words = " ".join(words.split()).rstrip(".")
     return words if len(words) <= 200 else words[:197] + "..."

@@ -1,7 +1,7 @@
-"""The matrix products of a model and what lies between them.
+"""The matrix products of a model and the ops between them.
 
-Inference runs it as one op each. Those have no gradient and know no fp64, so training and proofs take plain PyTorch. Rows have
-nothing in common in any of them: a row gets the same bits alone and among others.
+Inference runs each as one op. These have no gradient and no fp64, so training and proofs use plain PyTorch. Rows are
+independent in all of them: a row gets the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pdkernels.ops.transformer_ops import add_rms_norm, silu_and_mul
 
 
 def enabled(x: torch.Tensor) -> bool:
-    """Whether the ops take the place of plain PyTorch. Under autocast dtypes mix, which they do not."""
+    """Whether the ops replace plain PyTorch. Autocast mixes dtypes, which they do not support."""
     mixed = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return not (torch.is_grad_enabled() or mixed) and x.dtype in KERNEL_DTYPES
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """``x @ weight^T + bias``. On CUDA, where a product of few rows is not ours yet, it is PyTorch's in any case."""
+    """``x @ weight^T + bias``. On CUDA, which has no product of few rows of ours yet, always PyTorch's."""
     if x.device.type == "cpu" and enabled(x):
         return product(x, weight, bias)
     return F.linear(x, weight, bias)
@@ -54,7 +54,8 @@ def add_norm(
 def add_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, next_weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``y = rms_norm(x + residual) * weight``, the sum itself without a weight, and ``rms_norm(y) * next_weight`` with a next one."""
+    """``y = rms_norm(x + residual) * weight``, the sum itself without a weight, and ``rms_norm(y) * next_weight`` with a next
+    weight."""
     if enabled(x):
         return add_rms_norm(x, residual, weight, next_weight=next_weight, eps=eps)
     y = x + residual if weight is None else rms_norm(x + residual, weight, eps)

@@ -54,11 +54,11 @@ _OTHERWISE = {
     "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
     "rope.scaling.yarn_log_multiplier": (0.0,),
 }
-"""Fields that ask for another computation unless they have one of these values."""
+"""Fields that require another computation unless they have one of these values."""
 
 
 def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
-    """The model of a file. `dtype` None: bf16 or fp16 where its matrices are stored so, else fp32."""
+    """The model of a file. `dtype` None: bf16 or fp16 if its matrices are stored so, else fp32."""
     file = GgufFile(path)
     config = _config(file)
     layout = _layout(config, file.name)
@@ -69,7 +69,7 @@ def read(path: Path, dtype: torch.dtype | None) -> Checkpoint:
     ends = end_tokens(fields, config.vocab_size)
     words = tokenizer(fields, config.vocab_size, ends)
     chosen = dtype or _usual_dtype(file)
-    # Adapters know the published names.
+    # Adapters use the published names.
     return Checkpoint(config, hf.layout(config), chosen, partial(_gather, file, layout, config, chosen), words, ends)
 
 
@@ -188,7 +188,7 @@ def _name(published: str) -> str:
 
 
 def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Our parameters, one tensor of the file after the other: no more than a few of its rows are ever held twice."""
+    """Our parameters, tensor by tensor: no more than a few rows are ever held twice."""
     heads = (
         {"attn_q": config.heads, "attn_k": config.kv_heads} if file.fields["general.architecture"] == "llama" else {}
     )
@@ -203,7 +203,7 @@ def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: to
             first += part[0]
             turned = heads.get(theirs.split(".")[-2])
             if turned is not None:
-                # Their RoPE pairs neighbours, so the writer laid the halves of each head side by side.
+                # Their RoPE pairs adjacent components, so the writer interleaved the halves of each head.
                 pairs = target.view(turned, config.head_dim // 2, 2, -1)
                 target.copy_(pairs.transpose(1, 2).reshape(part))
         ours[name] = whole
@@ -211,7 +211,7 @@ def _gather(file: GgufFile, layout: Layout, config: TransformerConfig, dtype: to
 
 
 def _decimal(value: Any) -> Any:
-    """A number as it was before it was rounded to fp32: the shortest decimal that it is the rounding of."""
+    """A number as it was before rounding to fp32: the shortest decimal that rounds to it."""
     import numpy
 
     return float(str(numpy.float32(value))) if type(value) is float and abs(value) < 3e38 else value

@@ -1,6 +1,6 @@
-"""A GGUF file: its metadata and what tensors it holds, read with checks, and the tensors themselves.
+"""A GGUF file: its metadata and list of tensors, read with checks, and the tensors themselves.
 
-The package `gguf` knows how quantised blocks become numbers, and only that is asked of it: its reader trusts every size in the
+The package `gguf` is used only to dequantise blocks: its reader trusts every size in the
 file. Source of the format: docs/gguf.md of github.com/ggml-org/ggml.
 """
 
@@ -22,13 +22,13 @@ from pdkernels.models.fields import OP, shown
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _LENGTH = struct.Struct("<Q")
-_MOST = 1 << 24  # elements of an array, bytes of a string, and, a part of it, keys and tensors
+_MOST = 1 << 24  # elements of an array, bytes of a string; a fraction of it for keys and tensors
 _MOST_NAMES = 1 << 16
-_CHUNK = 1 << 20  # numbers that are dequantised at a time: whole blocks of every type
+_CHUNK = 1 << 20  # numbers dequantised at a time: whole blocks of every type
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor lies and of which type it is; its shape is rows first, as in PyTorch."""
+    """Offset, type and shape of a tensor; the shape is rows first, as in PyTorch."""
 
     shape: tuple[int, ...]
     type: int
@@ -37,7 +37,7 @@ class GgufTensor(NamedTuple):
 
 
 class GgufFile:
-    """The metadata (`fields`) and the tensors of a file. Every size is compared with the file's before anything is made of it."""
+    """The metadata (`fields`) and the tensors of a file. Every size is checked against the file's before use."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.name
@@ -60,13 +60,13 @@ class GgufFile:
         return str(self._quants.GGMLQuantizationType(tensor.type).name)
 
     def is_number(self, tensor: GgufTensor) -> bool:
-        """Whether the package can make numbers of it."""
+        """Whether the package can dequantise it."""
         return (
             tensor.type in (0, 1) or self._quants.GGMLQuantizationType(tensor.type) in self._quants.quants._type_traits
         )
 
     def read_into_(self, target: torch.Tensor, tensor: GgufTensor) -> None:
-        """Its numbers in `target`, a contiguous tensor of its shape and any dtype. Few are dequantised at a time."""
+        """Its numbers in `target`, a contiguous tensor of its shape and any dtype. Dequantises a chunk at a time."""
         import numpy
 
         kind = self._quants.GGMLQuantizationType(tensor.type)
@@ -98,7 +98,7 @@ class GgufFile:
         check(magic == b"GGUF", OP, self.name, "be a GGUF file", f"one that begins with {shown(magic)}")
         version, tensors, keys = self._number("I"), self._number("Q"), self._number("Q")
         if version not in (2, 3):
-            self._unsupported("have version 2 or 3, little-endian", version, "Convert the model anew.")
+            self._unsupported("have version 2 or 3, little-endian", version, "Convert the model again.")
         for count, what in ((tensors, "tensors"), (keys, "fields")):
             check(count <= _MOST_NAMES, OP, self.name, f"have at most {_MOST_NAMES} {what}", count)
         return version, tensors, keys

@@ -1,6 +1,6 @@
-"""The tokenizer of a GGUF file: byte-level BPE out of its tokens and merges, through the optional library `tokenizers`.
+"""The tokenizer of a GGUF file: byte-level BPE from its tokens and merges, through the optional library `tokenizers`.
 
-The way text is cut before merges apply is only named in the file (`tokenizer.ggml.pre`). Source of what the names mean:
+How text is split before merges apply is only named in the file (`tokenizer.ggml.pre`). Source of the names' meaning:
 src/llama-vocab.cpp of github.com/ggml-org/llama.cpp, and the tokenizer.json files of the models.
 """
 
@@ -29,7 +29,7 @@ def end_tokens(fields: Fields, vocab_size: int) -> tuple[int, ...]:
 
 
 def tokenizer(fields: Fields, vocab_size: int, ends: tuple[int, ...]) -> JsonTokenizer | None:
-    """The tokenizer of the file's fields, None where it names no tokens."""
+    """The tokenizer from the file's fields, None if it names no tokens."""
     if "tokenizer.ggml.tokens" not in fields.values:
         return None
     for field, known in (("model", ["gpt2"]), ("pre", list(_PRE))):
@@ -77,7 +77,7 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
         made.normalizer = tokenizers.normalizers.NFC()
     made.pre_tokenizer = cut.Sequence(parts)
     made.decoder = tokenizers.decoders.ByteLevel()
-    # Control tokens are left out of decoded text, those of the user are not; both are found whole, before text is cut.
+    # Control tokens are left out of decoded text, user-defined ones are not; both are matched whole, before text is split.
     by_kind = list(zip(vocabulary, kinds))
     made.add_special_tokens(
         [added(token, special=True, normalized=False) for token, kind in by_kind if kind in (_UNKNOWN, _CONTROL)]
@@ -87,7 +87,7 @@ def _assemble(pre: str, vocabulary: dict[str, int], pairs: list[Any], kinds: lis
 
 
 def _begin(made: Any, fields: Fields, tokens: list[str], tokenizers: Any) -> None:
-    """Let the beginning-of-text token precede a text, where the model was trained so."""
+    """Prepends the beginning-of-text token to a text if the model was trained so."""
     where = f"{fields.where}: tokenizer.ggml"
     if fields.flag("tokenizer.ggml.add_eos_token", False):
         raise NotImplementedError(message(OP, f"{where}.add_eos_token", "be false", True))

@@ -21,7 +21,7 @@ NEMOTRON = "nemotron_labs_diffusion"
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "mistral", "ministral3", "Dream", "Fast_dLLM_Qwen", NEMOTRON)
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 MASK_TOKENS = {"Fast_dLLM_Qwen": 151665}
-"""Where a config.json does not name one: what the published code takes."""
+"""The defaults of the published code for fields missing in a config.json."""
 
 _HEAD = "lm_head.weight"
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -31,7 +31,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     """The `TransformerConfig` of a parsed `config.json`.
 
     Raises ValueError for fields that are missing or of the wrong kind, NotImplementedError for what the transformer does not
-    compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint is run wrongly.
+    compute (another architecture, activation, RoPE scaling or a sliding window), so that no checkpoint gives wrong results.
 
     >>> from_hf_config({"model_type": "qwen2", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2,
     ...                 "num_attention_heads": 4, "intermediate_size": 96, "rope_theta": 1e6}).qkv_bias
@@ -41,10 +41,10 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     fields.require(_REQUIRED)
     kind = fields.get("model_type")
     demand(kind in ARCHITECTURES, "model_type", f"be one of {', '.join(ARCHITECTURES)}", shown(kind))
-    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, whose place may be a mask. Fast-dLLM v2 has
-    # them too, and is causal but for the block that it fills.
+    # Dream has Qwen2's layers, without a causal mask: row i still predicts token i + 1, which may be a mask. Fast-dLLM v2 has
+    # them too, and is causal except for the block that it fills.
     like_qwen2 = kind in ("qwen2", "Dream", "Fast_dLLM_Qwen")
-    if kind == "qwen3":  # the published class takes 128 where none is named, whatever the other sizes
+    if kind == "qwen3":  # the published class defaults to 128, whatever the other sizes
         fields.require(("head_dim",))
     activation = fields.get("hidden_act", "silu")
     demand(activation == "silu", "hidden_act", "be 'silu'", shown(activation))
@@ -58,7 +58,7 @@ def from_hf_config(config: Mapping[str, Any]) -> TransformerConfig:
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     biased, mlp_biased = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
     demand(not mlp_biased or kind == "llama", "mlp_bias", "be false", True)
-    if kind == NEMOTRON:  # its class's default is no token
+    if kind == NEMOTRON:  # the default of its class is no token
         fields.require(("mask_token_id",))
     with read_from("config.json"):
         return TransformerConfig(
@@ -117,7 +117,7 @@ def _rope_scaling(rope: Fields, max_positions: int) -> RopeScaling | None:
 
 
 def layout(config: TransformerConfig, kind: str = "") -> Layout:
-    """The tensors of a checkpoint with this configuration; `kind` is its model_type where that has names of its own."""
+    """The tensors of a checkpoint with this configuration; `kind` is its model_type if that has its own names."""
     body, head = ("encoder.", "diffusion_head.weight") if kind == NEMOTRON else ("model.", _HEAD)
     parts = partial(_parts, config, body, head)
     return Layout(parts, config.layers, f"{body}embed_tokens.weight", head, config.tied_head)
@@ -154,8 +154,8 @@ def _parts(config: TransformerConfig, body: str, head: str) -> Iterator[tuple[st
 def from_hf_state_dict(state: Mapping[str, torch.Tensor], config: TransformerConfig) -> dict[str, torch.Tensor]:
     """Our state dict from one with Hugging Face names: q, k, v and gate, up become one matrix each.
 
-    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are no
-    floating-point ones. A stored `lm_head` of a tied model must equal the embedding.
+    Raises ValueError for tensors that are missing, left over or of another shape, NotImplementedError for tensors that are not
+    floating point. A stored `lm_head` of a tied model must equal the embedding.
     """
     return layout(config).gather(state)
 

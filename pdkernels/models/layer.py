@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each behind a norm and a residual.
+    """Attention and SwiGLU, each with a norm before and a residual around it.
 
-    Projections of the same input are one matrix. Its parameters stand here without modules around them, whose calls
-    take a noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to `x`,
-    None where no row takes the adapter.
+    Projections of the same input are one matrix. The parameters are held directly, without submodules, whose calls take a
+    noticeable share of a small model's step. `adapted` is a factor of the adapter's output that broadcasts to `x`, None if no
+    row uses the adapter.
     """
 
     qkv_bias: nn.Parameter | None
@@ -63,10 +63,10 @@ class Layer(nn.Module):
         attend: Callable[[torch.Tensor], torch.Tensor],
         adapted: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual and what the second half adds to it, for the layer behind to add up.
+        """The residual and what the second half adds to it; the next layer sums them.
 
-        `added` is what the layer before left to be added to `x`, None for the first one; `attend` makes of what `project` gives what
-        `project_out` takes. A layer reads no parameters but its own: FSDP holds them only while it runs.
+        `added` is what the layer before left to add to `x`, None for the first; `attend` maps the output of `project` to the
+        input of `project_out`. A layer reads only its own parameters: FSDP holds them only while it runs.
         """
         if added is None:
             normed = self.normed(x)
@@ -79,13 +79,13 @@ class Layer(nn.Module):
     # ---- the parts, `x` always (batch, rows, hidden_size)
 
     def normed(self, x: torch.Tensor) -> torch.Tensor:
-        """What attention's projections read of `x`."""
+        """The input of attention's projections for `x`."""
         return rms_norm(x, self.attention_norm, self.config.norm_eps)
 
     def project(self, normed: torch.Tensor, part: Literal["qkv", "qk", "v"] = "qkv") -> torch.Tensor:
-        """q, k and v, or a part of them, head after head and not yet rotated: `(batch, rows, heads, head_dim)`.
+        """q, k and v, or some of them, head by head and not yet rotated: `(batch, rows, heads, head_dim)`.
 
-        q and k have gone through their norms, where the model has them.
+        q and k are normed if the model norms them.
         """
         config = self.config
         middle, bias = (config.heads + config.kv_heads) * config.head_dim, self.qkv_bias
@@ -98,7 +98,7 @@ class Layer(nn.Module):
         return torch.cat((rms_norm(q, self.q_norm, config.norm_eps), rms_norm(k, self.k_norm, config.norm_eps), *v), -2)
 
     def project_out(self, mixed: torch.Tensor, adapted: torch.Tensor | None = None) -> torch.Tensor:
-        """What attention adds to the residual, of `mixed` `(batch, rows, heads, head_dim)`."""
+        """What attention adds to the residual, from `mixed` `(batch, rows, heads, head_dim)`."""
         mixed = mixed.flatten(-2)
         out = linear(mixed, self.output, self.output_bias)
         if adapted is None:
@@ -115,7 +115,7 @@ class Layer(nn.Module):
 
     @torch.no_grad()
     def attach_adapter_(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """A low-rank rival `output + b @ a` of the output projection, see `Transformer.attach_adapter_`."""
+        """A low-rank alternative `output + b @ a` to the output projection, see `Transformer.attach_adapter_`."""
         op, width = "Transformer.attach_adapter_", self.output.shape[1]
         check(a.dim() == 2 and a.shape[1] == width, op, "pairs", f"hold a of shape (rank, {width})", tuple(a.shape))
         check(

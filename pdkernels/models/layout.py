@@ -1,4 +1,4 @@
-"""The tensors of a published checkpoint: their names and shapes, and the parameters of ours that they are parts of."""
+"""The tensors of a published checkpoint: their names and shapes, and our parameters that they are parts of."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdkernels._validation import check, message
 from pdkernels.models.fields import OP, some
 
 Parts: TypeAlias = dict[str, tuple[int, ...]]
-"""Published names and shapes of the tensors that are concatenated to one of our parameters."""
+"""Published names and shapes of the tensors that concatenate to one of our parameters."""
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,7 +25,7 @@ class Stored(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The tensors of a checkpoint with a certain configuration."""
+    """The tensors of a checkpoint with a given configuration."""
 
     parts: Callable[[], Iterator[tuple[str, Parts]]]
     """Each of our parameters, and its parts."""
@@ -34,12 +34,12 @@ class Layout(NamedTuple):
     head: str
     tied: bool
     source: str = "config.json"
-    """The file of the configuration."""
+    """The configuration file."""
 
     def stored(self, names: Mapping[str, Stored]) -> None:
-        """Refuse a checkpoint that lacks tensors, holds others, or holds them with another shape, or with integers for numbers.
+        """Refuses a checkpoint with missing or extra tensors, wrong shapes, or integers instead of floats.
 
-        Costs no more than the checkpoint has tensors, whatever its config.json asks for.
+        Takes time linear in the checkpoint's tensors, whatever its config.json says.
         """
         left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
         whole = f"hold every tensor of its {self.source}"
@@ -61,7 +61,7 @@ class Layout(NamedTuple):
         check(not left, OP, "checkpoint", f"hold only tensors of its {self.source}", f"also {some(sorted(left))}")
 
     def gather(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Our parameters, of tensors with published names."""
+        """Our parameters, from tensors with published names."""
         self.stored({name: Stored(tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in state.items()})
         left = {_embedding(self, state, name): tensor for name, tensor in state.items()}
         ours = {}
@@ -77,7 +77,7 @@ class Layout(NamedTuple):
         return ours
 
     def name_in(self, names: Mapping[str, object], part: str) -> str:
-        """The name under which a checkpoint with these `names` stores a part: a tied head may stand for the embedding."""
+        """The name under which a checkpoint with these `names` stores a part: a tied head may be stored as the embedding."""
         return self.head if self.tied and part == self.embedding and part not in names else part
 
     def scatter(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 def _follows(name: str) -> bool:
-    """Some checkpoints store tables of RoPE, which follow from the configuration."""
+    """Some checkpoints store RoPE tables, which follow from the configuration."""
     return name.endswith(("rotary_emb.inv_freq", "freqs_cis"))
 
 

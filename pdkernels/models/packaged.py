@@ -1,4 +1,4 @@
-"""Models that other packages of PyPI hold as files."""
+"""Models shipped as files in other PyPI packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGED = tuple(_PACKAGES)
 
 
 def packaged(name: str) -> Path:
-    """The file of such a model. The package is found, not imported: importing it would start what it was made for."""
+    """The file of such a model. The package is located, not imported: importing it would load its engine."""
     module, file, package = _PACKAGES[name]
     try:
         found = importlib.util.find_spec(module)

@@ -16,7 +16,7 @@ NAMES = ("<async>", "</async>", "<promise>-<topic>", "</topic>", "<sync/>", "[PA
 """In the order of `PlanTokens.control`."""
 
 END_NAME = "<|im_end|>"
-"""What ends a planned text; the end tokens of Dream's own configuration do not have to name it."""
+"""Ends a planned text; it may be missing from the end tokens of Dream's own configuration."""
 
 _ADDED = "added_tokens.json"
 
@@ -24,7 +24,7 @@ _ADDED = "added_tokens.json"
 def plan_tokens_of(
     folder: Path, tokenizer: Tokenizer | None, vocab_size: int
 ) -> tuple[PlanTokens, tuple[int, ...]] | None:
-    """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None where one is missing."""
+    """The control tokens of a folder whose vocabulary has all six, and the ids that end its texts; None if one is missing."""
     id_of = _names(folder, tokenizer, vocab_size)
     control = [token for token in map(id_of, NAMES) if token is not None]
     if len(control) < len(NAMES):
@@ -40,7 +40,7 @@ def plan_tokens_of(
 
 
 def _names(folder: Path, tokenizer: Tokenizer | None, vocab_size: int) -> Callable[[str], int | None]:
-    """What the vocabulary says of names: that of tokenizer.json, or the tokens that were added to one in another form."""
+    """Ids by name: the vocabulary of tokenizer.json, or tokens added to one in another format."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.id_of
     fields = read_fields(folder, _ADDED)

@@ -13,10 +13,11 @@ Predicts = Literal["own", "next"]
 
 @dataclass(frozen=True)
 class PlanTokens:
-    """Ids of the tokens that structure a planned text, and the two facts about chunks that a decoder must know.
+    """Ids of the tokens that structure a planned text, and two facts about chunks that a decoder needs.
 
-    A plan is a row of items ``topic_open, topic, number, topic_close``; item i asks for chunk i, which is ``chunk_open``, `unit` times
-    the number of tokens, ``chunk_close``. `sync` after a plan asks for another round, an end token for none.
+    A plan is a sequence of items ``topic_open, topic, number, topic_close``; item i asks for chunk i, which is ``chunk_open``,
+    `unit` times the number of tokens, ``chunk_close``. `sync` after the chunks starts another round, an end token ends the
+    text.
 
     Source: Planned Diffusion, section 3; the ids of the released checkpoints are `PUBLISHED`.
 
@@ -36,7 +37,7 @@ class PlanTokens:
     unit: int = 10
     """Tokens of a chunk for each unit of the number in its plan."""
     predicts: Predicts = "own"
-    """Which token the logits of a chunk's row i are about: i itself, which then is a mask, or i + 1."""
+    """Which token the logits of a chunk's row i predict: i itself, which is then a mask, or i + 1."""
 
     def __post_init__(self) -> None:
         op = "PlanTokens"
@@ -65,13 +66,13 @@ class PlanTokens:
 
 
 PUBLISHED = PlanTokens(151667, 151668, 151669, 151670, 151671, 151672, digits=range(15, 25), predicts="next")
-"""Those of the released checkpoints: Dream with six added tokens."""
+"""The tokens of the released checkpoints: Dream with six added tokens."""
 
 
 def checked_plan_tokens(
     op: str, tokens: PlanTokens | None, vocab_size: int, mask_token: int | None
 ) -> PlanTokens | None:
-    """Those of a model with this vocabulary and mask token."""
+    """Checks the tokens for a model with this vocabulary and mask token."""
     if tokens is None:
         return None
     check_type(isinstance(tokens, PlanTokens), op, "plan_tokens", "be PlanTokens or None", type(tokens).__name__)

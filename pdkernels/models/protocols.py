@@ -1,6 +1,6 @@
-"""What decoding methods ask of a model: a model of one's own needs these members and nothing else (docs/own_models.md).
+"""What decoding methods require of a model: your own model needs these members and nothing else (docs/own_models.md).
 
-`requirements` reads the members and their keywords out of a protocol, and `missing` compares a model with them.
+`requirements` reads the members and their keywords from a protocol, and `missing` compares a model with them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pdkernels.models.plan_tokens import PlanTokens
 
 
 class Config(Protocol):
-    """Sizes. `max_positions`, if there is one, is the longest text that the model was trained for."""
+    """Sizes. `max_positions`, if there is one, is the longest text the model was trained on."""
 
     @property
     def vocab_size(self) -> int: ...
 
 
 class RowsConfig(Config, Protocol):
-    """What rows see, and what they are about."""
+    """What rows see, and what they predict."""
 
     @property
     def attention(self) -> str:
@@ -33,19 +33,19 @@ class RowsConfig(Config, Protocol):
 
     @property
     def predicts(self) -> str:
-        """ "next" if the logits of row i are about token i + 1, "own" if they are about token i."""
+        """ "next" if the logits of row i predict token i + 1, "own" if they predict token i."""
         ...
 
 
 class RecurrentConfig(Config, Protocol):
-    """Of a recurrent-depth model."""
+    """The config of a recurrent-depth model."""
 
     @property
     def mean_recurrence(self) -> int: ...
 
 
 class LanguageModel(Protocol):
-    """What all methods ask for. `tokenizer` may be None, `end_tokens` empty."""
+    """What all methods require. `tokenizer` may be None, `end_tokens` empty."""
 
     @property
     def config(self) -> Config: ...
@@ -59,7 +59,7 @@ class LanguageModel(Protocol):
     def new_cache(self, batch: int, capacity: int) -> Any:
         """An empty `pdkernels.cache.Cache`, or something with its `lengths`, `device` and `commit_`.
 
-        For `page_size` it also takes ``kind="paged", page_size=n``, and what it returns has `reserve_`.
+        For `page_size` it also takes ``kind="paged", page_size=n``, and the result has `reserve_`.
         """
         ...
 
@@ -79,7 +79,7 @@ class CausalModel(LanguageModel, Protocol):
 
 
 class BranchingModel(CausalModel, Protocol):
-    """For `jacobi_multiblock`: new rows that see each other as a mask says."""
+    """For `jacobi_multiblock`: new rows that see each other under a mask."""
 
     def __call__(
         self,
@@ -110,7 +110,7 @@ class BlockModel(CausalModel, Protocol):
 
 
 class PlanningModel(BlockModel, Protocol):
-    """For `planned`: a causal forward for plans, and chunks that see what a mask shows; and the control tokens of plans."""
+    """For `planned`: a causal forward for plans, chunks under a mask, and the control tokens of plans."""
 
     @property
     def plan_tokens(self) -> PlanTokens | None: ...
@@ -129,7 +129,7 @@ class PlanningModel(BlockModel, Protocol):
 
 
 class SelfSpeculativeModel(BlockModel, BranchingModel, Protocol):
-    """For linear and quadratic self-speculation: the model drafts too, maybe with an adapter."""
+    """For linear and quadratic self-speculation: the model drafts too, optionally with an adapter."""
 
     @property
     def has_adapter(self) -> bool: ...
@@ -174,11 +174,11 @@ class BidirectionalModel(LanguageModel, Protocol):
     def recompute(
         self, tokens: Tensor, cache: Any, starts: Tensor, *, counts: Tensor | None = None, visible: Tensor
     ) -> Tensor:
-        """Hidden rows ``(batch, T, hidden_size)`` of `tokens` ``(batch, T)``, which are at ``starts[b]`` and after.
+        """Hidden rows ``(batch, T, hidden_size)`` of `tokens` ``(batch, T)``, at positions ``starts[b]`` and after.
 
-        A row sees the first ``visible[b]`` positions of its sequence; of those that are not among `tokens` it sees what the cache
-        keeps of them. A model that computes its rows from `tokens` alone must have ``keeps_rows = False``, and one that does
-        keep them ``keeps_rows = True``, which `fast_dllm` asks for.
+        A row sees the first ``visible[b]`` positions of its sequence; of those outside `tokens` it sees what the cache
+        holds. A model that computes its rows from `tokens` alone must have ``keeps_rows = False``, and one that does
+        keep them ``keeps_rows = True``, which `fast_dllm` requires.
         """
         ...
 
@@ -195,7 +195,7 @@ class BlockCausalModel(BidirectionalModel, Protocol):
 
 
 class RecurrentModel(LanguageModel, Protocol):
-    """For `recurrent_static` and `recurrent_self_speculation`: a core that runs as often as the caller says."""
+    """For `recurrent_static` and `recurrent_self_speculation`: a core whose number of runs the caller sets."""
 
     @property
     def config(self) -> RecurrentConfig: ...
@@ -227,7 +227,7 @@ class RecurrentPartsModel(RecurrentModel, Protocol):
 
 
 class RecurrentWaveModel(RecurrentPartsModel, Protocol):
-    """For `recurrent_diffusion`: the last recurrence of a step comes in two parts, before and after its norm."""
+    """For `recurrent_diffusion`: the last recurrence of a step is split in two, before and after its norm."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -274,7 +274,7 @@ def requirements(protocol: type) -> tuple[Requirement, ...]:
 
 
 def missing(model: object, protocol: type) -> str:
-    """What a model lacks of a protocol: "the member `logits`", or "the argument `visible` of `recompute`"; "" for nothing.
+    """What a model lacks for a protocol: "the member `logits`", or "the argument `visible` of `recompute`"; "" for nothing.
 
     >>> class Half:
     ...     config, tokenizer, end_tokens = torch.finfo(torch.float32), None, ()
@@ -293,7 +293,7 @@ def missing(model: object, protocol: type) -> str:
 
 
 def lacking(model: Any, method: str, keywords: Sequence[str]) -> str:
-    """The first of `keywords` that a method does not take; "" if it takes all, or does not say what it takes."""
+    """The first of `keywords` that a method does not take; "" if it takes all, or does not declare what it takes."""
     name = "forward" if method == "__call__" and isinstance(model, nn.Module) else method
     function = getattr(type(model), name, None)
     if inspect.isfunction(function) and name not in getattr(model, "__dict__", {}):

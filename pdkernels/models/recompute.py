@@ -1,8 +1,8 @@
-"""Rows that are computed again in a cache: where they stand, and the attention over what stands there then.
+"""Rows that are recomputed in a cache: their slots, and the attention over the updated cache.
 
-A masked-diffusion model changes its mind about rows anywhere in a text, and each of them sees all of it. So K and V go to their
-places first, and attention reads the cache alone: `speculative_attention` with a plan that shows no new tokens. What no kernel
-takes (fp64, heads that are no multiple of 8 in 16 .. 256) goes by PyTorch's attention under a dense mask.
+A masked-diffusion model revises rows anywhere in a text, and each row sees all of it. So K and V are stored first, and
+attention reads only the cache: `speculative_attention` with a plan that shows no new tokens. What no kernel supports (fp64,
+heads that are not a multiple of 8 in 16 .. 256) uses PyTorch's attention under a dense mask.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ _OP = "Transformer.recompute"
 
 
 class RecomputedRows(NamedTuple):
-    """Where the rows of a recomputation stand, and what they see. `recomputed_rows` makes it, once for all layers."""
+    """The slots of recomputed rows, and what they see. `recomputed_rows` makes it, once for all layers."""
 
     cache: Cache
     starts: torch.Tensor
     slots: torch.Tensor
-    """`(batch, rows)`, counted from `starts`; -1 for padding."""
+    """`(batch, rows)`, relative to `starts`; -1 for padding."""
     visible: torch.Tensor
     keys: int
-    """The most places a sequence shows, or, where the host does not know, all."""
+    """The most positions visible in any sequence, or all where the host does not know."""
     table: Rotation
-    """Of all positions of the cache."""
+    """For all positions of the cache."""
     style: RopeStyle
 
     def attend_(self, qkv: torch.Tensor, layer: int) -> torch.Tensor:
-        """Store K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attend; q's shape."""
+        """Stores K and V of `qkv` `(batch, rows, heads + 2 * kv_heads, head_dim)`, not yet rotated, and attends; q's shape."""
         kv_heads = self.cache.kv_heads
         sizes = (qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads)
         if self.cache.dtype in KERNEL_DTYPES and takes_head_dim(self.cache.head_dim):
@@ -76,7 +76,7 @@ class RecomputedRows(NamedTuple):
         return attend(q, *self.cache.layer(layer, self.keys), Visibility(seen))
 
     def _positions(self) -> torch.Tensor:
-        """`(batch, rows)`; padding stands anywhere in the cache."""
+        """`(batch, rows)`; padding may be anywhere in the cache."""
         return (self.starts[:, None] + self.slots).clamp(0, self.cache.capacity - 1)
 
     def _scaled(self, q: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,14 @@ class RecomputedRows(NamedTuple):
 
     def _store_(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, layer: int) -> None:
         sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
-        places = positions[sequences, rows].long()
+        offsets = positions[sequences, rows].long()
         if self.cache.block_table is None:
             pages = sequences
         else:
             page_size = self.cache.k.shape[2]
-            pages, places = self.cache.block_table[sequences, places // page_size].long(), places % page_size
-        self.cache.k[layer][pages, places] = k[sequences, rows]
-        self.cache.v[layer][pages, places] = v[sequences, rows]
+            pages, offsets = self.cache.block_table[sequences, offsets // page_size].long(), offsets % page_size
+        self.cache.k[layer][pages, offsets] = k[sequences, rows]
+        self.cache.v[layer][pages, offsets] = v[sequences, rows]
 
 
 def recomputed_rows(
@@ -106,7 +106,7 @@ def recomputed_rows(
     counts: torch.Tensor | None,
     visible: torch.Tensor,
 ) -> RecomputedRows:
-    """Those of rows of this `shape`, `(batch, rows)`; arguments and errors are those of `Transformer.recompute`."""
+    """For rows of this `shape`, `(batch, rows)`; arguments and errors are those of `Transformer.recompute`."""
     batch, rows = shape
     check(cache.batch == batch, _OP, "tokens", f"have the batch size of the cache ({cache.batch})", batch)
     device = cache.lengths.device
@@ -127,7 +127,7 @@ def recomputed_rows(
 
 
 def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visible: torch.Tensor) -> int:
-    """On the host, before a layer has written anything. Returns the most places that a sequence shows."""
+    """On the host, before any layer writes. Returns the most positions visible in any sequence."""
     fewest, most = (int(value) for value in visible.aminmax())
     check(
         fewest >= 0 and most <= cache.capacity,
@@ -142,17 +142,17 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
     if slots.numel():
         low = int(slots.min())
         check(low >= -1, _OP, "slots", "be -1 or more", low)
-        behind = torch.where(slots >= 0, starts[:, None] + slots + 1, 0).amax(1)
-        last = int(behind.max()) - 1
+        ends = torch.where(slots >= 0, starts[:, None] + slots + 1, 0).amax(1)
+        last = int(ends.max()) - 1
         check(last < cache.capacity, _OP, "slots", f"stay below the cache's capacity ({cache.capacity})", last)
-        needed = torch.maximum(needed, behind)
+        needed = torch.maximum(needed, ends)
     if cache.block_table is not None:
         owned = (cache.block_table >= 0).sum(1) * cache.k.shape[2]
         check(
             bool((needed <= owned).all()),
             _OP,
             "cache",
-            f"own pages of {needed.tolist()} places",
+            f"own pages of {needed.tolist()} positions",
             owned.tolist(),
             "Call cache.reserve_ before.",
         )
@@ -161,5 +161,5 @@ def _check_values(cache: Cache, starts: torch.Tensor, slots: torch.Tensor, visib
 
 @lru_cache(maxsize=256)
 def nothing_new(rows: int, device: torch.device) -> TilePlan:
-    """A plan that shows none of the new rows: the cache holds them already."""
+    """A plan that shows none of the new rows: the cache already holds them."""
     return pack([], length=rows).plan(64, 64, device)

@@ -1,11 +1,11 @@
-"""A recurrent-depth model: a few layers before and behind a core block that is run as often as the caller likes.
+"""A recurrent-depth model: a few layers before and after a core block that runs as often as the caller likes.
 
-    e = prelude(tokens);  state = random;  state = core(state, e), again and again;  logits = coda(state)
+    e = prelude(tokens);  state = random;  state = core(state, e), repeatedly;  logits = coda(state)
 
-Its KV cache has one slot for each layer, however often the core runs: every recurrence writes the same rows behind the cached
-prefix, and the last one's stay if the cursor moves past them. So tokens that come later see the last recurrence's K and V in all
-of their own, while tokens of one forward see each other recurrence by recurrence: with more than one of them, a text in two
-forwards gives other logits than in one.
+Its KV cache has one slot per layer, however often the core runs: every recurrence overwrites the same rows after the cached
+prefix, and those of the last one stay if they are committed. Later tokens therefore see the K and V of the last recurrence
+in all of their own recurrences, while tokens of one forward see each other recurrence by recurrence: with more than one
+recurrence, a text in two forwards gives other logits than in one.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3 (Huginn-0125).
 """
@@ -38,11 +38,12 @@ if TYPE_CHECKING:
 __all__ = ["STATE_STD", "RecurrentDepth", "RecurrentDepthConfig"]
 
 STATE_STD = math.sqrt(0.4)
-"""Standard deviation of an initial state before it is cut at three of them: sqrt(2 / (5 E)), as of weights, times sqrt(E)."""
+"""Standard deviation of an initial state before it is truncated at three of them: that of weights, sqrt(2 / (5 E)), times
+sqrt(E)."""
 
 
 class RecurrentDepth(nn.Module):
-    """A recurrent-depth language model on our KV caches; a forward runs all of it, its parts serve decoders and training.
+    """A recurrent-depth language model on our KV caches; a forward runs all of it; decoders and training use its parts.
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text. Parameters may be fp64, fp32, bf16
     or fp16 (`model.to(dtype)`). The language model head is the embedding.
@@ -87,19 +88,20 @@ class RecurrentDepth(nn.Module):
         self.config, self.tokenizer, self.end_tokens = config, tokenizer, tuple(end_tokens)
         hidden = config.hidden_size
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, hidden))
-        # The first half of its columns takes the state, the other one the embedding.
+        # The first half of its columns takes the state, the second the embedding.
         self.adapter = nn.Parameter(torch.empty(hidden, 2 * hidden))
         self.prelude_layers = _layers(config, config.prelude_layers)
         self.core_layers = _layers(config, config.core_layers)
         self.coda_layers = _layers(config, config.coda_layers)
         self.norm = nn.Parameter(torch.empty(hidden))
         self._tables = RopeTables(config.head_dim, config.max_positions, theta=config.rope_theta, style="interleaved")
-        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+        if not self.embedding.is_meta:  # nothing to fill, and torch would import half of itself to do so
             self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Random weights: truncated N(0, 2 / (5 E)), and less where a layer adds to its residual, the deeper the unrolled model."""
+        """Random weights: truncated N(0, 2 / (5 E)), smaller where a layer adds to its residual, depending on the unrolled
+        depth."""
         config = self.config
         std = math.sqrt(2 / (5 * config.hidden_size))
         depth = config.prelude_layers + config.mean_recurrence * config.core_layers + config.coda_layers
@@ -130,7 +132,7 @@ class RecurrentDepth(nn.Module):
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens: one slot per layer, whatever the recurrences.
 
-        A paged one has pages for all of them, but hands none out before `cache.reserve_`.
+        A paged one has pages for all of them, but assigns none before `cache.reserve_`.
         """
         return new_cache(self, batch, capacity, kind, page_size)
 
@@ -147,16 +149,16 @@ class RecurrentDepth(nn.Module):
     ) -> torch.Tensor:
         """Logits `(batch, T, vocab_size)` of `tokens` `(batch, T)`, int32 or int64, after `recurrences` of the core.
 
-        With a cache, row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and it sees the
-        whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay. A forward keeps no
-        graph; training puts the parts together itself.
+        With a cache, row i of sequence b is at position `cache.lengths[b] + i`, its K and V are appended there, and it sees the
+        whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay. A forward builds no
+        graph; training calls the parts itself.
 
         Args:
-            counts: `(batch,)` rows that count; the others are padding, which is not stored and whose logits mean nothing.
+            counts: `(batch,)` rows that count; the others are padding, which is not stored and whose logits are meaningless.
             rows: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: indices for all sequences
                 (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
             recurrences: None: `config.mean_recurrence`.
-            seed: of the initial states, which belong to positions: the same whatever else the forward holds; a `(batch,)` tensor
+            seed: of the initial states, which depend on positions, not on the rest of the forward; a `(batch,)` tensor
                 has one for each sequence.
             init_scale: factor of the initial states; 0 starts from zeros.
 
@@ -190,9 +192,9 @@ class RecurrentDepth(nn.Module):
     def begin(
         self, embedding: torch.Tensor, context: ForwardContext, seed: int | torch.Tensor = 0, init_scale: float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Initial states of all rows, which belong to their positions, and the embedding's term: what recurrences start from.
+        """Initial states of all rows, which depend on their positions, and the embedding's term: the inputs of the recurrences.
 
-        Both are `(batch, T, hidden_size)`; the state keeps no graph, the term does.
+        Both are `(batch, T, hidden_size)`; the state has no graph, the term does.
         """
         batch, rows, hidden = embedding.shape
         zeros = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -214,10 +216,10 @@ class RecurrentDepth(nn.Module):
         return both[..., :hidden], self.embedding_term(embedding)
 
     def context(self, rows: int, cache: Cache | None = None, counts: torch.Tensor | None = None) -> ForwardContext:
-        """Where `rows` new tokens of each sequence stand: behind `cache.lengths`, or at 0 without a cache; causal in either case.
+        """The context of `rows` new tokens of each sequence: after `cache.lengths`, or at 0 without a cache; always causal.
 
         `counts` `(batch,)`: only the rows i < counts[b] count; the others are padding, which is not stored. With a cache nothing
-        is committed: it is the caller's `cache.commit_`, or `pdkernels.recurrence_advance_`, that moves the lengths.
+        is committed: the caller's `cache.commit_`, or `pdkernels.recurrence_advance_`, moves the lengths.
         """
         op = "RecurrentDepth.context"
         check(rows >= 1, op, "rows", "be at least 1", rows)
@@ -229,7 +231,7 @@ class RecurrentDepth(nn.Module):
             check_index(op, "counts", counts, (cache.batch,), cache.lengths.device)
         lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
         visibility = cached_visibility(cache, lengths, counts, rows, None)
-        # Padding rows may stand behind the capacity, never behind capacity + rows.
+        # Padding rows may lie past the capacity, but not past capacity + rows.
         table = self._rope(cache.capacity + rows)
         if lengths is not None and lengths.count(lengths[0]) == len(lengths):
             rotation = table.span(lengths[0], rows)
@@ -238,7 +240,7 @@ class RecurrentDepth(nn.Module):
         return ForwardContext(table, rotation, visibility, cache, counts)
 
     def prelude(self, tokens: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """The embedding e `(batch, T, hidden_size)` of `tokens` `(batch, T)`, which every recurrence sees again."""
+        """The embedding e `(batch, T, hidden_size)` of `tokens` `(batch, T)`, which every recurrence reads."""
         try:
             x = self._look_up(tokens) * self.config.embedding_scale
         except IndexError:
@@ -289,7 +291,7 @@ class RecurrentDepth(nn.Module):
     def _run_parts(
         self, layers: Sequence[RecurrentLayer], x: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All layers but the last norm. A layer's last norm and the next one's first are one pass over memory."""
+        """All layers except the last norm. A layer's last norm and the next layer's first are one pass over memory."""
         eps = self.config.norm_eps
         y, residual = layers[0](x, rms_norm(x, layers[0].norm_1, eps), context, slot)
         for index in range(1, len(layers)):

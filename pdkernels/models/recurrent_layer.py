@@ -17,12 +17,12 @@ from pdkernels.ops.transformer_ops import apply_rope_append_
 
 
 class ForwardContext(NamedTuple):
-    """Where the rows of a forward stand and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
+    """Positions of the rows of a forward and what they see: made once by `RecurrentDepth.context`, used by all its parts."""
 
     table: Rotation
-    """Of all positions."""
+    """For all positions."""
     rotation: Rotation
-    """Of the rows' own."""
+    """For the rows' positions."""
     visibility: Visibility
     cache: Cache | None
     counts: torch.Tensor | None
@@ -31,7 +31,7 @@ class ForwardContext(NamedTuple):
 class RecurrentLayer(nn.Module):
     """``h = norm_2(attention(norm_1(x)) + x)``, then ``norm_4(mlp(norm_3(h)) + h)``. There is no residual without a norm.
 
-    q and k have a bias, v has none. The first half of `gate_up` is gated by SiLU and multiplies the second.
+    q and k have a bias, v has none. The first half of `gate_up` goes through SiLU and multiplies the second.
     """
 
     def __init__(self, config: RecurrentDepthConfig) -> None:
@@ -51,7 +51,7 @@ class RecurrentLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, normed: torch.Tensor, context: ForwardContext, slot: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What stands before norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` that of the cache."""
+        """The inputs of norm_4: the MLP's output and its residual. `normed` is norm_1 of `x`, `slot` the cache's slot."""
         qkv = linear(normed, self.qkv).view(*x.shape[:2], 3 * self.config.heads, self.config.head_dim)
         mixed = self._attention(qkv, context, slot).flatten(-2)
         h, normed = add_norm(self._project_out(mixed), x, self.norm_2, self.norm_3, self.config.norm_eps)
@@ -64,7 +64,7 @@ class RecurrentLayer(nn.Module):
         return linear(gated(linear(normed, self.gate_up)), self.down)
 
     def _attention(self, qkv: torch.Tensor, context: ForwardContext, slot: int) -> torch.Tensor:
-        """Of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""
+        """Attention of q, k and v `(batch, T, 3 * heads, head_dim)` over the cached prefix and each other."""
         heads, cache = self.config.heads, context.cache
         if cache is None or not fused.enabled(qkv):
             qk, v = qkv.split((2 * heads, heads), -2)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and the rules that stretch it.
+"""Rotary position embedding: tables and rotation, for half-split and interleaved pairs, and the rules that scale it.
 
 Sources: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", equation 34; Chen et al., "Extending
 Context Window of Large Language Models via Positional Interpolation", section 2.3; Peng et al., "YaRN: Efficient Context
@@ -23,17 +23,17 @@ RopeStyle = Literal["half", "interleaved"]
 
 
 class RopeScaling(ABC):
-    """A rule by which RoPE is stretched for contexts longer than those of the first training."""
+    """A rule that scales RoPE for contexts longer than those of the original training."""
 
     attention_factor = 1.0
     """Multiplies rotated q and k."""
 
     @abstractmethod
     def scaled(self, frequencies: torch.Tensor, theta: float) -> torch.Tensor:
-        """What becomes of the `frequencies` ``theta ** (-2i / head_dim)`` of all pairs, in radians per position."""
+        """The scaled `frequencies` ``theta ** (-2i / head_dim)`` of all pairs, in radians per position."""
 
     def query_scale(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """A further factor of q at each of the `positions`; None: 1."""
+        """An additional factor of q at each of the `positions`; None: 1."""
         return None
 
 
@@ -43,7 +43,7 @@ def _check_factor(op: str, factor: float) -> None:
 
 @dataclass(frozen=True)
 class LinearScaling(RopeScaling):
-    """All frequencies are divided by `factor`, as if positions lay that much closer together."""
+    """All frequencies are divided by `factor`, as if positions were that much closer together."""
 
     factor: float
 
@@ -56,7 +56,7 @@ class LinearScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class FactorScaling(RopeScaling):
-    """The frequency of each pair is divided by a factor of its own, as GGUF files store Llama 3.1's rule."""
+    """The frequency of each pair is divided by its own factor, as GGUF files store Llama 3.1's rule."""
 
     factors: tuple[float, ...]
 
@@ -71,10 +71,10 @@ class FactorScaling(RopeScaling):
 
 @dataclass(frozen=True)
 class Llama3Scaling(RopeScaling):
-    """Frequencies of Llama 3.1 and its successors, first trained on `original_positions`.
+    """Frequencies of Llama 3.1 and its successors, originally trained on `original_positions`.
 
     Pairs that turn at least `high_freq_factor` times within the original positions keep their frequency, those that turn at
-    most `low_freq_factor` times are slowed down by `factor`; between the two, the share that is kept grows with the turns.
+    most `low_freq_factor` times are divided by `factor`; in between, the share that is kept grows with the turns.
     """
 
     factor: float
@@ -104,10 +104,10 @@ class Llama3Scaling(RopeScaling):
 
 @dataclass(frozen=True)
 class YarnScaling(RopeScaling):
-    """Frequencies for a context `factor` times as long as the `original_positions` of the first training.
+    """Frequencies for a context `factor` times as long as the `original_positions` of the original training.
 
     Pairs that turn more than `beta_fast` times within the original positions keep their frequency, those that turn less
-    than `beta_slow` times are slowed down by `factor`, the others lie between. `attention_factor` multiplies rotated q
+    than `beta_slow` times are divided by `factor`, the others are interpolated. `attention_factor` multiplies rotated q
     and k. q at position p is further multiplied by 1 + query_beta * ln(1 + floor(p / original_positions)).
     """
 
@@ -153,12 +153,12 @@ class YarnScaling(RopeScaling):
 
 
 class Rotation(NamedTuple):
-    """Cosine and signed sine of some positions, and the factor of their queries (None: 1).
+    """Cosine and signed sine of positions, and the factor of their queries (None: 1).
 
     The sine of the first of each pair is negated, so that a rotation is ``x * cos + swap(x) * sin``. As a table the
     tensors have shape ``(positions, head_dim)``, the factor ``(positions, 1)``; `span` and `at` add the heads.
 
-    With `positions`, cosine and sine are tables still, and row r takes the line ``positions[..., r]`` of them: what
+    With `positions`, cosine and sine are still tables, and row r uses entry ``positions[..., r]``: what
     `pdkernels.apply_rope_` takes.
     """
 
@@ -179,7 +179,7 @@ class Rotation(NamedTuple):
         return Rotation(rows(self.cos), rows(self.sin), None if self.query_scale is None else rows(self.query_scale))
 
     def kept_for(self, positions: torch.Tensor) -> Rotation:
-        """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.apply_rope_`: nothing is copied but the factor."""
+        """These positions, ``(rows,)`` or ``(batch, rows)``, for `pdkernels.apply_rope_`: only the factor is copied."""
         factor = self.query_scale
         factor = None if factor is None else F.embedding(positions, factor).unsqueeze(-2)
         return Rotation(self.cos, self.sin, factor, positions)
@@ -197,7 +197,7 @@ def rope_tables(
 ) -> Rotation:
     """The rotation of every position below `limit`: angles in fp64, rounded once to `dtype`.
 
-    Component c of a head pairs with c + head_dim/2 ("half") or with its neighbour ("interleaved").
+    Component c of a head pairs with c + head_dim/2 ("half") or with the adjacent one ("interleaved").
 
     >>> table = rope_tables(4, 8, theta=10000.0, style="half")
     >>> table.cos.shape, bool((table.cos[0] == 1).all() and (table.sin[0] == 0).all())
@@ -219,9 +219,9 @@ def rope_tables(
 
 
 class RopeTables:
-    """The table of every device and dtype a model has lived in. It grows by doubling and is shared by all forwards.
+    """The tables for every device and dtype a model has been on. They grow by doubling and are shared by all forwards.
 
-    No buffer: it follows neither `.to(dtype)` (bf16 models rotate in fp32) nor the state dict.
+    Not a buffer: it follows neither `.to(dtype)` (bf16 models rotate in fp32) nor the state dict.
 
     >>> tables = RopeTables(8, 100, theta=10000.0, style="half")
     >>> len(tables.covering(3, torch.device("cpu"), torch.bfloat16).cos), len(tables.covering(101, torch.device("cpu"), torch.float32).cos)
@@ -234,8 +234,8 @@ class RopeTables:
         self._build = partial(rope_tables, head_dim=head_dim, theta=theta, style=style, scaling=scaling)
         self._start = min(max_positions, 4096)
         self._tables: dict[tuple[torch.device, torch.dtype], Rotation] = {}
-        # All tables ever made: graphs may have captured them, and a thread may replace the one that another still reads. Together
-        # they are smaller than the successor of the largest.
+        # All tables ever made: graphs may have captured them, and a thread may replace one that another still reads. Together
+        # they are smaller than the next one would be.
         self._made: list[Rotation] = []
 
     def covering(self, limit: int, device: torch.device, dtype: torch.dtype) -> Rotation:
@@ -253,7 +253,7 @@ class RopeTables:
 
 
 def apply_rope(x: torch.Tensor, rotation: Rotation, style: RopeStyle) -> torch.Tensor:
-    """Rotate ``(batch, rows, heads, head_dim)`` in the dtype of the rotation; the result has the dtype of `x`.
+    """Rotates ``(batch, rows, heads, head_dim)`` in the dtype of the rotation; the result has the dtype of `x`.
 
     >>> x = torch.randn(1, 3, 2, 4)
     >>> y = apply_rope(x, rope_tables(3, 4, theta=10000.0, style="interleaved").span(0, 3), "interleaved")

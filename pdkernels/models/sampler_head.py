@@ -1,4 +1,4 @@
-"""A small network that decides which guesses of a block are final, in place of a threshold on their confidence.
+"""A small network that decides which guesses of a block are final, instead of a threshold on their confidence.
 
 Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. Features and shapes are those of the released sampler (the SGLang fork's
 ``learned_sampler``); its checkpoints load.
@@ -20,7 +20,7 @@ from pdkernels.ops.token_statistics import TokenStatistics
 
 _OP = "models.SamplerHead"
 SCALARS = 16
-"""Features that are no vectors of tokens: 12 before and 4 behind them."""
+"""Features other than token vectors: 12 before and 4 after them."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class SamplerConfig:
     """Sizes of a `SamplerHead`. The paper's has width 384, feed_forward 768 and 4.8 M parameters.
 
     Attributes:
-        semantics: numbers that describe a token.
+        semantics: size of a token's vector.
         width: of the network.
         feed_forward: of its layers; the hidden width of a "pointwise" network.
         layers: how many; linear ones in a "pointwise" network.
         heads: of attention.
         norm_heads: whether queries and keys are normalised.
-        pre_encoder: whether two linear layers precede the others, in place of one.
-        kind: "attention": every place sees the whole block. "pointwise": each decides for itself, the paper's ablation.
+        pre_encoder: whether two linear layers precede the others, instead of one.
+        kind: "attention": every position sees the whole block. "pointwise": each is scored alone, the paper's ablation.
     """
 
     semantics: int = 32
@@ -68,7 +68,7 @@ class SamplerConfig:
 
     @property
     def features(self) -> int:
-        """Numbers per place.
+        """Features per position.
 
         >>> SamplerConfig().features, SamplerConfig(semantics=16).features
         (144, 80)
@@ -79,7 +79,7 @@ class SamplerConfig:
 def semantic_table(embedding: Tensor, width: int = 32) -> Tensor:
     """``(ids, width)`` fp16: the first principal components of centred embeddings, each with its largest entry positive.
 
-    Components that a small vocabulary or embedding does not have are 0.
+    Components missing from a small vocabulary or embedding are 0.
 
     Args:
         embedding: ``(ids, hidden)``.
@@ -99,29 +99,29 @@ def semantic_table(embedding: Tensor, width: int = 32) -> Tensor:
 
 
 def sampler_features(found: TokenStatistics, tokens: Tensor, active: Tensor, table: Tensor) -> Tensor:
-    """What the network sees of every place of a block: ``(batch, size, 16 + 4 * width)`` float32.
+    """The input of the network for every position of a block: ``(batch, size, 16 + 4 * width)`` float32.
 
     ======================  ==================================================================================
-    numbers                 of a place
+    features                of a position
     ======================  ==================================================================================
     0 .. 4                  the five largest probabilities p1 .. p5
     5 .. 8                  p1, p1 - p2, p1 + p2 + p3, the entropy of the five
-    9 .. 11                 1 if active, 0, share of active places
-    12 ..                   vectors of the token that stands there (the mask's, if it is one) and of the three best guesses
-    the last four           log p1, 1 - sum of p², place / (size - 1), log(1 + active places)
+    9 .. 11                 1 if active, 0, share of active positions
+    12 ..                   vectors of the token (the mask's, if masked) and of the three best guesses
+    the last four           log p1, 1 - sum of p², index / (size - 1), log(1 + active positions)
     ======================  ==================================================================================
 
     Args:
         found: `token_statistics` of the block's rows, ``(batch, size)``, at least its `top_ids` and `top_probs` for
-            ``top_k=5``, without suppressed tokens; fewer of a smaller vocabulary.
+            ``top_k=5``, without suppressed tokens; fewer for a smaller vocabulary.
         tokens: ``(batch, size)`` the block as the forward saw it.
         active: ``(batch, size)`` bool: masks that may be filled.
-        table: ``(ids, width)``, see `semantic_table`; higher ids take its last row.
+        table: ``(ids, width)``, see `semantic_table`; higher ids use its last row.
 
     Raises:
         ValueError: shapes that do not fit.
 
-    Example: four places with probabilities 1/2, 1/4, 1/8, 1/16, 1/16, of which two are active.
+    Example: four positions with probabilities 1/2, 1/4, 1/8, 1/16, 1/16, of which two are active.
         >>> import pdkernels as pd
         >>> logits = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625]).log().expand(1, 4, 5)
         >>> active = torch.tensor([[False, True, True, False]])
@@ -148,13 +148,13 @@ def sampler_features(found: TokenStatistics, tokens: Tensor, active: Tensor, tab
     scalars = [first, first - probs[..., 1], probs[..., :3].sum(-1), entropy, active.float(), torch.zeros_like(first)]
     ids = torch.cat([tokens.unsqueeze(-1), found.top_ids[..., :3]], -1).clamp(0, len(table) - 1)
     vectors = F.pad(table[ids].float().flatten(-2), (0, table.shape[1] * (4 - ids.shape[-1])))
-    place = torch.arange(size, device=tokens.device, dtype=torch.float32).expand(batch, size) / max(size - 1, 1)
-    last = [(first + 1e-10).log(), 1 - (probs**2).sum(-1), place, (count + 1).log()]
+    index = torch.arange(size, device=tokens.device, dtype=torch.float32).expand(batch, size) / max(size - 1, 1)
+    last = [(first + 1e-10).log(), 1 - (probs**2).sum(-1), index, (count + 1).log()]
     return torch.cat([probs, torch.stack([*scalars, count / size], -1), vectors, torch.stack(last, -1)], -1)
 
 
 class _Attention(nn.Module):
-    """Every place of a block sees all of it. Names of submodules here and below are those of the released checkpoints."""
+    """Every position of a block sees all of it. Names of submodules here and below are those of the released checkpoints."""
 
     def __init__(self, config: SamplerConfig) -> None:
         super().__init__()
@@ -169,17 +169,17 @@ class _Attention(nn.Module):
         qkv = _apply(self.qkv, x).view(batch, length, 3, self.heads, self.size)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = _rotated(self.q_norm(q)), _rotated(self.k_norm(k))
-        # Spelt out: sums over a block are then those of a sequence alone, in any batch.
+        # Written out: sums over a block are then the same for a sequence alone and in a batch.
         weights = (q @ k.transpose(-1, -2) * self.size**-0.5).softmax(-1)
         return _apply(self.proj, (weights @ v).transpose(1, 2).reshape(batch, length, width))
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """RoPE with base 10,000 on neighbouring pairs, ``(batch, heads, length, size)``."""
+    """RoPE with base 10,000 on adjacent pairs, ``(batch, heads, length, size)``."""
     length, size = x.shape[-2:]
-    place = torch.arange(length, device=x.device, dtype=torch.float32)
+    index = torch.arange(length, device=x.device, dtype=torch.float32)
     rates = 10000.0 ** -(torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / size)
-    angles = place[:, None] * rates
+    angles = index[:, None] * rates
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     even, odd = x[..., ::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
@@ -205,11 +205,12 @@ def _apply(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class SamplerHead(nn.Module):
-    """Scores for the guesses of a block; `generate(..., "block_diffusion", sampler=head, threshold=...)` fills in what scores enough.
+    """Scores for the guesses of a block; `generate(..., "block_diffusion", sampler=head, threshold=...)` fills in guesses that
+    score at least the threshold.
 
     Args:
         config: sizes.
-        table: ``(ids, config.semantics)``, a vector for every token; `semantic_table` makes one of a model's embeddings.
+        table: ``(ids, config.semantics)``, a vector for every token; `semantic_table` makes one from a model's embeddings.
 
     Features are normalised by the buffers `mean` and `std`, which training sets.
 
@@ -274,18 +275,19 @@ class SamplerHead(nn.Module):
         return _apply(self.head, self.norm(x)).squeeze(-1)
 
     def normalised(self, features: Tensor) -> Tensor:
-        """Features less their mean, over their deviation; one that never varied is 0 where it is as it always was."""
+        """Standardised features; one that never varied is 0 at its constant value."""
         return (features - self.mean.float()) / self.std.float().clamp(min=1e-6)
 
     def scores(self, found: TokenStatistics, tokens: Tensor, active: Tensor) -> Tensor:
-        """``(batch, size)`` float32: how probably each guess is final. Arguments are those of `sampler_features`."""
+        """``(batch, size)`` float32: the probability that each guess is final. Arguments are those of `sampler_features`."""
         features = sampler_features(found, tokens, active, self.table)
         scores: Tensor = self(self.normalised(features)).float().sigmoid()
         return scores
 
 
 def save_sampler(head: SamplerHead, folder: str | Path) -> None:
-    """Writes a head in the released format: ``checkpoint.pt`` and ``token_semantics_32d.pt`` (whatever its width is), tensors and numbers.
+    """Writes a head in the released format: ``checkpoint.pt`` and ``token_semantics_32d.pt`` (whatever its width), tensors and
+    numbers.
 
     Example:
         >>> import tempfile
@@ -299,9 +301,9 @@ def save_sampler(head: SamplerHead, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     buffers = {"mean", "std", "table"}
     config = head.config
-    told = config.kind == "pointwise" or config.norm_heads or config.heads == 8
+    storable = config.kind == "pointwise" or config.norm_heads or config.heads == 8
     check(
-        told,
+        storable,
         "models.save_sampler",
         "head",
         "have 8 heads without norms, which the format takes for granted",
@@ -320,9 +322,9 @@ def save_sampler(head: SamplerHead, folder: str | Path) -> None:
 def load_sampler(
     folder: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> SamplerHead:
-    """A head out of a folder with ``checkpoint.pt`` and ``token_semantics_32d.pt``, the released format.
+    """A head from a folder with ``checkpoint.pt`` and ``token_semantics_32d.pt``, the released format.
 
-    Tensors alone are read, and nothing in the folder is run: checkpoints of the second version, which come with code of their own,
+    Only tensors are read, and nothing in the folder is run: checkpoints of the second version, which come with code,
     are refused.
 
     Raises:

