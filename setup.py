@@ -5,7 +5,7 @@
 ``pdkernels._host``     the pybind11 module.
 
 Environment: PDKERNELS_BUILD_CUDA=auto|0|1, PDKERNELS_CUDA_ARCHS (default "80;90a;100"), MAX_JOBS, CXX,
-PDKERNELS_HOST_PYTHONS (interpreters, separated by colons, that one wheel is to serve beside the running one), and
+PDKERNELS_HOST_PYTHONS (interpreters, separated by colons, that one wheel is to serve in addition to the running one), and
 two for tests, which build CPU ops under ``build/`` and install nothing: PDKERNELS_SANITIZE=1, with ASan and UBSan, and
 PDKERNELS_EMULATE_ISA=1, with all vector units on any processor.
 """
@@ -90,7 +90,7 @@ def find_python_headers() -> str:
 
 
 def host_pythons() -> dict[str, str]:
-    """Of each Python that `_host` is built for, the running one first: the suffix of its modules, and its headers."""
+    """For each Python that `_host` is built for, the running one first: the suffix of its modules, and its headers."""
     found = {sysconfig.get_config_var("EXT_SUFFIX"): find_python_headers()}
     code = "import sysconfig as s; print(s.get_config_var('EXT_SUFFIX'), s.get_path('include'), sep='\\n')"
     for python in filter(None, os.environ.get("PDKERNELS_HOST_PYTHONS", "").split(os.pathsep)):
@@ -133,13 +133,13 @@ def find_nvcc() -> str | None:
 
 
 def smallest_code(nvcc: str) -> list[str]:
-    """Compressed in the library too, so that it takes a third of the room once installed."""
+    """Compressed in the library too, so that it takes a third of the space once installed."""
     options = subprocess.run([nvcc, "--help"], capture_output=True, text=True, check=False).stdout
     return ["--compress-mode=size"] if "--compress-mode" in options else ["-Xfatbin", "-compress-all"]
 
 
 def cuda_archs(nvcc: str) -> list[str]:
-    """Wanted architectures that this nvcc knows."""
+    """Requested architectures that this nvcc knows."""
     wanted = re.split(r"[;,\s]+", os.environ.get("PDKERNELS_CUDA_ARCHS", ";".join(CUDA_ARCHS)).strip())
     listing = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=False).stdout
     known = set(re.findall(r"compute_(\w+)", listing))
@@ -150,13 +150,13 @@ def cuda_archs(nvcc: str) -> list[str]:
 
 
 def cuda_targets(archs: Sequence[str]) -> list[str]:
-    """Code for every architecture, and PTX of the last one for GPUs to come."""
+    """Code for every architecture, and PTX of the last one for later GPUs."""
     codes = [f"sm_{arch}" for arch in archs[:-1]] + [f"[sm_{archs[-1]},compute_{archs[-1]}]"]
     return [f"-gencode=arch=compute_{arch},code={code}" for arch, code in zip(archs, codes, strict=True)]
 
 
 def runs_avx2() -> bool:
-    """Whether this processor does; False where the system does not say."""
+    """Whether this processor has it; False where the system does not report it."""
     try:
         flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE).group(1).split())
     except (OSError, AttributeError):
@@ -187,7 +187,7 @@ def cpu_levels(*, emulate: bool) -> dict[str, list[str]]:
 
 
 def simd_units(level: str) -> list[Path]:
-    """Levels beyond AVX-512 have the kernels that gain by them, and otherwise those of AVX-512 (platform.h)."""
+    """Levels beyond AVX-512 have the kernels that gain from them, and otherwise those of AVX-512 (platform.h)."""
     own = {"avx512_bf16": "linear.cpp", "amx": "*attention*.cpp"}
     return sorted((ROOT / "csrc/cpu/simd").glob(own.get(level, "*.cpp")))
 
@@ -232,15 +232,15 @@ def install(built: Path, target: Path) -> None:
 
 
 def strip(library: Path) -> None:
-    """What is installed from a wheel has no symbols but those that it exports."""
+    """Strips a library for a wheel down to the symbols that it exports."""
     if shutil.which("strip"):
         subprocess.run(["strip", "--strip-unneeded", str(library)], check=True)
 
 
 class BuildNative(build_ext):
     def run(self) -> None:
-        # Two builds for tests, with kernels of all CPU levels that run on any processor: one with sanitizers, to stand
-        # in for the library, and one to be loaded beside it.
+        # Two builds for tests, with kernels of all CPU levels that run on any processor: one with sanitizers, to
+        # replace the library, and one to be loaded alongside it.
         sanitize = os.environ.get("PDKERNELS_SANITIZE") == "1"
         emulate = os.environ.get("PDKERNELS_EMULATE_ISA") == "1"
         out = ROOT / "build" / ("native-sanitize" if sanitize else "native-emulate" if emulate else "native")
@@ -260,7 +260,7 @@ class BuildNative(build_ext):
                         strip(target.with_name(built.name))
 
     def host_modules(self, ninja: NinjaFile) -> list[Path]:
-        """First of all, because they take longest to compile."""
+        """They come first because they take longest to compile."""
         import pybind11
 
         cxx, flags = host_compiler()
@@ -280,7 +280,7 @@ class BuildNative(build_ext):
         archs = cuda_archs(nvcc) if nvcc else []
         cxx, host = host_compiler()
         checks = ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-        # At -O1 GCC 12 takes arrays that a constructor fills for uninitialised.
+        # At -O1 GCC 12 mistakes arrays that a constructor fills for uninitialised ones.
         optimise = checks if sanitize else ["-O1", "-Wno-maybe-uninitialized"] if emulate else ["-O3"]
         host += optimise
         host += ["-DPDKERNELS_EMULATE_ISA"] if for_tests else []
@@ -347,10 +347,10 @@ class BuildNative(build_ext):
 
 
 def commands() -> dict[str, type]:
-    from setuptools.command.bdist_wheel import bdist_wheel  # older than what `check_python` wants, setuptools has none
+    from setuptools.command.bdist_wheel import bdist_wheel  # older versions than `check_python` accepts lack it
 
     class Wheel(bdist_wheel):
-        """`_ops` knows no Python, so a wheel with `_host` for several of them is one for all."""
+        """`_ops` does not depend on Python, so a wheel with `_host` for several Pythons serves them all."""
 
         def get_tag(self) -> tuple[str, str, str]:
             python, abi, platform_tag = super().get_tag()

@@ -1,5 +1,5 @@
-// What an op writes overlaps nothing else that it is given, and no entry of it shares memory with another. A binding
-// takes what its op writes as `Tensor&` or `Tensors&` and what it reads as const, so that all ops are checked alike.
+// What an op writes overlaps none of its other arguments, and no two of its entries share memory. A binding takes what
+// its op writes as `Tensor&` or `Tensors&` and what it reads as const, so that all ops are checked alike.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,8 +18,8 @@
 
 namespace pdkernels::bindings {
 
-// Kernels go through all entries of a dimension: one that is expanded has as many as its shape says, and no memory ends
-// it.
+// Kernels go through all entries of a dimension: an expanded one has as many as its shape says, and no end of memory
+// bounds it.
 inline void require_real_size(const torch::stable::Tensor& t) {
   constexpr int64_t kMostExpanded = 0x7FFFFFFF;
   const auto sizes = t.sizes();
@@ -47,7 +47,7 @@ class Places {
     const auto strides = t.strides();
     const int64_t item = static_cast<int64_t>(t.element_size());
     Place place{reinterpret_cast<intptr_t>(t.data_ptr()), item, item, &t, kWritten};
-    bool dense = true;  // as a contiguous tensor is: nothing overlaps in it
+    bool dense = true;  // as in a contiguous tensor: nothing overlaps in it
     for (size_t d = sizes.size(); d-- > 0;) {
       if (sizes[d] == 0) return;
       if (sizes[d] == 1) continue;
@@ -106,7 +106,7 @@ struct Word : std::string {
   using std::string::string;
 };
 
-// What an op takes from torch for an argument of its function.
+// What torch passes to an op for an argument of its function.
 template <class Argument>
 using Taken = std::conditional_t<std::is_same_v<Argument, const std::string&>, const Word&, Argument>;
 

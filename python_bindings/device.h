@@ -3,7 +3,7 @@
 //
 //   const Launch launch(x);                   makes the device of `x` current
 //   launch(PDK_DEVICE::unmask, args);         runs a kernel
-//   launch(PDK_VECTOR(silu_and_mul), args);   one that has no values to check: on the CPU, that of the vector unit
+//   launch(PDK_VECTOR(silu_and_mul), args);   a kernel without values to check: on the CPU, that of the vector level
 //   PDK_IMPL("unmask_", unmask)               registers a function as an op of this device
 #pragma once
 
@@ -17,7 +17,7 @@
 #define PDKERNELS_OPS_NAMESPACE pdkernels
 #endif
 
-// One more expansion, which replaces macros among the arguments by their values.
+// Expands macros among the arguments first.
 #define PDK_REGISTER(ns, key, name, function) \
   STABLE_TORCH_LIBRARY_IMPL(ns, key, m) { m.impl(name, TORCH_BOX(&function)); }
 
@@ -37,7 +37,7 @@ extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stre
 
 namespace pdkernels::cuda::bindings {
 
-// Makes the tensor's device current and names its stream for as long as it lives.
+// Makes the tensor's device current for its lifetime, and has its stream.
 class Launch {
  public:
 #ifdef PDKERNELS_CUDASIM

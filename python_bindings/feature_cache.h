@@ -37,7 +37,7 @@ inline Tensor select_stale_rows(const Tensor& v, Tensor& v_cache, const Tensor& 
   return index;
 }
 
-// A tensor (batch, rows, ...) whose rows are contiguous; one that has others is copied.
+// A tensor (batch, rows, ...) with contiguous rows; any other is copied.
 inline Tensor with_whole_rows(const Tensor& t) {
   int64_t step = 1;
   for (int64_t d = t.dim() - 1; d > 1; --d) {

@@ -61,7 +61,7 @@ SegmentMask parse(const py::tuple& segments, std::pair<int64_t, int64_t> rows, s
   return mask;
 }
 
-// A segment of a run of alike ones: what repetition j sees are segments start + j * start_by, .. below stop + j *
+// A segment of a run of similar ones: what repetition j sees are segments start + j * start_by, .. below stop + j *
 // stop_by.
 struct Repeated {
   struct Range {
@@ -72,7 +72,7 @@ struct Repeated {
   std::vector<Range> sees;
 };
 
-// Runs as tuples (count, segments): the segments as (length, inside, ranges), one after the other, `count` times.
+// Runs as tuples (count, segments): the segments as (length, inside, ranges), in sequence, `count` times.
 SegmentMask repeat(const py::sequence& runs, std::pair<int64_t, int64_t> rows, std::pair<int64_t, int64_t> columns) {
   SegmentMask mask;
   std::vector<SegmentRange> sees;
@@ -103,7 +103,7 @@ SegmentMask repeat(const py::sequence& runs, std::pair<int64_t, int64_t> rows, s
   return mask;
 }
 
-// Addresses of int64 arrays in host memory, which the caller keeps alive: this module knows no tensors.
+// Addresses of int64 arrays in host memory, which the caller keeps alive: this module does not depend on torch.
 SegmentMask anchored(std::pair<uintptr_t, size_t> documents, std::pair<uintptr_t, size_t> anchors,
                      std::pair<uintptr_t, size_t> sizes, const std::string& inside, int64_t window, bool inclusive,
                      bool causal_base, std::pair<uintptr_t, size_t> positions) {

@@ -30,7 +30,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> logit_divergence(const Tensor&
 #ifdef PDKERNELS_DEVICE_CUDA
   const int64_t partials = 0;
 #else
-  const int64_t partials = args.rows * args.chunks() * kDivergencePartials;  // what chunks leave to each other
+  const int64_t partials = args.rows * args.chunks() * kDivergencePartials;  // results of the chunks
 #endif
   Tensor room = torch::stable::new_empty(logits, {partials}, ScalarType::Double);
   args.partials = data<double>(room);

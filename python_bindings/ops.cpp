@@ -64,7 +64,7 @@ std::tuple<Tensor, Tensor, Tensor> block_sparse_attention_backward(const Tensor&
   unpack_attention(q, k, v, out, lse, {plan_rows, plan_lists, bitmaps, block_q, block_k}, scale, args);
   const SameDevice device(q);
   Tensor dq = new_like(q), dk = new_like(k), dv = new_like(v);
-  // Two numbers a row that the first pass leaves for the second.
+  // Two numbers per row that the first pass leaves for the second.
   Tensor delta = torch::stable::new_empty(lse, {2, args.batch * args.q_heads * args.q_len}, ScalarType::Float);
   const auto view = [&](const Tensor& t, int64_t tokens, int64_t heads) {
     return heads_view(device, t, q.scalar_type(), args.batch, tokens, heads, args.head_dim);
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> attend_to_prefix(const Tensor& q, const Tensor& k_new
   unpack_attention(q, k_new, v_new, out, lse, plan, scale, args);
   unpack_prefix(SameDevice(q), k_cache, v_cache, lengths, block_table, args);
   unpack_rows(args);
-  // What the splits of the prefix leave for each other: sized by the capacity, so the same at every step.
+  // Results of the splits of the prefix: sized by the capacity, so the same at every step.
   Tensor parts = torch::stable::new_empty(
       q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(1), q.size(2), q.size(3)}, ScalarType::Float);
   Tensor parts_lse = torch::stable::new_empty(q, {args.splits > 1 ? args.splits : 0, q.size(0), q.size(2), q.size(1)},

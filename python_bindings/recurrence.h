@@ -16,7 +16,7 @@ inline BatchedRows rows_view(const SameDevice& device, const OptionalTensor& t, 
                              int64_t size) {
   if (!t.has_value()) return {};
   BatchedRows view = rows_view(device, *t, dtype, batch, size);
-  // Given, even if it has no bytes to point to.
+  // Marks it as given, even if it has no bytes to point to.
   static char nothing;
   if (view.data == nullptr) view.data = &nothing;
   return view;

@@ -28,13 +28,13 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   const std::vector<int64_t> shape = row_index.has_value() ? sizes_of(*row_index) : shape_of(logits, -1);
   args.rows = 1;
   for (const int64_t size : shape) args.rows *= size;
-  // An entry a row, in the order of the results.
+  // One entry per row, in the order of the results.
   const auto numbers = [&](const OptionalTensor& given, OptionalTensor& held) {
     if (!given.has_value()) return IndexView{};
     device.require(*given);
     PDK_FITS(sizes_of(*given) == shape);
     held = packed(*given);
-    static char nothing;  // given, even if it has no bytes to point to
+    static char nothing;  // marks it as given, even if it has no bytes to point to
     return IndexView{args.rows > 0 ? held->data_ptr() : &nothing, 1, 0, is_wide(*held)};
   };
   OptionalTensor held[4];
@@ -64,7 +64,7 @@ inline Statistics token_statistics(const Tensor& logits, double temperature, int
   args.ids = data<int64_t>(ids), args.top_ids = data<int64_t>(top_ids);
   args.probs = data<float>(probs), args.top_probs = data<float>(top_probs), args.margin = data<float>(margin);
   args.entropy = data<float>(entropy), args.logsumexp = data<float>(logsumexp);
-  // What the parts of the vocabulary leave for each other: sized by the shapes alone.
+  // Results of the parts of the vocabulary: sized by the shapes alone.
   const int64_t doubles = static_cast<int64_t>(sizeof(TokenPart) / sizeof(double));
   Tensor parts = numbers_out({args.rows * args.num_parts() * doubles}, ScalarType::Double);
   args.parts = data<TokenPart>(parts);

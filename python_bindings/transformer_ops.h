@@ -1,4 +1,4 @@
-// What lies between the matrix products of a layer: see pdkernels/ops/transformer_ops.py.
+// The ops between the matrix products of a layer: see pdkernels/ops/transformer_ops.py.
 #pragma once
 
 #include "device.h"
@@ -6,7 +6,7 @@
 
 namespace pdkernels::PDK_DEVICE::bindings {
 
-// A tensor (..., width) as rows. A layout that no single distance between rows describes is copied.
+// A tensor (..., width) as rows. A layout without a single row stride is copied.
 struct Rows {
   Tensor held;
   int64_t count = 1, width, stride = 0;
@@ -33,7 +33,7 @@ struct Rows {
   }
 };
 
-// Rows of a tensor that is given like another one, shape and all.
+// Rows of a tensor that must have the shape of another one.
 inline std::optional<Rows> rows_like(const SameDevice& device, const OptionalTensor& t, const Tensor& other) {
   if (!t.has_value()) return std::nullopt;
   device.require(*t, other.scalar_type());

@@ -24,7 +24,7 @@ inline Unmasked unmask(Tensor& tokens, const Tensor& ids, const OptionalTensor& 
   args.ids = index_view(device, ids, 2, args.batch);
   PDK_FITS(args.ids.wide == args.tokens.wide);
   args.positions = index_view(device, positions, 2, args.batch);
-  // Given, even if it has no bytes to point to.
+  // Marks it as given, even if it has no bytes to point to.
   static float nothing = 0;
   if (positions.has_value() && !args.positions.given()) args.positions.data = &nothing;
   PDK_FITS((positions.has_value() ? positions->size(1) : args.length) == args.candidates);

@@ -1,7 +1,7 @@
 // Tensors -> the argument structs of the kernels: what the bindings of all families share.
 //
-// Shapes, dtypes and devices are checked here because this is where it is cheap. There are no words: the public Python
-// functions catch a refusal, and the op's fake says what is wrong. Values are checked by the kernels.
+// Shapes, dtypes and devices are checked here because it is cheap here. There are no messages: the public Python
+// functions catch a refusal, and the op's fake words the error. Values are checked by the kernels.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -74,7 +74,7 @@ inline bool is_second(const std::string& name, const char* first, const char* se
   return name == second;
 }
 
-// Where the first tensor of a call lives; every other one must live there too.
+// The device of the first tensor of a call; every other one must be on it too.
 class SameDevice {
  public:
   explicit SameDevice(const Tensor& t) : index_(t.get_device_index()), cuda_(t.is_cuda()) {}
@@ -113,7 +113,7 @@ inline IndexView index_view(const SameDevice& device, const OptionalTensor& t, i
   return t.has_value() ? index_view(device, *t, dim, size0) : IndexView{};
 }
 
-// An index tensor with a row a sequence and `columns` columns.
+// An index tensor with a row per sequence and `columns` columns.
 inline IndexView index_table(const SameDevice& device, const Tensor& t, int64_t rows, int64_t columns) {
   PDK_FITS(has_shape(t, {rows, columns}));
   return index_view(device, t, 2, rows);
@@ -123,7 +123,7 @@ inline IndexView index_table(const SameDevice& device, const OptionalTensor& t, 
   return t.has_value() ? index_table(device, *t, rows, columns) : IndexView{};
 }
 
-// One side of a cache: stacked tensors (layers, pages, slots, heads, dim), or layers held apart without the first dim.
+// One side of a cache: stacked tensors (layers, pages, slots, heads, dim), or separate layers without the first dim.
 struct Side {
   std::vector<char*> layers;
   int64_t pages, slots;
@@ -169,7 +169,7 @@ inline void merge_heads(RowLayout& row) {
   row.head_stride = row.head_bytes;
 }
 
-// A cache and, for appends, the new rows. Heads become one run where they are adjacent on both sides of the copy.
+// A cache and, for appends, the new rows. Heads become one run if they are adjacent on both sides of the copy.
 struct Cache {
   SameDevice device;
   Side sides[2];

@@ -1,4 +1,4 @@
-// Tensors -> the argument structs of the attention kernels. As in unpack.h: geometry is checked here, in short words.
+// Tensors -> the argument structs of the attention kernels. As in unpack.h: geometry is checked here, without messages.
 #pragma once
 
 #include "pdkernels/speculative_attention.h"
@@ -6,7 +6,7 @@
 
 namespace pdkernels::bindings {
 
-// What an op is given of a TilePlan, in the order of its schema.
+// The parts of a TilePlan that an op takes, in the order of its schema.
 struct PlanArguments {
   Tensor rows, lists, bitmaps;
   int64_t block_q, block_k;
@@ -47,7 +47,7 @@ inline const int32_t* plan_words(const SameDevice& device, const Tensor& t) {
   return static_cast<const int32_t*>(t.data_ptr());
 }
 
-// The one place that knows how a plan's tensors are laid out: see tile_plan.h.
+// The only code that knows the layout of a plan's tensors: see tile_plan.h.
 inline void unpack_plan(const SameDevice& device, const PlanArguments& plan, AttentionArgs& args) {
   const auto& [rows, lists, bitmaps, block_q, block_k] = plan;
   const int64_t q_tiles = (args.q_len + block_q - 1) / block_q, k_tiles = (args.kv_len + block_k - 1) / block_k;

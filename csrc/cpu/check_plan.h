@@ -1,4 +1,4 @@
-// A plan is trusted with addresses, so its numbers are looked at before a kernel runs: four words for each tile, and
+// Kernels derive addresses from a plan, so its numbers are checked before a kernel runs: four words for each tile, and
 // two for each range and each tile that needs a mask.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace pdkernels::cpu {
 
-// `whole` of the `other_tiles` on the other side lie wholly inside the lengths.
+// `whole` of the `other_tiles` on the other side are entirely inside the lengths.
 inline void check_lists(const char* op, const TileLists& lists, int64_t batch, int64_t other_tiles, int64_t whole,
                         int64_t bitmaps) {
   const auto require = [op](bool fine, const char* what) {

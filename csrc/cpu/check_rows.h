@@ -14,7 +14,7 @@ inline void report(const char* op, Fault fault, const PageMap& pages, int64_t b,
   const int64_t capacity = pages.capacity();
   switch (fault) {
     case Fault::none:
-    case Fault::source:  // reported where the row is known
+    case Fault::source:  // reported once the row is known
     case Fault::page: return;
     case Fault::length:
       fail(op, b, lengths, range(0, capacity), length,

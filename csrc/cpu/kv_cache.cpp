@@ -28,8 +28,9 @@ struct Move {
   Slot to;
 };
 
-// Rows of one sequence that really move, in order, and whether that order alone keeps reads before writes: with sources
-// ascending no row is overwritten before it has been read, since every later source is above every earlier target.
+// Rows of one sequence that actually move, in order, and whether that order alone keeps reads before writes: with
+// ascending sources no row is overwritten before it has been read, since every later source is above every earlier
+// target.
 struct MovePlan {
   std::vector<Move> moves;
   bool ascending = true;

@@ -1,4 +1,4 @@
-// The one thread pool is torch's. Kernels reach it through this declaration; the bindings define it.
+// The only thread pool is torch's. Kernels reach it through this declaration; the bindings define it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. What
-// is decided about tokens is a few integers a sequence: one thread and plain loops.
+// The recurrent-depth sampler's step on the CPU: checks values, then calls the kernel compiled for this processor. The
+// bookkeeping of tokens is a few integers per sequence: one thread and plain loops.
 #include "pdkernels/recurrence.h"
 
 #include "fault.h"
@@ -70,7 +70,7 @@ void recurrence_advance(const AdvanceArgs& args) {
     const Advance next(args, b, w, args.last ? last : leading, first_changed, first_end);
     next.write(args, b);
     if (next.wave == 0) continue;
-    // Ascending: entry 0 is read only for itself.
+    // Ascending, since entry 0 is read only for entry 0.
     for (int64_t j = 0; j < next.tokens; ++j) args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
     for (int64_t i = 0; i < args.room; ++i) {
       for (const IndexView& counts : {args.recurrences, args.stable}) {

@@ -1,5 +1,5 @@
-// Vocabulary statistics on the CPU: checks the values, lets simd/token_statistics.cpp look at the parts of each row,
-// and merges them in the order of the vocabulary.
+// Vocabulary statistics on the CPU: checks the values, has simd/token_statistics.cpp compute the parts of each row, and
+// merges them in the order of the vocabulary.
 #include <cmath>
 
 #include "fault.h"

@@ -13,7 +13,7 @@ namespace pdkernels::cpu {
 namespace {
 
 constexpr const char* kOp = "unmask_";
-// Tokens and candidates that are worth a thread.
+// Tokens and candidates that are worth another thread.
 constexpr int64_t kGrain = 4096;
 
 void check_windows(const UnmaskArgs& args, int64_t b) {
@@ -39,7 +39,7 @@ void check_windows(const UnmaskArgs& args, int64_t b) {
   }
 }
 
-// `last_seen`: the sequence, counted from 1, in which a token was last somebody's position.
+// `last_seen`: for each token the sequence, counted from 1, in which it was last a candidate's position.
 void check_positions(const UnmaskArgs& args, int64_t b, std::vector<int64_t>& last_seen) {
   for (int64_t r = 0; r < args.candidates; ++r) {
     const int64_t p = args.position(b, r);

@@ -53,7 +53,7 @@ __device__ T warp_sum(T x) {
 template <int kThreads, class T>
 __device__ T block_sum(T x, T* room) {
   x = warp_sum(x);
-  __syncthreads();  // the room may still be read by a call before
+  __syncthreads();  // an earlier call may still read the shared memory
   if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
   __syncthreads();
   T total = 0;

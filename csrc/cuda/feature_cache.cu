@@ -1,4 +1,4 @@
-// Steps that recompute only some rows, on CUDA. Everything is bytes and launches: rows are read once, in packs of 16
+// Steps that recompute only some rows, on CUDA. Cost is bytes and launches: rows are read once, in packs of 16
 // bytes where they are aligned, and the choice among a sequence's rows stays on the device.
 #include "launch.h"
 #include "packs.h"
@@ -8,7 +8,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kRowThreads = 128;    // a row of 4096 half-precision values is four packs for each
-constexpr int kRowBlocksPerSm = 8;  // by default ptxas aims at more and spills
+constexpr int kRowBlocksPerSm = 8;  // by default ptxas aims for more and spills
 constexpr int kChoiceThreads = 512;
 
 // Every block of a sequence finds the same faults, so that a bad sequence is left unchanged as a whole.
@@ -22,7 +22,7 @@ __device__ bool sequence_fits(const StaleRowsArgs& args, int64_t b) {
 }
 
 // One block per row: the sums of its cosine, and its values into the cache if all are replaced. The order of the sums
-// is stated in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
+// is defined in feature_cache.h; a thread adds up kSize neighbouring numbers of a piece.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_constant__ StaleRowsArgs args) {
   using Elements = Pack<T, kSize>;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kRowThreads) stale_key_kernel(const __grid_con
         if (args.update == Update::kAll) *place = x;
       }
     }
-    __syncthreads();  // the pieces before may still be read
+    __syncthreads();  // earlier pieces may still be read
     for (int s = 0; s < kSums; ++s) {
       for (int j = 0; j < kSize; ++j) numbers[of_piece][s][first_number + j] = own[s][j];
     }
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kChoiceThreads) choose_rows_kernel(const __gri
     const int64_t i = first + threadIdx.x;
     const bool is_lower = i < count && keys[i] < cut.key, is_equal = i < count && keys[i] == cut.key;
     const unsigned lowers = __ballot_sync(0xffffffffu, is_lower), equals = __ballot_sync(0xffffffffu, is_equal);
-    __syncthreads();  // the round before may still be reading
+    __syncthreads();  // the previous round may still be reading
     if (lane == 0) lower_of[own] = __popc(lowers), equal_of[own] = __popc(equals);
     __syncthreads();
     const unsigned below = (1u << lane) - 1;

@@ -11,8 +11,8 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 4;              // what 48 KiB of staging leaves room for; told to ptxas, it spills nothing
-constexpr int64_t kStagedBytes = 48 * 1024;  // shared memory that needs no opt-in
+constexpr int kBlocksPerSm = 4;              // as many as 48 KiB of staging allow; with this bound ptxas does not spill
+constexpr int64_t kStagedBytes = 48 * 1024;  // shared memory available without opt-in
 constexpr int64_t kTileBytes = 512;          // 32 threads of 16 bytes: whole sectors, and enough blocks at batch 1
 
 // Bytes of one side's rows handled by this block, as vectors of type V.
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) kv_trim_kernel(TrimArgs args) {
   if (wanted >= 0 && wanted <= args.lengths.load(b)) args.lengths.store(wanted, b);
 }
 
-// The widest vector (16 bytes at most) that every address and every run of the call is a multiple of.
+// The widest vector (16 bytes at most) whose size divides every address and every run of the call.
 int64_t vector_bytes(const CacheView& cache, const BufferTable* source, const RowLayout* source_rows,
                      const int64_t* source_batch_stride) {
   int64_t bits = 0;
@@ -165,7 +165,7 @@ cudaError_t kv_commit(const CommitArgs& args, cudaStream_t stream) {
   const CacheView& cache = args.cache;
   if (cache.batch == 0) return cudaSuccess;
   if (args.source_index.given() && cache.layers > 0 && args.max_rows > 0 && widest_row(cache) > 0) {
-    // Many rows leave room for narrow tiles only; with more rows than staged bytes not even one byte of each fits.
+    // With many rows only narrow tiles fit; with more rows than staged bytes not even one byte of each does.
     if (args.max_rows > kStagedBytes) return cudaErrorInvalidValue;
     int64_t bytes = vector_bytes(cache, nullptr, nullptr, nullptr);
     while (bytes * args.max_rows > kStagedBytes) bytes /= 2;

@@ -1,6 +1,6 @@
-// Where CUDA needs syntax that no host compiler reads: a launch and dynamic shared memory (and power_of_2 in
-// token_regions.h, one instruction).
-// With these macros a .cu file is ordinary C++, so the tests can execute it on a CPU (tests/cudasim).
+// Where CUDA needs syntax that host compilers do not know: a launch and dynamic shared memory (and power_of_2 in
+// token_regions.h, one instruction). With these macros a .cu file is ordinary C++, so the tests can execute it on a CPU
+// (tests/cudasim).
 //
 //   PDK_LAUNCH(kernel, grid, block, dynamic_shared_bytes, stream, arguments...);
 //   PDK_LAUNCH((kernel<T, 4>), ...);     a template kernel with a comma goes in parentheses

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksPerSm = 1;  // by default ptxas aims at more and spills
+constexpr int kBlocksPerSm = 1;  // by default ptxas aims for more and spills
 
-// The largest logit so far with its first index, and the sum of exponentials below it. A NaN is not the largest: it
+// The largest logit so far with its first index, and the sum of exponentials below it. A NaN is never the largest: it
 // shows in the sum.
 struct Peak {
   float largest, total;
@@ -64,7 +64,7 @@ __device__ Peak peak_of(const T* row, int64_t width, Room& room) {
     peak.join(__shfl_xor_sync(0xffffffffu, peak.largest, lanes), __shfl_xor_sync(0xffffffffu, peak.total, lanes),
               __shfl_xor_sync(0xffffffffu, peak.place, lanes));
   }
-  __syncthreads();  // the room may still be read
+  __syncthreads();  // the shared memory may still be read
   if (threadIdx.x % 32 == 0) {
     room.largest[threadIdx.x / 32] = peak.largest;
     room.total[threadIdx.x / 32] = peak.total;

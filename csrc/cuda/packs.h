@@ -1,5 +1,5 @@
-// Neighbouring elements of a row in one access, where all rows are aligned to 16 bytes; bytes in words as wide as they
-// allow.
+// Neighbouring elements of a row in one access if all rows are aligned to 16 bytes; bytes in words as wide as alignment
+// allows.
 #pragma once
 
 #include "elements.h"
@@ -21,7 +21,7 @@ bool in_packs(const RowsView& rows) {
   return (reinterpret_cast<int64_t>(rows.data) | rows.stride * static_cast<int64_t>(sizeof(T))) % 16 == 0;
 }
 
-// The widest word, 16 bytes at most, that addresses, strides and sizes are multiples of: `bits` is all of them, or-ed.
+// The widest word, 16 bytes at most, that divides all addresses, strides and sizes: `bits` is the bitwise or of them.
 inline int64_t widest_word(int64_t bits) { return (bits | 16) & -(bits | 16); }
 
 // Calls launch with a null pointer of the word's type, so that the kernel's template argument follows the alignment.

@@ -11,7 +11,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocksPerSm = 4;  // as a hint to ptxas, enough registers not to spill
+constexpr int kBlocksPerSm = 4;  // a hint to ptxas: enough registers not to spill
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int64_t kStagedBytes = 40 * 1024;  // of shared memory for a row of sums; a longer one is read twice
 
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(kAdvanceThreads) recurrence_advance_kernel(con
   __syncthreads();  // every thread has read what the next lines write
   if (thread == 0) next.write(args, b);
   if (next.wave == 0) return;
-  // Entry 0 is read only for itself, the others from the predictions.
+  // Entry 0 is read only for entry 0, the others come from the predictions.
   for (int64_t j = thread; j < next.tokens; j += kAdvanceThreads)
     args.tokens.store(args.new_token(b, w, next.frozen, j), b, j);
-  // Rows move towards the front, a run of them at a time: all of it is read before any of it is written.
+  // Rows move towards the front, a run at a time, which is read entirely before any of it is written.
   for (int64_t start = 0; start < args.room; start += kAdvanceThreads) {
     const int64_t i = start + thread;
     const bool kept = i < next.kept;

@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     return static_cast<int>(fminf((largest - x) * bins_per_logit, static_cast<float>(kBins - 1)));
   };
   const auto rank_of = [](float x) { return static_cast<uint32_t>(token_key(x, 0) >> 32); };
-  int place = 0;      // the bin of the first level, by distance, where masses spread out
-  uint32_t rank = 0;  // the bits of the cut's rank that the next levels found: equals may be many there
+  int place = 0;      // the bin of the first level, which is by distance: masses spread out
+  uint32_t rank = 0;  // the bits of the cut's rank that the next levels found: many may be equal there
   constexpr int kLevels = sizeof(T) == 2 ? 3 : 4;
   for (int level = 0; level < kLevels; ++level) {
     const int shift = level == 3 ? 0 : level == 2 ? 10 : 21;
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kCutThreads) token_cut_kernel(const __grid_con
     } else {
       rank |= static_cast<uint32_t>(kBins - 1 - room.bin) << shift;
     }
-    __syncthreads();  // the bins are emptied next
+    __syncthreads();  // the bins are cleared next
   }
   // With 16-bit elements the low bits carry no information: zeros, or ones if the number is negative.
   if (sizeof(T) == 2 && rank >> 31 == 0) rank |= 0x3ffu;

@@ -15,7 +15,7 @@ constexpr unsigned kAll = 0xffffffffu;
 struct Region {
   float largest;  // -inf if no token is possible, NaN if there is one
   float total, weighted;
-  float score;     // of the token drawn in the same units, within half of margin_of
+  float score;     // of the drawn token in the same units, within half of margin_of
   float logit;     // its logit
   uint32_t drawn;  // the token with the best score, kNobody for none
 };
@@ -40,7 +40,7 @@ __device__ inline float power_of_2(float x) {
 constexpr double kLog2E = 1.4426950408889634;
 
 // Logits as exponents of 2 relative to a region's largest, whose own is 0. Over long distances the factor's rounding
-// counts, so it is a sum.
+// matters, so it is kept as two floats.
 struct Exponents {
   float largest, factor, rest;
 
@@ -71,8 +71,8 @@ __device__ inline float warp_peak(float x) {
   return undefined ? NAN : x;
 }
 
-// Logits in a word, as they come from memory: as floats, and the largest of two words' in one instruction, NaN if one
-// is.
+// Logits in a word, as they come from memory: converted to floats, and the larger of two words' in one instruction, NaN
+// if one is.
 template <class T>
 struct Word;
 template <>
@@ -130,7 +130,7 @@ struct Row {
     return reinterpret_cast<const int4&>(pack);
   }
 
-  // The same in floats, one by one, for what few regions need.
+  // The same as floats, one by one, for what few regions need.
   __device__ void load(const TokenStatisticsArgs& args, int64_t first, float (&values)[kSize]) const {
     const int4 loaded = load(first);
     const Pack<T, kSize>& pack = reinterpret_cast<const Pack<T, kSize>&>(loaded);
@@ -259,13 +259,13 @@ __device__ inline PhiloxWords words_at(const TokenStatisticsArgs& args, int64_t 
   return philox4x32({{quad, args.position(r), args.step_of(r), 0}}, args.seeds.key(r));
 }
 
-// Few tokens need it: not inlined, since it is long.
+// Not inlined: it is long, and few tokens need it.
 __attribute__((noinline)) static __device__ double exact_score(const TokenStatisticsArgs& args, int64_t r,
                                                                int64_t token, float logit) {
   return draw_score(logit, args.temperature, words_at(args, r, token).word[token % 4]);
 }
 
-// log2(-ln u) within 1e-5: enough to tell the few tokens whose exact score counts.
+// log2(-ln u) within 1e-5: enough to find the few tokens whose exact score matters.
 __device__ inline float rough_noise(uint32_t word) {
   const uint32_t distance = ~word;
   if (distance >= 0x20000000u) return __log2f(-__logf((static_cast<float>(word) + 0.5f) * 0x1p-32f));
@@ -303,7 +303,7 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
       float exponent[4], most = -INFINITY;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        exponent[j] = fmaxf(exponents.of(values[quad + j]), -1000.0f);  // of -inf it may be NaN
+        exponent[j] = fmaxf(exponents.of(values[quad + j]), -1000.0f);  // for -inf it may be NaN
         most = fmaxf(most, exponent[j]);
       }
       if (most + reach < -33.1f) continue;
@@ -316,7 +316,7 @@ __device__ void draw(const TokenStatisticsArgs& args, int64_t r, int64_t region,
         const float score = exponent[j] - rough_noise(words.word[j]), x = values[quad + j];
         if (x == -INFINITY || score + margin < best) continue;
         const uint32_t id = static_cast<uint32_t>(token + j);
-        // Ids ascend: an equal score does not replace the other.
+        // Ids ascend, so an equal score does not replace the earlier one.
         if (drawn != kNobody && score < best + margin &&
             !(exact_score(args, r, id, x) > exact_score(args, r, drawn, logit)))
           continue;

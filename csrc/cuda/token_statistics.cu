@@ -1,8 +1,8 @@
 // Vocabulary statistics on CUDA. A warp reads a region of a row once, holds its logits in registers as they came, and
 // leaves the largest, sums in float relative to it, and the token that wins its draw; nothing needs a barrier. One
 // block a row then joins the regions in double precision and ranks tokens: the k largest are in the k regions with the
-// largest logits, so only those are read again. With filters a kernel before them finds the smallest logit that they
-// leave.
+// largest logits, so only those are read again. With filters another kernel runs first, which finds the smallest logit
+// that they leave.
 #include "launch.h"
 #include "token_cut.h"
 
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) token_region_kernel(const __grid_con
 
 // --- a row
 
-// How far a region's exponents are from the row's, whose largest logit is given.
+// How far a region's exponents are from those of the row, whose largest logit is given.
 __device__ double drop_of(const Region& region, float largest, double inverse) {
   return (static_cast<double>(region.largest) - largest) * (inverse * kLog2E);
 }
@@ -93,7 +93,7 @@ __device__ uint64_t warp_first(int count, uint64_t head, const Next& next) {
   return mine;
 }
 
-// As warp_first of what was `found` so far, one key a lane, and of the lanes' own keys.
+// As warp_first, over the keys `found` so far, one per lane, and the lanes' own keys.
 template <class Next>
 __device__ uint64_t warp_first_with(int count, uint64_t found, uint64_t offered, const Next& next) {
   return warp_first(count, found > offered ? found : offered, [&](uint64_t key) {
@@ -113,7 +113,7 @@ __device__ uint64_t ranked_tokens(const TokenStatisticsArgs& args, int64_t r, co
     const uint64_t key = c + lane < count ? token_key(regions[c + lane].largest, c + lane) : 0;
     first = warp_first_with(ranked, first, key, [](uint64_t) { return uint64_t{0}; });
   }
-  // As many tokens as are asked for are not below the last region's largest: no smaller one is among the first.
+  // At least as many tokens as requested reach the last region's largest: no smaller one is among the first.
   const uint64_t least = __shfl_sync(kAll, first, ranked - 1) >> 32 << 32;
   const float cut = args.sampling && args.filtered() ? args.cuts[r] : -INFINITY;
   const Row<T> row{args.logits.row<const T>(args.source(r)), args.width, cut, kPacks};

@@ -1,5 +1,5 @@
-// A transformer between its matrix products, on CUDA: a few reads and one write per row, so all that
-// counts is that every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
+// The ops between a transformer's matrix products, on CUDA: a few reads and one write per row, so what matters is that
+// every byte moves once and in packs of 16. Second reads of a row come from the first-level cache.
 #include "launch.h"
 #include "packs.h"
 #include "pdkernels/transformer_ops.h"
@@ -103,8 +103,8 @@ __device__ Pack<T, kSize> turned(const float (&x)[2 * kSize], int side, const fl
   return out;
 }
 
-// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs where neighbours are
-// pairs, otherwise one pack of each half. A row whose position is not in the tables is left unchanged.
+// A thread takes kSize pairs of one head, which it alone reads and writes: neighbouring packs if neighbours form pairs,
+// otherwise one pack of each half. A row whose position is not in the tables is left unchanged.
 template <class T, int kSize>
 __global__ void __launch_bounds__(kThreads) apply_rope_kernel(const __grid_constant__ ApplyRopeArgs args) {
   using Elements = Pack<T, kSize>;

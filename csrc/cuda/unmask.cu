@@ -1,6 +1,6 @@
 // Committing guesses on CUDA: one block per segment. The last key to accept is found bit by bit from the top, by
-// counting the keys that reach a bar. That takes as many passes as a key has bits, regardless of the number of keys,
-// and needs no memory but the keys themselves.
+// counting the keys at or above a threshold. That takes as many passes as a key has bits, regardless of the number of
+// keys, and needs no memory but the keys themselves.
 #include "elements.h"
 #include "launch.h"
 #include "pdkernels/unmask.h"
@@ -9,7 +9,7 @@ namespace pdkernels::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 2;        // by default ptxas aims at more and spills
+constexpr int kBlocksPerSm = 2;        // by default ptxas aims for more and spills
 constexpr int64_t kStagedKeys = 5120;  // 40 KiB of shared memory; keys of a longer list are recomputed in every pass
 
 // Whether a sequence has invalid values; every thread of the block gets the answer.
@@ -24,8 +24,8 @@ __device__ bool unfit(const UnmaskArgs& args, int64_t b) {
   return __syncthreads_or(bad) != 0;
 }
 
-// The largest key for which `holds(key, how many keys reach it)`, which is true up to some key and false from there; 0
-// if it never is. Or some key that exactly `enough` reach.
+// The largest key for which `holds(key, number of keys that reach it)`, which is true up to some key and false after
+// it; 0 if it never is. Or some key that exactly `enough` reach.
 template <class Reaching, class Holds>
 __device__ uint64_t last_that(int low_bits, int enough, const Reaching& reaching, const Holds& holds) {
   uint64_t found = 0;

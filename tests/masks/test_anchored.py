@@ -149,12 +149,12 @@ def test_masks_of_steps_push_no_other_plan_out() -> None:
 @pytest.mark.parametrize(
     "sentence, make",
     {
-        r"masks.anchored: anchors must lie in \[0, 4\), got -1 in place 1\.": lambda: masks.anchored([4], [2, -1], 2),
-        r"anchors must lie in \[0, 4\), got 4 in place 0\.": lambda: masks.anchored([4], [4], 2),
-        r"documents must be in one piece each, got 0 in place 2\.": lambda: masks.anchored(
+        r"masks.anchored: anchors must lie in \[0, 4\), got -1 at index 1\.": lambda: masks.anchored([4], [2, -1], 2),
+        r"anchors must lie in \[0, 4\), got 4 at index 0\.": lambda: masks.anchored([4], [4], 2),
+        r"documents must be in one piece each, got 0 at index 2\.": lambda: masks.anchored(
             torch.tensor([0, 1, 0]), [0], 2
         ),
-        r"documents must be numbers of documents, or -1, got -2 in place 1\.": lambda: masks.anchored(
+        r"documents must be numbers of documents, or -1, got -2 at index 1\.": lambda: masks.anchored(
             torch.tensor([0, -2]), [0], 2
         ),
         r"documents must be 0 or more, got -3\.": lambda: masks.anchored([-3], [], 2),
@@ -164,7 +164,7 @@ def test_masks_of_steps_push_no_other_plan_out() -> None:
         r"documents must have one dimension, got \(1, 3\)\.": lambda: masks.anchored(
             torch.zeros(1, 3, dtype=torch.int64), [0], 2
         ),
-        r"block must be 0 or more, got -1 in place 1\.": lambda: masks.anchored([4], [0, 1], [2, -1]),
+        r"block must be 0 or more, got -1 at index 1\.": lambda: masks.anchored([4], [0, 1], [2, -1]),
         r"block must be 0 or more, got -1\.": lambda: masks.anchored([4], [0, 1], -1),
         r"block must have an entry for each of 2 anchors, got 1\.": lambda: masks.anchored([4], [0, 1], [2]),
         r"block must make a mask of less than 2\*\*31 tokens, got 4294967298\.": lambda: masks.anchored(

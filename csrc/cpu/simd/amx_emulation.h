@@ -1,7 +1,7 @@
 // The AMX instructions in plain C++, for tests on processors that lack them.
 //
-// As the instructions do: operands that are subnormal count as zero, sums that become subnormal are flushed, and memory
-// is only touched inside the configured rows and bytes. The order in which products are summed is not the processor's.
+// Like the instructions: subnormal operands count as zero, sums that become subnormal are flushed, and memory is only
+// touched inside the configured rows and bytes. The order in which products are summed differs from the processor's.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,7 @@ inline void _tile_zero(int tile) {
 
 inline void _tile_loadd(int tile, const void* from, int64_t stride) {
   EmulatedTiles& tiles = emulated_tiles();
-  if (tiles.rows[tile] == 0) __builtin_trap();  // no configuration: the processor would stop here too
+  if (tiles.rows[tile] == 0) __builtin_trap();  // no configuration: the processor would trap here too
   _tile_zero(tile);
   for (int row = 0; row < tiles.rows[tile]; ++row) {
     __builtin_memcpy(tiles.bytes[tile][row], static_cast<const uint8_t*>(from) + row * stride, tiles.row_bytes[tile]);

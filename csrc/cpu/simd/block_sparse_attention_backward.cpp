@@ -1,14 +1,14 @@
 // Block-sparse attention, backward, in two passes that share nothing: no sums across threads, so results do not depend
 // on them.
 //
-// dQ: a work item is a query tile of a KV head; queries stand in the panels and keys run down, as in the forward pass.
-// dK, dV: a work item is a key tile; keys stand in the panels and the queries of all heads that share them run down.
+// dQ: a work item is a query tile of a KV head; queries are in the panels and keys run down, as in the forward pass.
+// dK, dV: a work item is a key tile; keys are in the panels and the queries of all heads that share them run down.
 //
-// Float32 needs more than the saved results: the log-sum-exp is one rounding of a number around 5, so weights computed
-// anew sum up to w, 1 within some 1e-7; and delta = rowsum(grad_out * out), from rounded products, does not cancel
+// Float32 needs more than the saved results: the log-sum-exp is one rounding of a number around 5, so recomputed
+// weights sum up to w, 1 within some 1e-7; and delta = rowsum(grad_out * out), from rounded products, does not cancel
 // against the products of the scores' gradients as autograd's sum of weights * products does. So the dQ pass sums up
 // for each row w, the missing part g = sum of weights * (products - delta), and weights * keys, one product more. With
-// these its result is put right at the end:
+// these its result is corrected at the end:
 //
 //   dQ = scale / w * (sum of weights * (products - delta) * keys - g / w * sum of weights * keys)
 //
@@ -19,11 +19,11 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// What turns a score into a weight and a product into a gradient: of each lane where queries stand in lanes, else of
-// each token.
+// What turns a score into a weight and a product into a gradient: for each lane if queries are in lanes, else for each
+// token.
 struct LaneStatistics {
   Vec lse[2], delta[2];
-  Vec weights[2], gradients[2];  // of each lane, summed over all tokens: w and g
+  Vec weights[2], gradients[2];  // per lane, summed over all tokens: w and g
   PDK_INLINE Vec lse_of(int, int v) const { return lse[v]; }
   PDK_INLINE Vec delta_of(int, int v) const { return delta[v]; }
   PDK_INLINE Vec normalized(Vec weights, int) const { return weights; }  // w is not known yet
@@ -40,7 +40,7 @@ struct TokenStatistics {
   PDK_INLINE void add(int, Vec, Vec) const {}
 };
 
-// Behind all rows' delta: 1 / w, for float32.
+// After all rows' delta: 1 / w, for float32.
 PDK_INLINE float* inverses(const AttentionGradArgs& args) {
   return args.delta + args.batch * args.q_heads * args.q_len;
 }
@@ -52,7 +52,7 @@ PDK_INLINE int64_t row_of(const AttentionGradArgs& args, int64_t batch, int64_t 
   return (batch * args.q_heads + head + in_group) * args.q_len + token + in_tile;
 }
 
-// A query that saw nothing has a log-sum-exp of -inf; from +inf on down its weights come out as 0.
+// A query that saw nothing has a log-sum-exp of -inf; +inf in its place makes its weights 0.
 PDK_INLINE float usable(float lse) { return lse == -kInfinity ? kInfinity : lse; }
 
 // scores -> weights (if wanted), products -> gradients of the scores, both in place
@@ -92,7 +92,7 @@ void gradient_step(const Block* blocks, int num_blocks, float scale, Statistics&
   for (int v = 0; kExact && v < kVectors; ++v) statistics.add(v, weight_sums[v], gradient_sums[v]);
 }
 
-// Two operands a panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two:
+// Two operands per panel: queries and their gradients for dQ, keys and values for dK and dV. And one sum or two:
 // gradients of the scores times the chunk's first operand, and weights times values for dV, or times keys for dQ in
 // float32.
 template <class Tiles>
@@ -186,7 +186,7 @@ void scale_sums(float* sums, int64_t head_dim, float scale) {
   for (int64_t i = 0; i < head_dim * Tiles::kPanel; ++i) sums[i] *= scale;
 }
 
-// Float32: puts a panel's dQ right, and what the other pass reads. The gradient of the log-sum-exp joins only here:
+// Float32: corrects a panel's dQ, and what the other pass reads. The gradient of the log-sum-exp is added only here:
 // inside g, which is nearly 0, it would be rounded off again.
 template <class Tiles>
 void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head, int64_t token, Panel<Tiles>& panel) {
@@ -197,7 +197,7 @@ void complete_queries(const AttentionGradArgs& args, int64_t batch, int64_t head
     float correction = -panel.statistics.gradients[v][i] * inverse;
     if (lane < panel.lanes.count) {
       const int64_t row = row_of(args, batch, head, token, panel.lanes, lane);
-      // What comes from outside may be NaN where a row saw nothing, and must not meet its sums of 0.
+      // Gradients from outside may be NaN where a row saw nothing, and must not be multiplied with its sums of 0.
       if (args.grad_lse != nullptr && w != 0) correction += args.grad_lse[row];
       args.delta[row] = panel.statistics.delta[v][i] - correction;
       inverses(args)[row] = inverse;

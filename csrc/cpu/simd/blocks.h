@@ -1,4 +1,4 @@
-// Which blocks of a chunk a panel visits, read off a tile's bitmap.
+// Which blocks of a chunk a panel visits, derived from a tile's bitmap.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"

@@ -1,5 +1,5 @@
-// Calls the kernel that was compiled for this processor. Not for the units of this folder: it needs the standard
-// library.
+// Calls the kernel that was compiled for this processor. The units of this folder must not include it: it needs the
+// standard library.
 #pragma once
 
 #include "kernels.h"

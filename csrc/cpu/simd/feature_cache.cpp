@@ -6,7 +6,7 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// The numbers of a sum; feature_cache.h states the order.
+// The partial sums of a row; feature_cache.h defines the order.
 struct Sum {
   static constexpr int kParts = kNumbers / kLanes;
   static_assert(kNumbers % kLanes == 0);
@@ -62,7 +62,7 @@ uint32_t key_of(const StaleRowsArgs& args, const char* fresh, const char* cached
 }
 
 void replace(const StaleRowsArgs& args, const char* fresh, char* cached) {
-  if (args.v_row.head_bytes == 0) return;  // then there may be no address either
+  if (args.v_row.head_bytes == 0) return;  // then the address may be invalid too
   for (int64_t head = 0; head < args.v_row.heads; ++head) {
     __builtin_memcpy(cached + head * args.cache_row.head_stride, fresh + head * args.v_row.head_stride,
                      args.v_row.head_bytes);

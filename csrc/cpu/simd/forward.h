@@ -1,5 +1,5 @@
 // Attention of one query tile by the online softmax: the rows of all query heads that share a KV head, cut into panels.
-// For each chunk of keys every panel takes one step. Where the chunks come from is the caller's business.
+// For each chunk of keys every panel takes one step. The caller supplies the chunks.
 #pragma once
 
 #include "passes.h"
@@ -44,11 +44,11 @@ struct Memory {
   }
 };
 
-// scores -> weights, in place; the lanes' statistics move on, and `factor` is what older sums have to be multiplied
+// scores -> weights, in place; updates the lanes' statistics, and `factor` is what older sums have to be multiplied
 // with.
 //
-// Exact scores are rounded before the largest is subtracted: these are stored. The others are scaled again, and fused
-// with the subtraction in masked blocks as in others, so that what a lane sees does not depend on the other lanes.
+// Exact scores are rounded before the largest is subtracted: these are stored. The others are scaled again, with the
+// subtraction fused in masked and unmasked blocks alike, so that a lane's result does not depend on the other lanes.
 template <class Tiles, bool kExact>
 void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, float scale, float* scores, Vec* factor) {
   constexpr int kVectors = Tiles::kVectors;
@@ -93,7 +93,7 @@ void softmax_step(Panel<Tiles>& panel, const Block* blocks, int num_blocks, floa
     }
     Tiles::pad_weights(block, count);
   }
-  // As in accumulate(), a chunk's part joins when it is complete.
+  // As in accumulate(), a chunk's part is added when it is complete.
   for (int v = 0; v < kVectors; ++v) panel.total[v] = panel.total[v] * factor[v] + sum[v];
 }
 
@@ -108,7 +108,7 @@ void start(const AttentionArgs& args, int64_t batch, int64_t head, int64_t token
   __builtin_memset(panel.sums, 0, Tiles::sums_size(args.head_dim) * sizeof(float));
 }
 
-// Writes a panel's rows of `out` and `lse`, which are args.out and args.lse, or a share of them.
+// Writes a panel's rows of `out` and `lse`, which are args.out and args.lse, or those of a split.
 template <class T, class Tiles>
 void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int64_t batch, int64_t head, int64_t token,
             Panel<Tiles>& panel) {
@@ -117,7 +117,7 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
   for (int64_t d = 0; d < args.head_dim; ++d) {
     for (int v = 0; v < Tiles::kVectors; ++v) {
       Vec& sum = reinterpret_cast<Vec*>(panel.sums + d * Tiles::kPanel)[v];
-      sum = panel.total[v] == 0.0f ? Vec{} : sum * share[v];  // not times 0: masked values may be no numbers
+      sum = panel.total[v] == 0.0f ? Vec{} : sum * share[v];  // not times 0: masked values may be NaN or infinite
     }
   }
   const LanePointers<T, Tiles::kPanel> rows(out, batch, token, head, panel.lanes);
@@ -131,7 +131,7 @@ void finish(const AttentionArgs& args, const HeadsView& out, float* all_lse, int
   }
 }
 
-// The chunks of keys in a query tile's list, as attend() wants them.
+// The chunks of keys in a query tile's list, as attend() takes them.
 template <class T, class Consume>
 void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, const Consume& consume) {
   for_chunks(args, args.of_q, args.block_k, args.kv_len, batch, tile,
@@ -142,8 +142,8 @@ void for_keys(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t
              });
 }
 
-// One query tile of one KV head. `chunks` calls what it is given with (keys, values, how many, bitmap, words of its
-// rows, first column) for all the chunks that the tile sees; `done` gets each panel when it has seen them.
+// One query tile of one KV head. `chunks` calls its argument with (keys, values, how many, bitmap, words of its rows,
+// first column) for all the chunks that the tile sees; `done` gets each panel when it has seen them.
 template <class T, class Tiles, class Chunks, class Done>
 void attend(const AttentionArgs& args, int64_t batch, int64_t kv_head, int64_t tile, Memory<Tiles>& memory,
             const Chunks& chunks, const Done& done) {

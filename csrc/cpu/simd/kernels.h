@@ -1,4 +1,5 @@
-// The families whose kernels are compiled once for every level of CpuIsa, and what the rest of the library gives them.
+// The families whose kernels are compiled once for every level of CpuIsa, and what the rest of the library provides for
+// them.
 #pragma once
 
 #include <cstdint>

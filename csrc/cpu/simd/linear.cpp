@@ -1,6 +1,6 @@
-// Products of few rows with a large matrix: what they cost is reading the matrix, once for all rows.
+// Products of few rows with a large matrix: their cost is reading the matrix, once for all rows.
 //
-// A number of the result is a sum over strips of the width, each added up in one vector of lanes in ascending order,
+// An element of the result is a sum over strips of the width, each added up in one vector of lanes in ascending order,
 // and then over the lanes. Which rows and outputs are computed together, and on which thread, changes neither.
 #include "kernels.h"
 #include "strips.h"
@@ -20,8 +20,8 @@ constexpr int kOutputs[kRows + 1] = {0, 8, 6, 4, 3};
 // a time.
 constexpr int64_t kBlock = 24, kLongest = 768;
 
-// Weights of 16 bits are read as words of two, so that they become floats in half the instructions: x is kept in their
-// order.
+// Weights of 16 bits are read as words of two, so that they become floats in half the instructions; x is stored in
+// their order.
 template <class W>
 constexpr int64_t kStep = sizeof(W) == sizeof(float) ? kLanes : 2 * kLanes;
 
@@ -41,7 +41,7 @@ PDK_INLINE Vec upper<Bfloat16>(Words words) {
   return reinterpret_cast<Vec>(words & 0xffff0000u);
 }
 
-// x in floats: whole steps in the order of the weights, then the rest of the row.
+// x as floats: whole steps in the order of the weights, then the rest of the row.
 template <class T, class W>
 void widen(const T* x, float* wide, int64_t width) {
   const int64_t whole = width / kStep<W> * kStep<W>;
@@ -67,7 +67,7 @@ PDK_INLINE Words pairs(const Bfloat16* from, int64_t at, int64_t end) {
   return words;
 }
 
-// sum[i] + a[2 i + 1] b[2 i + 1] + a[2 i] b[2 i], added in that order. The instruction takes subnormal numbers for
+// sum[i] + a[2 i + 1] b[2 i + 1] + a[2 i] b[2 i], added in that order. The instruction treats subnormal numbers as
 // zero.
 PDK_INLINE Vec add_pairs(Vec sum, Words a, Words b) {
 #ifdef __AVX512BF16__
@@ -149,8 +149,8 @@ PDK_INLINE void multiply_strip(const float* x, int64_t x_stride, const W* weight
   }
 }
 
-// What is read next, and how much of it comes nearer after each group of outputs: without it memory would be idle while
-// all rows are multiplied with the same weights. One or two rows are read as fast as memory allows anyway.
+// What is read next, and how much of it is prefetched after each group of outputs: without it memory would be idle
+// while all rows are multiplied with the same weights. One or two rows are read as fast as memory allows anyway.
 struct Ahead {
   const char *at, *end;
   int64_t lines;

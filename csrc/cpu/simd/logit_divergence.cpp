@@ -8,7 +8,7 @@
 namespace pdkernels::cpu::PDK_ISA {
 namespace {
 
-// What the first pass knows of a chunk of one distribution, and then of a whole row: largest + log(total) is the
+// What the first pass finds for a chunk of one distribution, and then for a whole row: largest + log(total) is the
 // log-sum-exp.
 struct Peak {
   double largest, total;
@@ -46,7 +46,7 @@ Peak peak_of(const T* logits, int64_t begin, int64_t end, int64_t& strip) {
       if (largest[lane] > top) top = largest[lane], strip = first;
     }
   });
-  const float shift = top == -kInfinity ? 0 : top;  // NaNs among nothing but -inf must come out
+  const float shift = top == -kInfinity ? 0 : top;  // NaNs must propagate even if all others are -inf
   double total = 0;
   for_strips(begin, end, [&](int64_t first, int64_t last) {
     Vec sum{};
@@ -101,7 +101,7 @@ struct Distribution {
 };
 
 // The contribution of a chunk to the sums of its row. A distribution's own sum is 1 but for the rounding of its
-// exponentials; dividing by it takes out what they have in common.
+// exponentials; dividing by it cancels their common error.
 struct Sums {
   double entropy = 0, kl = 0, now = 0, then = 0;  // of the distributions
   double minp_kl = 0, levelled_now = 0,
@@ -114,7 +114,7 @@ struct Sums {
 };
 static_assert(sizeof(Sums) <= kDivergencePartials * sizeof(double));
 
-// Probabilities may be too small for a float; whether they are 0 is for the logits to say.
+// Probabilities may underflow in a float; whether they are 0 is decided by the logits.
 PDK_INLINE Vec divergence(Vec p, Vec log_then, Vec log_now) {
   const Vec term = choose(log_now == -kInfinity, splat(kInfinity), p * (log_then - log_now));
   return choose(log_then == -kInfinity, splat(0.0f), term);
@@ -151,7 +151,7 @@ Sums measure(const LogitDivergenceArgs& args, int64_t row, int64_t begin, int64_
         total_then += p_then;
         kept_then += choose(low_then, splat(0.0f), p_then);
         low_of_then += low_then & exists;
-        // Past the row both distributions are low, or their probability is 0.
+        // Past the end of the row both distributions are low, or their probability is 0.
         minp_kl += divergence(choose(low_then, level, p_then), choose(low_then, log_level, log_then), log_q_now);
       }
     });
@@ -179,7 +179,7 @@ void logit_divergence_of(const LogitDivergenceArgs& args) {
   for_chunks([&](int64_t row, int64_t c, int64_t begin, int64_t end) {
     measure_peaks<T>(args, row, begin, end, {partials(row, c)});
   });
-  // Few numbers a row: what the second pass needs replaces what the first one left.
+  // A few numbers per row: what the second pass needs overwrites what the first one left.
   for (int64_t row = 0; row < args.rows; ++row) {
     const Peak now = joined(partials(row, 0), chunks, 0);
     const Peak then = args.previous.data != nullptr ? joined(partials(row, 0), chunks, 1) : Peak{0, 1};

@@ -16,7 +16,7 @@ int64_t panels_at_once(int64_t head_dim) {
   return panels > 1 ? panels : 1;
 }
 
-// The tokens of one tile that share a KV head, as a panel's lanes see them.
+// The tokens of one tile that share a KV head, as they are laid out in a panel's lanes.
 template <class T, int kPanel>
 struct LanePointers {
   T* at[kPanel];
@@ -111,8 +111,8 @@ void store_lanes(const float* sums, int64_t head_dim, T* const* lanes) {
   }
 }
 
-// Calls body(item, memory) for all items, each on whichever thread is free. What an item computes does not depend on
-// the thread, so neither do the results.
+// Calls body(item, memory) for all items, each on whichever thread is free. An item's result does not depend on its
+// thread.
 template <class Tiles, class Body>
 void for_items(int64_t items, int64_t scratch_bytes, const Body& body) {
   int64_t next = 0;

@@ -42,7 +42,7 @@ PDK_INLINE void interleave(Longs a, Longs b, Longs* result) {
 }
 
 // A lane computes a counter, its four words in the low halves of four vectors. Most of the first round is the same for
-// all of a row.
+// the whole row.
 class RandomWords {
  public:
   PDK_INLINE RandomWords(PhiloxKey key, uint32_t step, uint32_t row, uint32_t kind) {

@@ -14,7 +14,7 @@ struct Rounded {
   PDK_INLINE static float square_root(float x) { return __builtin_sqrtf(x); }
 };
 
-// The numbers of one step and position.
+// The random numbers of one step and position.
 class Latents {
  public:
   PDK_INLINE Latents(const InjectArgs& args, int64_t b, int64_t position, int64_t step)
@@ -24,7 +24,7 @@ class Latents {
   // Components first .. first + count - 1 and what fills the last two vectors; first is a multiple of 4.
   PDK_INLINE void write(float* to, int64_t first, int64_t count) const {
     words_.write(to, first, count);
-    // A separate loop, or the two chains of operations would not overlap with those of the next numbers.
+    // A separate loop: otherwise the two chains of operations would not overlap with those of the next numbers.
     for (int64_t at = 0; at < count; at += kLanes) {
       const Vec t = __builtin_convertvector(odd_number(reinterpret_cast<const Ints&>(to[at])), Vec) * 0x1p-24f;
       reinterpret_cast<Vec&>(to[at]) = Rounded::multiply(truncated_normal<Rounded>(t), std_);

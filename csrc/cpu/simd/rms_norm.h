@@ -46,7 +46,7 @@ PDK_INLINE Vec round_row(float* row, T* to, int64_t width) {
   return squares;
 }
 
-// row * scale, rounded to T, times the weight in T: written to `to`, and handed as floats to visit(at, lanes, y).
+// row * scale, rounded to T, times the weight in T: written to `to`, and passed as floats to visit(at, lanes, y).
 // Returns the sum of its squares.
 template <class T, class Visit>
 PDK_INLINE Vec scale_row(const float* row, float scale, const T* weight, T* to, int64_t width, const Visit& visit) {

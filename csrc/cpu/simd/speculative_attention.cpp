@@ -1,8 +1,8 @@
 // Speculative attention: a work item is one query tile of one KV head over one split of the positions.
 //
 // A row that sees all keys up to its own gets the same bits whether these are cached or new, and however many other
-// rows there are: lanes have nothing in common, a key that a lane does not see adds an exact 0 to its sums, and chunks
-// and splits are cut at positions that are the same for all.
+// rows there are: lanes are independent, a key that a lane does not see adds an exact 0 to its sums, and chunks and
+// splits are cut at positions that are the same for all.
 #include "pdkernels/speculative_attention.h"
 #include "forward.h"
 
@@ -19,7 +19,7 @@ PDK_INLINE uint32_t ones(int64_t first, int64_t last) {
   return first >= last ? 0 : ~0u >> (32 - (last - first)) << first;
 }
 
-// 32 bits of a bitmap row from `column` on, which may lie before the row.
+// 32 bits of a bitmap row from `column` on, which may be before the row.
 PDK_INLINE uint32_t bits_from(const uint32_t* row, int64_t words, int64_t column) {
   const int64_t word = column >> 5, shift = column & 31;
   const auto at = [&](int64_t i) { return i >= 0 && i < words ? row[i] : 0; };
@@ -37,7 +37,7 @@ inline int64_t tail_end(const SpeculativeArgs& args, int64_t batch, int64_t tile
 enum class Seen { kNone, kSome, kAll };
 
 // What a query tile sees of a chunk whose first key is new token `column`, or a cached one where that is negative.
-// Where it is not simply all or nothing, `bitmap` gets kWords words for each row.
+// If it is neither all nor nothing, `bitmap` gets kWords words for each row.
 inline Seen see_chunk(const SpeculativeArgs& args, int64_t batch, int64_t tile, int64_t column, int64_t count,
                       uint32_t* bitmap) {
   const int64_t end = column + count, block = args.block_k, words = args.bitmaps.words_per_row;
@@ -181,7 +181,7 @@ void attend_splits(const SpeculativeArgs& args) {
   if (splits > 1) merge_splits<T>(args, splits);
 }
 
-// A few lanes, as one new token has, need one vector of them only.
+// A few lanes, as for one new token, need only one vector.
 template <class T>
 void attend_narrow_or_wide(const SpeculativeArgs& args) {
   const int64_t lanes = smaller(args.block_q, args.q_len) * (args.q_heads / args.kv_heads);
@@ -195,7 +195,7 @@ void speculative_attention(const SpeculativeArgs& args) {
     case Element::kFloat: return attend_narrow_or_wide<float>(args);
     case Element::kHalf: return attend_narrow_or_wide<Half>(args);
     case Element::kBfloat16:
-#ifdef PDK_AMX  // its products are others: all numbers of rows take them
+#ifdef PDK_AMX  // its products round differently, so any number of rows uses them
       return attend_splits<Bfloat16, AmxTiles>(args);
 #else
       return attend_narrow_or_wide<Bfloat16>(args);

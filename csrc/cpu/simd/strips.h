@@ -1,5 +1,5 @@
-// Rows of any element type as vectors of floats: whole vectors, then the rest of the row, followed by a
-// value that does no harm. A loop body is written once, for both.
+// Rows of any element type as vectors of floats: whole vectors, then the rest of the row, padded with a neutral value.
+// A loop body is written once, for both.
 #pragma once
 
 #include "../parallel.h"
@@ -7,7 +7,7 @@
 
 namespace pdkernels::cpu::PDK_ISA {
 
-// Sums of a strip are floats; longer ones are put together from strips in double precision.
+// Sums of a strip are floats; longer ones are added up from strips in double precision.
 constexpr int64_t kStrip = 512;
 
 // The lanes of a vector that are elements of the row: all, or the first ones.
@@ -68,7 +68,7 @@ PDK_INLINE Vec load(const T* from, Part part, float fill = 0) {
 }
 
 // Calls body(x, y) with vectors that hold the elements of [begin, end), each once and in no particular order, and
-// `fill` in lanes that are left over. Meanwhile the elements `kAhead` further on come nearer, where there are any.
+// `fill` in lanes that are left over. Meanwhile the elements `kAhead` further on are prefetched, if there are any.
 template <int64_t kAhead = 0, class T, class Body>
 PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill, const Body& body) {
   int64_t at = begin;
@@ -88,7 +88,7 @@ PDK_INLINE void for_pairs(const T* from, int64_t begin, int64_t end, float fill,
   for_vectors(at, end, [&](int64_t place, auto lanes) { body(load(from + place, lanes, fill), splat(fill)); });
 }
 
-// x as T has it.
+// x rounded to T.
 template <class T>
 PDK_INLINE Vec as(Vec x) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -98,7 +98,7 @@ PDK_INLINE Vec as(Vec x) {
   }
 }
 
-// Stores x as T, and returns what T has of it.
+// Stores x as T, and returns it rounded to T.
 template <class T>
 PDK_INLINE Vec store(T* to, Vec x, Whole) {
   if constexpr (sizeof(T) == sizeof(float)) {
@@ -136,7 +136,7 @@ PDK_INLINE auto sum_of(Lanes x) {
 // Calls body(begin, end) on ranges that cover all items, on threads that get at least `elements` elements each.
 template <class Body>
 void for_ranges(int64_t items, int64_t elements_per_item, const Body& body) {
-  constexpr int64_t kElementsPerThread = 16 * 1024;  // below that, waking another thread costs more than it saves
+  constexpr int64_t kElementsPerThread = 16 * 1024;  // with fewer, waking another thread costs more than it saves
   parallel_for(0, items, 1 + kElementsPerThread / (elements_per_item + 1), body);
 }
 

@@ -1,8 +1,8 @@
 // The two matrix products of attention, in the one layout that all passes share.
 //
-// A *panel* is kPanel tokens side by side in the lanes of a few vectors; the other tokens run down. Scores are
-// [tokens][kPanel], accumulators [head_dim][kPanel]: maxima, sums and rescaling go lane by lane, with no shuffles, and
-// weights leave the first product in the layout that the second one reads. Queries are in panels for the forward
+// A *panel* is kPanel tokens side by side in the lanes of a few vectors; the loop runs down the other tokens. Scores
+// are [tokens][kPanel], accumulators [head_dim][kPanel]: maxima, sums and rescaling go lane by lane, with no shuffles,
+// and weights leave the first product in the layout that the second one reads. Queries are in panels for the forward
 // pass and dQ, keys for dK and dV.
 //
 // Tokens that run down come in chunks of kChunk and inside these in blocks of up to kBlock, the width of a bitmap word.
@@ -16,7 +16,7 @@ constexpr int kBlock = 32;
 constexpr int kChunk = 128;
 constexpr int kMostPieces = 8;
 
-// Elements of a head that are summed before they join the others: short rows of few keys are where a single rounding
+// Elements of a head that are summed separately before they are added: with short rows and few keys a single rounding
 // shows.
 PDK_INLINE int64_t piece_of(int64_t head_dim) { return head_dim <= 32 ? 8 : 32; }
 
@@ -27,7 +27,7 @@ struct Block {
   const Ints* visible;  // [count][vectors of a panel], all bits or none; nullptr: all pairs are visible
 };
 
-// Hands out pieces of a thread's scratch memory, or, over nullptr, finds out how much that has to be.
+// Hands out pieces of a thread's scratch memory, or, given nullptr, computes how much is needed.
 class Arena {
  public:
   explicit Arena(char* base) : base_(base) {}
@@ -57,12 +57,12 @@ template <int kCount>
 struct VectorTilesOf {
   static constexpr int kVectors = kCount;
   static constexpr int kPanel = kVectors * kLanes;
-  // Rows of one group of accumulators: what the registers hold, 16 of them or 32.
+  // Rows of one group of accumulators: as many as fit into 16 or 32 registers.
   static constexpr int kGroup = kLanes == 16 || kVectors == 1 ? 8 : 6;
   using Packed = float;
 
-  // Room for the largest head, the same for all, so that rows are addressed by constants; and an odd number of cache
-  // lines, so that a column of rows does not fall into a few sets of the cache.
+  // Room for the largest head, the same for all, so that row offsets are constants; and an odd number of cache lines,
+  // so that a column of rows does not map to a few sets of the cache.
   static constexpr int64_t kRowStride = 272;
   static int64_t panel_size(int64_t head_dim) { return head_dim * kPanel; }
   static int64_t sums_size(int64_t head_dim) { return head_dim * kPanel; }
@@ -145,8 +145,7 @@ struct VectorTilesOf {
     static constexpr int value = kRows;
   };
 
-  // Cuts n into groups for which there is code; a rest is shared out so that no group is tiny where n is a multiple
-  // of 8.
+  // Cuts n into groups for which there is code; a remainder is spread so that no group is tiny if n is a multiple of 8.
   template <class Body>
   static PDK_INLINE void in_groups(int64_t n, const Body& body) {
     int64_t i = 0;

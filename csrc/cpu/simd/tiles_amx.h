@@ -1,9 +1,9 @@
 // The same two products by AMX: C[16][16] += A[16 rows][32] B[32][16 lanes], bfloat16 products summed in float.
 //
 // A tiles come from packed rows or columns, B tiles from panels and weights, in which two neighbours along the summed
-// dimension share a 32-bit word. What is missing to whole tiles is zero.
+// dimension share a 32-bit word. Incomplete tiles are padded with zeros.
 //
-// Two accumulators at a time: the processor renames tiles, so it goes on with the next two while these are stored.
+// Two accumulators at a time: the processor renames tiles, so it continues with the next two while these are stored.
 #pragma once
 
 #include "tiles.h"
@@ -102,8 +102,8 @@ struct AmxTiles {
     }
   }
 
-  // Word [token / 2][lane]. It is never after the scores of the two tokens it comes from, so it may take their
-  // memory.
+  // Word [token / 2][lane]. It never comes after the scores of the two tokens it is made from, so it may overwrite
+  // them.
   static PDK_INLINE void put_weights(float* block, int token, int v, Vec even, Vec odd) {
     const Words low = rounded_to_bfloat16(even) >> 16, high = rounded_to_bfloat16(odd) & 0xffff0000u;
     reinterpret_cast<Words*>(block + token / 2 * kPanel)[v] = low | high;
@@ -119,10 +119,10 @@ struct AmxTiles {
     return reinterpret_cast<Vec>(token % 2 ? words & 0xffff0000u : words << 16);
   }
 
-  // The shapes of the tiles, for as long as it lives: 16 rows of 64 bytes each.
+  // Configures the tiles for its lifetime: 16 rows of 64 bytes each.
   struct Session {
     Session() {
-      // Static: compilers do not know that the instruction reads all of it.
+      // Static, because compilers do not know that the instruction reads all of it.
       struct alignas(64) Shapes {
         uint8_t palette = 1, start_row = 0, reserved[14] = {};
         uint16_t row_bytes[16] = {64, 64, 64, 64, 64};
@@ -138,7 +138,7 @@ struct AmxTiles {
   };
 
  private:
-  // Compilers do not know that tile loads read memory: what was written has to be there before the first of them.
+  // Compilers do not know that tile loads read memory: all stores must be done before the first of them.
   static PDK_INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
 
   static void pack_rows(const Bfloat16* const* tokens, int64_t count, int64_t head_dim, Packed* rows) {

@@ -1,7 +1,7 @@
-// Vocabulary statistics: the results of each part of a row, from one read of it. A part stays in the first-level
-// cache while it is looked at a few times: the largest logit and the first tokens, sums of exponentials, and the draw.
-// Tokens that cannot be among the first of the row, or win its draw, are recognised by one comparison per strip,
-// because a thread knows what the parts before have.
+// Vocabulary statistics: the results of each part of a row, from one read of it. A part stays in the first-level cache
+// during its passes: the largest logit and the first tokens, sums of exponentials, and the draw. Tokens that cannot be
+// among the first of the row, or win its draw, are ruled out by one comparison per strip, because a thread knows the
+// results of the parts before.
 #include "pdkernels/token_statistics.h"
 #include "kernels.h"
 #include "random_words.h"
@@ -32,7 +32,7 @@ PDK_INLINE void for_lanes(Ints mask, int64_t at, const Body& body) {
 
 constexpr int kStrips = kVocabularyPart / kStrip;
 
-// The largest logit, that of each strip lane by lane, and the first tokens. NaNs are passed over.
+// The largest logit, that of each strip lane by lane, and the first tokens. NaNs are skipped.
 template <class T>
 PDK_INLINE float find_top(const T* logits, int64_t count, int64_t first_id, int ranked, Vec (&peaks)[kStrips],
                           uint64_t* top, Runners& runners) {
@@ -102,7 +102,7 @@ PDK_INLINE void add_strip(const T* logits, int64_t begin, int64_t end, float shi
 template <bool kTempered, class T>
 PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float largest, const Vec (&peaks)[kStrips],
                                     float inverse, float rest) {
-  const float shift = largest == -kInfinity ? 0 : largest;  // NaNs among nothing but -inf must come out
+  const float shift = largest == -kInfinity ? 0 : largest;  // NaNs must propagate even if all others are -inf
   VectorSums sums;
   for_strips(0, count, [&](int64_t begin, int64_t end) {
     if (bits_of(peaks[begin / kStrip] == largest) != 0) {
@@ -115,7 +115,7 @@ PDK_INLINE DistributionSums sums_of(const T* logits, int64_t count, float larges
 }
 
 // Which scores can still win. -ln u is at least 1 - u, so a logit l needs log2(1 - u) <= (l - best) / (T ln 2). The
-// bits of a float are a lower bound of its logarithm, as a multiple of 2^-23.
+// bits of a float, as a multiple of 2^-23, are a lower bound of its logarithm.
 class Comparison {
  public:
   explicit PDK_INLINE Comparison(double temperature)
@@ -225,8 +225,7 @@ void measure(const TokenStatisticsArgs& args, int64_t r, int64_t c, Runners& run
 
 constexpr int kBins = 2048;
 
-// Logits from the largest down: which bin holds the first one that has at least `target` mass before or in it, and what
-// is left of them.
+// Logits from the largest down, narrowed to the first bin that has at least `target` mass before or in it.
 struct Nucleus {
   float* logits;
   float* masses;
@@ -239,7 +238,7 @@ struct Nucleus {
     double bins[kBins] = {};
     for (int64_t i = 0; i < count; ++i) bins[bin_of(logits[i])] += masses[i];
     int last = kBins - 1;
-    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target after all
+    while (last > 0 && bins[last] == 0) --last;  // rounding may put the target past the last one
     int bin = 0;
     for (; bin < last && (bins[bin] == 0 || before + bins[bin] < target); ++bin) before += bins[bin];
     int64_t kept = 0;
@@ -250,7 +249,7 @@ struct Nucleus {
   }
 };
 
-// The smallest logit that a draw may take, -inf where nothing is dropped or the row has no distribution.
+// The smallest logit that a draw may take, -inf if nothing is dropped or the row has no distribution.
 template <class T>
 float cut_of(const TokenStatisticsArgs& args, int64_t r) {
   const double heat = args.heat();
@@ -299,7 +298,7 @@ float cut_of(const TokenStatisticsArgs& args, int64_t r) {
     const int bin = static_cast<int>((largest - logit) * bins_per_logit);
     return bin < kBins ? bin : kBins - 1;
   });
-  // What is left may still be many, and all of them equal: now by the bits of their keys.
+  // Many may be left, even all of them equal: now by the bits of their keys.
   for (int shift = 21; shift >= 0 && nucleus.count > 1; shift -= shift > 10 ? 11 : 10) {
     nucleus.narrow(
         [&](float logit) { return kBins - 1 - static_cast<int>(token_key(logit, 0) >> (32 + shift) & (kBins - 1)); });

@@ -1,5 +1,5 @@
-// A transformer between its matrix products. Rows are independent, so threads share them freely; a
-// single row is too short to be cut.
+// The ops between a transformer's matrix products. Rows are independent, so threads share them freely; a single row is
+// too short to be cut.
 #include "kernels.h"
 #include "rms_norm.h"
 
@@ -32,7 +32,7 @@ PDK_INLINE Vec silu(Vec x) {
 
 template <class T>
 void silu_and_mul_of(const SiluAndMulArgs& args) {
-  // A row is cut, so that a single one keeps more than one thread busy: its parts have nothing in common.
+  // A row is cut, so that a single one keeps more than one thread busy: its parts are independent.
   constexpr int64_t kPart = 4096;
   const int64_t parts = (args.width + kPart - 1) / kPart;
   for_rows(args.rows * parts, smaller(kPart, args.width), [&](int64_t item) {

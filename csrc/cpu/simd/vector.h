@@ -3,7 +3,7 @@
 //
 // A unit in this folder is compiled once for each level of CpuIsa, with PDK_ISA naming the level's namespace.
 // Everything here lives in that namespace and nothing comes from the standard library's templates: the linker keeps one
-// copy of an inline function, and a copy with AVX-512 in it must not end up in code that any processor runs.
+// copy of an inline function, and a copy with AVX-512 in it must not end up in code for every processor.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ PDK_INLINE Ints splat(int32_t x) { return x + Ints{}; }
 PDK_INLINE Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where a is NaN
 PDK_INLINE Vec choose(Ints mask, Vec yes, Vec no) { return mask ? yes : no; }
 
-// Keeps a product from being fused with a sum that follows. Where a score was rounded before its row's log-sum-exp was
-// taken it has to be rounded at the same point again, or weights of large scores are off by as much as the rounding.
+// Keeps a product from being fused with a sum that follows. A score that was rounded before its row's log-sum-exp was
+// taken has to be rounded at the same point again, or weights of large scores are off by as much as the rounding.
 PDK_INLINE Vec rounded(Vec x) {
 #if defined(PDK_ONE_REGISTER)
   __asm__("" : "+v"(x));
@@ -61,8 +61,8 @@ PDK_INLINE Ints lane_numbers() {
 // Exactly 1 at 0, exactly 0 below about -126, NaN for NaN. The polynomial is minimax in the relative error: 3e-6.
 PDK_INLINE Vec power_of_two(Vec z) {
 #ifdef __AVX512DQ__
-  // The processor has the split and the scaling. Lanes below are masked, because results below 2^-126 take it a hundred
-  // times as long.
+  // The processor has instructions for the split and the scaling. Lower lanes are masked, because results below 2^-126
+  // take it a hundred times as long.
   const __m512 exponent = reinterpret_cast<__m512>(z);
   const __mmask16 counted = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126), _CMP_NLT_UQ);
   const Vec f = reinterpret_cast<Vec>(_mm512_reduce_ps(exponent, _MM_FROUND_TO_NEAREST_INT));
@@ -85,8 +85,8 @@ PDK_INLINE Vec power_of_two(Vec z) {
 }
 
 // e^x for x <= 0 or a little above, the same for results of 16 bits. For exact ones 2^n e^r with n whole and |r| <=
-// log(2) / 2; n log(2) is taken off in two parts, the first of which is exact (Cody and Waite), so that r is as good as
-// x for any n: 2e-9 before rounding.
+// log(2) / 2; n log(2) is subtracted in two parts, the first of which is exact (Cody and Waite), so that r is as good
+// as x for any n: 2e-9 before rounding.
 template <bool kExact>
 PDK_INLINE Vec exponential(Vec x) {
   if constexpr (!kExact) {
@@ -108,7 +108,7 @@ PDK_INLINE Vec exponential(Vec x) {
 }
 
 // e^x for x <= 0 and above kLeastExponent, as the terms of long sums need it: exactly 1 at 0, exactly 0 at
-// kLeastExponent, NaN for NaN. The polynomial's relative error swings around 0 and is at most 9e-8. A quarter fewer
+// kLeastExponent, NaN for NaN. The polynomial's relative error oscillates around 0 and is at most 9e-8. A quarter fewer
 // instructions than exponential<true>.
 constexpr float kLeastExponent = -88.02969f;  // -127 ln 2
 PDK_INLINE Vec exponential_term(Vec x) {
@@ -127,9 +127,9 @@ PDK_INLINE Vec exponential_term(Vec x) {
 // for NaN.
 PDK_INLINE void add_terms(Vec x, Vec& total, Vec& weighted) {
 #ifdef __AVX512DQ__
-  // 2^n times 2^f, where f in [0, 1) is what reduce leaves and n = floor(z) what scalef reads: 12 instructions instead
-  // of 15. The polynomial's relative error is at most 9e-8. Lanes below 2^-126 are masked, since such results take a
-  // hundred times as long.
+  // 2^n times 2^f, where reduce leaves f in [0, 1) and scalef uses n = floor(z): 12 instructions instead of 15. The
+  // polynomial's relative error is at most 9e-8. Lanes below 2^-126 are masked, since such results take a hundred times
+  // as long.
   const __m512 z = reinterpret_cast<__m512>(x * 1.44269504f), f = _mm512_reduce_ps(z, _MM_FROUND_TO_NEG_INF);
   const __mmask16 counted = _mm512_cmp_ps_mask(z, _mm512_set1_ps(-126), _CMP_NLT_UQ);
   const Vec r = reinterpret_cast<Vec>(f);

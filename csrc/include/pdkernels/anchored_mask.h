@@ -1,4 +1,4 @@
-// The mask of a drafter's training step: blocks that hang on anchors in packed documents.
+// The mask of a drafter's training step: blocks attached to anchors in packed documents.
 #pragma once
 
 #include <algorithm>
@@ -14,20 +14,21 @@ namespace pdkernels {
 
 struct AnchoredRules {
   Inside inside;     // what a block's row sees of its block
-  int64_t window;    // base tokens before the anchor that a block sees at most
+  int64_t window;    // at most so many base tokens before the anchor are seen by a block
   bool inclusive;    // whether it sees the anchor too
   bool causal_base;  // whether base rows see their document causally, or nothing
 };
 
 // Base tokens, then a block of sizes[j] rows for each anchor. `documents` has the document of each base token, -1 for
-// padding. Writes the position of every row: base tokens count in their document, blocks count on from their anchor.
-// The base is cut wherever a document or what a block sees begins or ends: at most documents + 2 * blocks segments.
+// padding. Writes the position of every row: base tokens count from the start of their document, blocks continue from
+// their anchor. The base is cut wherever a document, or the range that a block sees, begins or ends: at most documents
+// + 2 * blocks segments.
 inline SegmentMask anchored_mask(std::span<const int64_t> documents, std::span<const int64_t> anchors,
                                  std::span<const int64_t> sizes, const AnchoredRules& rules,
                                  std::span<int64_t> positions) {
   const auto base = static_cast<int32_t>(documents.size());
   const auto refuse = [](const std::string& argument, const std::string& expectation, int64_t got, size_t place) {
-    fail_mask("anchored: " + argument + " must " + expectation + ", got " + std::to_string(got) + " in place " +
+    fail_mask("anchored: " + argument + " must " + expectation + ", got " + std::to_string(got) + " at index " +
               std::to_string(place) + ".");
   };
   std::vector<int32_t> start(base);  // of each base token's document

@@ -1,4 +1,4 @@
-// What the block-sparse attention kernels of the CPU are given, and how a plan's bitmaps are read.
+// Arguments of the CPU kernels of block-sparse attention, and how a plan's bitmaps are read.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,8 @@ struct TilePair {
   int32_t first, second;
 };
 
-// One direction of a tile plan, laid out as tile_plan.h says: for each tile of this side, the tiles of the other side
-// that it meets.
+// One direction of a tile plan, in the layout of tile_plan.h: for each tile of this side, the tiles of the other side
+// that it visits.
 struct TileLists {
   struct Pairs {
     const TilePair *first, *last;
@@ -34,8 +34,8 @@ struct TileLists {
     const TilePair* end() const { return last; }
   };
 
-  const int32_t* rows;    // four words a tile
-  int64_t rows_stride;    // from sample to sample, 0 where all share them
+  const int32_t* rows;    // four words per tile
+  int64_t rows_stride;    // from sample to sample, 0 if all share them
   int64_t num_tiles;      // of this side
   const TilePair* pairs;  // of both sides and all samples
   int64_t num_pairs;
@@ -57,7 +57,7 @@ struct Bitmaps {
   const uint32_t* words;
   int64_t count, block_q, words_per_row;
 
-  // nullptr for a tile that shows all its pairs.
+  // nullptr for a tile whose pairs are all visible.
   const uint32_t* of(int64_t id) const { return id < 0 ? nullptr : words + id * block_q * words_per_row; }
 };
 

@@ -9,8 +9,8 @@ namespace pdkernels {
 // Which cached values a selection replaces.
 enum class Update : int32_t { kAll, kSelected, kNone };
 
-// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines. Rows that
-// did not move have the largest key of all: their cosine is 1, whatever rounding makes of it.
+// The cosine of two rows as a key of the same order: 0 if it is not finite, and equal keys for equal cosines. Unchanged
+// rows have the largest key of all: their cosine is 1, whatever it rounds to.
 PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
   constexpr float kLargest = 3.4028235e38f;
   if (!(lengths <= kLargest) || dot != dot) return 0;
@@ -21,8 +21,8 @@ PDK_HD uint32_t stale_key(float dot, float lengths, bool moved) {
 }
 
 // The order of the sums of a cosine, on all devices and in the reference. A head is cut into pieces of kPiece
-// components. Component i of a piece is added to its number i % kNumbers, as a product that was rounded; the numbers of
-// the pieces are added up piece by piece, the numbers of the row in halves: i and i + 8, then i and i + 4, ...
+// components. Component i of a piece is added to partial sum i % kNumbers, as a rounded product; the partial sums of
+// the pieces are added up piece by piece, those of the row in halves: i and i + 8, then i and i + 4, ...
 constexpr int kPiece = 128;
 constexpr int kNumbers = 16;
 
@@ -32,7 +32,7 @@ struct Cut {
   int64_t ties;
 };
 
-// The n lowest of at least n keys, n > 0. below(key): how many are smaller.
+// The n lowest of at least n keys, n > 0. below(key): the number of smaller ones.
 template <class Below>
 PDK_HD Cut lowest(int64_t n, const Below& below) {
   uint32_t key = 0;
@@ -61,7 +61,7 @@ struct StaleRowsArgs {
 
   PDK_HD int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : rows; }
   PDK_HD int64_t wish(int64_t b) const { return wanted.given() ? wanted.load(b) : most; }
-  // How many of `count` rows are chosen; the wish must have been checked before.
+  // How many of `count` rows are chosen; the requested number must have been checked before.
   PDK_HD int64_t chosen(int64_t b, int64_t count) const {
     const int64_t limit = count < most ? count : most;
     return wish(b) < limit ? wish(b) : limit;

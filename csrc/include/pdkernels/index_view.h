@@ -1,5 +1,5 @@
 // Lengths, counts, row indices and block tables arrive as int32 or int64 tensors of any stride. Kernels read them
-// through this view, so that one kernel serves both widths.
+// through this view, so one kernel serves both widths.
 #pragma once
 
 #include "pdkernels/platform.h"

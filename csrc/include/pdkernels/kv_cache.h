@@ -2,7 +2,7 @@
 //
 // A cache is a table of buffers: K of every layer, then V of every layer. A buffer holds pages, a page holds slots, a
 // slot holds one row: the K (or V) of one token in all heads. A contiguous cache is a paged one whose sequence b owns
-// page b, as large as the capacity. Kernels move bytes and never look at element types.
+// page b, as large as the capacity. Kernels move bytes and ignore element types.
 #pragma once
 
 #include "pdkernels/index_view.h"
@@ -17,7 +17,7 @@ struct RowLayout {
   int64_t page_stride = 0;
   int64_t slot_stride = 0;
   int64_t head_stride = 0;
-  int64_t heads = 0;  // a row is `heads` runs of `head_bytes`; a single run where the heads are adjacent
+  int64_t heads = 0;  // a row is `heads` runs of `head_bytes`; a single run if the heads are adjacent
   int64_t head_bytes = 0;
 
   PDK_HD int64_t row_bytes() const { return heads * head_bytes; }
@@ -42,7 +42,7 @@ struct PageMap {
 
   PDK_HD int64_t capacity() const { return pages_per_sequence * page_size; }
 
-  // Inlined even where it is called often: no copy of it may stay in the units of one vector level.
+  // Always inlined: no copy of it may stay in the units of one vector level.
   [[gnu::always_inline]] PDK_HD Slot locate(int64_t sequence, int64_t position) const {
     if (!block_table.given()) return {sequence, position};
     return {block_table.load(sequence, position / page_size), position % page_size};
@@ -65,7 +65,7 @@ struct CacheView {
   PDK_HD int side(int64_t buffer) const { return buffer < layers ? 0 : 1; }
 };
 
-// New rows [layers][batch][count] to append, with strides of their own, in bytes.
+// New rows [layers][batch][count] to append, with their own strides, in bytes.
 struct AppendArgs {
   CacheView cache;
   BufferTable source;
@@ -85,7 +85,7 @@ struct CommitArgs {
   IndexView counts;
   IndexView source_index;  // not given: the rows are already in their slots
   int64_t max_rows = 0;    // columns of source_index
-  bool advance = true;     // lengths grow after the last launch only, if a model has more layers than one can carry
+  bool advance = true;     // lengths grow only after the last launch, if a model needs several for its layers
 };
 
 struct TrimArgs {

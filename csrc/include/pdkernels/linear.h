@@ -5,7 +5,7 @@
 
 namespace pdkernels {
 
-// out[r] = x[r] weight^T + bias, sums in float32. A number of `out` has the same bits however many rows there are.
+// out[r] = x[r] weight^T + bias, sums in float32. An element of `out` has the same bits however many rows there are.
 struct LinearArgs {
   Element element, weight_element;  // of x, out and bias; of weight
   RowsView x, out;

@@ -13,7 +13,7 @@ struct LogStepArgs {
   int64_t steps = 0;
   int64_t* count = nullptr;  // [1]: entries in the log
   bool* more = nullptr;      // [1]
-  // CUDA: the conditional node of a graph that is told whether to go on.
+  // CUDA: the conditional node of a graph, whose condition is set to whether the loop continues.
   bool conditional = false;
   uint64_t handle = 0;
 

@@ -5,7 +5,7 @@
 
 namespace pdkernels {
 
-// Tokens of a row that are one piece of work on the CPU. The order of summation depends on the width of a row only,
+// Tokens of a row that make one work item on the CPU. The order of summation depends on the width of a row only,
 // so a row gets the same bits in any batch and on any number of threads.
 constexpr int64_t kDivergenceChunk = 8192;
 // Doubles that a chunk stores.

@@ -1,5 +1,5 @@
 // Whether strided memory overlaps, exactly: views that interleave, such as K and V of one buffer, do not.
-// pdkernels/_aliasing.py is the same in Python and says it in words.
+// pdkernels/_aliasing.py does the same in Python and words the error.
 #pragma once
 
 #include <algorithm>
@@ -24,8 +24,8 @@ struct Term {
   int64_t stride, least, most;
 };
 
-// Whether a sum with a number from each term lies in [low, high]. Terms of layouts nest, so that few numbers come into
-// question; of strides that do not, the search gives up after a while and says yes.
+// Whether a sum with a number from each term is in [low, high]. Terms of layouts nest, so few numbers qualify; for
+// strides that do not nest, the search gives up after a while and returns true.
 class SumSearch {
  public:
   explicit SumSearch(std::vector<Term> terms) : terms_(std::move(terms)) {
@@ -96,7 +96,7 @@ inline bool overlaps_itself(Strided strided) {
   }
   if (nested) return false;
   if (dims.back().stride == 0) return true;
-  // Two entries differ: the first dimension in which they do, by 1 or more.
+  // The first dimension in which the two entries differ, by 1 or more.
   for (size_t first = 0; first < dims.size(); ++first) {
     std::vector<Term> terms{{dims[first].stride, 1, dims[first].size - 1}};
     for (size_t d = first + 1; d < dims.size(); ++d)

@@ -1,4 +1,4 @@
-// What the shared templates need to know about the compiler that reads them: nvcc, or any host compiler.
+// What the shared templates need to know about their compiler: nvcc, or any host compiler.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,7 @@
   PDK_LEVEL_KERNEL(portable, name, Args) \
   PDK_LEVEL_KERNEL(avx2, name, Args)     \
   PDK_LEVEL_KERNEL(avx512, name, Args)
-// The levels beyond AVX-512 have kernels of their own where their instructions help (`simd_units` in setup.py).
+// The levels beyond AVX-512 have their own kernels where their instructions help (`simd_units` in setup.py).
 #define PDK_VECTOR_KERNEL(name, Args)        \
   PDK_BASE_KERNEL(name, Args)                \
   PDK_SAME_KERNEL(avx512_bf16, name, avx512) \

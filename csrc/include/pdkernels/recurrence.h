@@ -1,9 +1,9 @@
-// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which,
-// how much noise it gets, the truncated normal distribution, and the bookkeeping of rows that freeze.
+// A step of the recurrent-depth sampler besides the model, shared by the CPU and the CUDA kernels: which row was which
+// in the last step, how much noise it gets, the truncated normal distribution, and the bookkeeping of rows that freeze.
 //
 // The results of recurrence_inject are bitwise the same everywhere. The formulas are therefore templates over
-// `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded by
-// themselves anyway.
+// `Math`, whose `multiply` never becomes part of a fused multiply-add; sums, quotients and roots are rounded separately
+// anyway.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -74,7 +74,7 @@ struct InjectArgs {
     const int64_t w = width.load(b);
     return w < 0 ? 0 : (w > rows ? rows : w);
   }
-  // Index of row i in the last step. An old row that is not there counts as new; on the CPU it has already been
+  // Index of row i in the last step. An old row that does not exist counts as new; on the CPU it has already been
   // refused.
   PDK_HD int64_t before(int64_t b, int64_t i) const { return i + advance.load(b); }
   PDK_HD bool old(int64_t b, int64_t i) const {
@@ -167,7 +167,7 @@ struct AdvanceArgs {
   }
   PDK_HD bool input_changed(int64_t b, int64_t i) const { return predictions.load(b, i - 1) != tokens.load(b, i); }
 
-  // Counts the step for row i; whether it is ready to freeze.
+  // Counts the step for row i and returns whether it is ready to freeze.
   PDK_HD bool count_row(int64_t b, int64_t i) const {
     const int64_t before = recurrences.load(b, i), count = before + inner_recurrence;
     const int64_t same = before > 0 && predictions.load(b, i) == tokens.load(b, i + 1) ? stable.load(b, i) + 1 : 0;

@@ -30,7 +30,7 @@ struct KeySpan {
   throw std::invalid_argument("pdkernels.masks." + sentence);
 }
 
-// The square mask over all tokens, and the window of rows and columns that is asked for.
+// The square mask over all tokens, and the requested window of rows and columns.
 class SegmentMask {
  public:
   // Segments are added in token order; `sees` lists other segments, ascending, no range reaching into the next.
@@ -99,7 +99,7 @@ class SegmentMask {
   int32_t q_len() const { return static_cast<int32_t>(row_end_ - row_begin_); }
   int32_t kv_len() const { return static_cast<int32_t>(column_end_ - column_begin_); }
 
-  // The segment that holds a row of the window; after empty ones the last, which does hold it.
+  // The segment that holds a row of the window; among empty ones at the same start the last, which does hold it.
   int32_t segment_of_row(int32_t row) const {
     const auto after = std::upper_bound(begin_.begin(), begin_.end(), row + row_begin_);
     return static_cast<int32_t>(after - begin_.begin()) - 1;

@@ -1,6 +1,5 @@
-// What the CPU kernel of speculative attention is given: block-sparse attention of new tokens over a tail of new
-// tokens, and in front of it a cached prefix that all of them see; and which of the new tokens it stores behind that
-// prefix.
+// Arguments of the CPU kernel of speculative attention: block-sparse attention of new tokens over a cached prefix that
+// all of them see and a tail of new tokens; and which of the new tokens it stores after that prefix.
 #pragma once
 
 #include "pdkernels/block_sparse_attention.h"
@@ -8,10 +7,10 @@
 
 namespace pdkernels {
 
-// Keys are attended to in splits, so that a long prefix keeps many threads busy even for a single sequence. Where a
-// split begins follows from its number alone, so that a row gets the same bits whatever part of its keys is cached and
-// however much room there is. The first kEvenSplits have kSplitTokens each; after them come 32 of twice the size, 32 of
-// four times, and so on: every doubling of the capacity adds 32 splits.
+// Keys are attended to in splits, so that a long prefix keeps many threads busy even for a single sequence. A split
+// begins at a position that depends on its number alone, so that a row gets the same bits whatever part of its keys is
+// cached and whatever the capacity. The first kEvenSplits have kSplitTokens each; after them come 32 of twice the size,
+// 32 of four times, and so on: every doubling of the capacity adds 32 splits.
 constexpr int64_t kSplitTokens = 4096;
 constexpr int64_t kEvenSplits = 64;
 
@@ -30,18 +29,18 @@ inline int64_t count_splits(int64_t positions) {
 
 struct SpeculativeArgs
     : AttentionArgs {          // k, v: the new tokens; kv_len = q_len; only the lists of the queries are read
-  HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache is a page a sequence
+  HeadsView k_cache, v_cache;  // (pages, slots of a page, heads, head_dim); a contiguous cache: one page per sequence
   PageMap pages;
   IndexView lengths;
   int64_t splits;    // of the capacity and the new tokens
   float* parts;      // (splits, batch, q_len, q_heads, head_dim), where there is more than one split
   float* parts_lse;  // (splits, batch, q_heads, q_len)
 
-  // What goes to the cache behind the prefix, where no split reads: new token source(b, i) to position lengths[b] + i
-  // for all i < count(b).
-  const char* op;          // as errors name the call
+  // What is stored in the cache after the prefix, where no split reads: new token source(b, i) to position lengths[b] +
+  // i for all i < count(b).
+  const char* op;          // name of the call in errors
   IndexView counts;        // not given: append_rows
-  IndexView source_index;  // not given: the new tokens in their order
+  IndexView source_index;  // not given: the new tokens in order
   int64_t append_rows;     // at most; 0 for a call that only reads
 
   int64_t count(int64_t b) const { return counts.given() ? counts.load(b) : append_rows; }

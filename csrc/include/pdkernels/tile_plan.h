@@ -4,7 +4,7 @@
 // For each query tile: ranges [first, last) of key tiles that are full, every pair visible and all of it inside the
 // lengths; then a list of the other key tiles that hold a visible pair, each with the number of a bitmap (a partial
 // tile) or -1 (every pair inside the lengths is visible, but the tile reaches beyond them). The same transposed for
-// each key tile. Ranges and lists ascend, but for the -1, of which a list has at most one: it comes first, where it
+// each key tile. Ranges and lists ascend, except for the -1, of which a list has at most one: it comes first, where it
 // follows the full tiles as the last of them. Bitmap layout: word [r][c / 32], bit c % 32 is the pair (row r, column c)
 // of the tile; bits outside the lengths are 0.
 #pragma once
@@ -22,7 +22,7 @@
 
 namespace pdkernels {
 
-// All arrays lie in one block, so that one copy moves a plan; each begins at a multiple of 32 words (128 bytes).
+// All arrays are in one block, so that one copy moves a plan; each begins at a multiple of 32 words (128 bytes).
 //
 //   rows:    for each query tile, then for each key tile, four words: its ranges are the pairs [word 0, word 1) of
 //            `lists`, its list the pairs [word 1, word 2); word 3 is a tile of the same side, those with most visits
@@ -158,7 +158,7 @@ class TilePlanner {
       visible_pairs_ += int64_t{visible} * (last - first);
       const int32_t columns = std::min(block_k_, mask_.kv_len() - first * block_k_);
       if (visible < rows * columns) {
-        const int32_t bitmap = bitmap_of(first * block_k_, columns);  // tiles that no span begins or ends in look alike
+        const int32_t bitmap = bitmap_of(first * block_k_, columns);  // tiles in which no span begins or ends are alike
         for (int32_t key_tile = first; key_tile < last; ++key_tile) entries_.push_back({key_tile, bitmap});
       } else if (columns < block_k_) {
         ragged = true;
@@ -203,14 +203,14 @@ class TilePlanner {
     for (const auto [key_tile, bitmap] : entries_) partial_columns_.push_back({key_tile, tile, bitmap});
   }
 
-  // Where the full tiles of one row of tiles and those of the row before differ, ranges of query tiles begin and end.
+  // Ranges of query tiles begin and end where the full tiles of a row of tiles differ from those of the row before.
   void follow_columns(int32_t row, const std::vector<KeySpan>& full) {
     for_difference(full_before_, full, [&](int32_t tile) { column_ranges_.push_back({tile, opened_[tile], row}); });
     for_difference(full, full_before_, [&](int32_t tile) { opened_[tile] = row; });
     full_before_ = full;
   }
 
-  // Calls body(number) for all that are in `some`, but not in `others`: both ascending.
+  // Calls body(number) for all that are in `some` but not in `others`; both ascend.
   template <class Body>
   static void for_difference(const std::vector<KeySpan>& some, const std::vector<KeySpan>& others, const Body& body) {
     auto other = others.begin();
@@ -224,8 +224,8 @@ class TilePlanner {
     }
   }
 
-  // The transposed lists. What they are made of is in the order of query tiles, so that a stable sort by key tile is
-  // all: ranges, then a ragged last query tile, then partial ones.
+  // The transposed lists. Their entries are in the order of query tiles, so a stable sort by key tile suffices: ranges,
+  // then a ragged last query tile, then partial ones.
   void emit_columns_of_tiles() {
     column_entries_.insert(column_entries_.end(), partial_columns_.begin(), partial_columns_.end());
     const auto begin = static_cast<int32_t>(lists_.size());
@@ -250,7 +250,7 @@ class TilePlanner {
     for (const Column& column : column_entries_) lists_[entries[column.tile]++] = {column.first, column.second};
   }
 
-  // Tiles with the most visits first: what takes longest must not start last.
+  // Tiles with the most visits first: the longest must not start last.
   void write_order(int32_t begin, int32_t tiles, int32_t most) {
     std::vector<int32_t> next(most + 2, 0);
     for (int32_t tile = 0; tile < tiles; ++tile) ++next[most - row_visits_[begin + tile] + 1];
@@ -261,8 +261,8 @@ class TilePlanner {
     }
   }
 
-  // What the pieces show of one key tile, in few words; equal words mean equal bitmaps, so most tiles are never
-  // painted.
+  // A summary in few words of what the pieces see of one key tile; equal words mean equal bitmaps, so most bitmaps are
+  // never built.
   int32_t bitmap_of(int32_t column, int32_t columns) {
     summary_.clear();
     const auto put = [&](int64_t value) { summary_.push_back(static_cast<char32_t>(static_cast<int32_t>(value))); };
@@ -327,7 +327,7 @@ class TilePlanner {
       plan.extents[part] = {end, static_cast<int64_t>(parts[part].second)};
       end += (plan.extents[part].size + 31) / 32 * 32;
     }
-    plan.words.resize(std::max<int64_t>(end, 1));  // Python takes no empty buffers
+    plan.words.resize(std::max<int64_t>(end, 1));  // Python does not accept empty buffers
     for (int part = 0; part < TilePlan::kParts; ++part) {
       if (parts[part].second == 0) continue;
       std::memcpy(plan.words.data() + plan.extents[part].begin, parts[part].first,
@@ -352,7 +352,7 @@ class TilePlanner {
   std::unordered_map<std::u32string, int32_t> by_summary_, by_content_;
 
   std::vector<KeySpan> ranges_, entries_, full_before_;  // of one row of tiles; entries are (tile, bitmap)
-  std::vector<int32_t> opened_;  // for each key tile that the row before shows in full: the first such row of its run
+  std::vector<int32_t> opened_;  // for each key tile that the row before sees in full: the first such row of its run
   std::vector<Column> column_ranges_, column_entries_, partial_columns_;
 
   std::vector<int32_t> rows_, row_visits_, bitmaps_;

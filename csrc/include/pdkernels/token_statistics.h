@@ -8,7 +8,7 @@
 
 namespace pdkernels {
 
-// Tokens of a row that are one piece of work. The order of summation depends on the width of a row only, so a row
+// Tokens of a row that make one work item. The order of summation depends on the width of a row only, so a row
 // gets the same bits in any batch and on any number of threads.
 constexpr int64_t kVocabularyPart = 8192;
 constexpr int kMaxTopK = 16;
@@ -16,7 +16,7 @@ constexpr int kMaxSuppressed = 16;
 
 // --- the order of tokens: larger logits first, a NaN before all, the lowest id on ties
 
-// A token as a number that grows in this order. 0 is no token, as is one of -inf.
+// A token as a number that grows in this order. 0 means no token, as does a logit of -inf.
 PDK_HD uint64_t token_key(float logit, int64_t id) {
   if (logit == -__builtin_inff()) return 0;
   const uint32_t bits = __builtin_bit_cast(uint32_t, logit + 0.0f);  // -0 and 0 are equals
@@ -46,7 +46,7 @@ PDK_HD double logarithm(double x) {
 }
 
 // The token with the largest score is a draw from softmax(logits / temperature). The uniform number (word + 1/2) / 2^32
-// and its distance to 1 are exact in a double, and so -ln u is good in both tails. Only the few tokens that can win
+// and its distance to 1 are exact in a double, so -ln u is accurate in both tails. Only the few tokens that can win
 // need this.
 PDK_HD double draw_score(float logit, double temperature, uint32_t word) {
   const double u = (word + 0.5) * 0x1p-32;
@@ -78,7 +78,7 @@ struct DistributionSums {
 // The results of a part of the vocabulary.
 struct TokenPart {
   uint64_t top[kMaxTopK];  // keys of its first tokens, descending, 0 after the last; those that cannot be among the
-                           // row's may be left out
+                           // row's first may be left out
   uint64_t drawn;          // key of the token with the largest score, 0 for none
   double score;
   DistributionSums sums;
@@ -90,7 +90,7 @@ struct TokenStatisticsArgs {
   RowsView logits;
   int64_t rows;  // to evaluate
   int64_t source_rows, width;
-  int64_t first_id;  // of the first logit, a multiple of 4: names the random words, while all ids count from 0
+  int64_t first_id;  // of the first logit, a multiple of 4: used for the random words; all ids count from 0
   IndexView row_index, positions, steps;  // one entry per row; not given: the row, its number, `step`
   uint32_t step;
   PhiloxSeeds seeds;
@@ -110,7 +110,7 @@ struct TokenStatisticsArgs {
   PDK_HD bool filtered() const { return (top_p < 1 || min_p > 0) && (draws() || sampling); }
   PDK_HD double heat() const { return draws() ? temperature : 1; }
   PDK_HD double inverse() const { return sampling ? 1 / heat() : 1; }  // factor of the distribution's logits
-  // Its relative error as a float: over long distances that is more than a rounding.
+  // Its relative error as a float: over long distances that exceeds a rounding.
   PDK_HD float inverse_rest() const { return static_cast<float>(inverse() / static_cast<float>(inverse()) - 1); }
   // The row of logits of an entry, -1 for none.
   PDK_HD int64_t source(int64_t r) const {

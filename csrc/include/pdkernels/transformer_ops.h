@@ -63,7 +63,7 @@ struct ApplyRopeAppendArgs {
   // The first `count` positions from `length` on have rows in the tables. The length must have been checked before.
   PDK_HD bool in_tables(int64_t length, int64_t count) const { return count <= positions - length; }
   PDK_HD bool in_cache(int64_t length, int64_t slot) const { return slot < pages.capacity() - length; }
-  // Whether the slot of a row is valid; that of a row that does not count may be anywhere after `length`.
+  // Whether the slot of a row is valid; a row that does not count may have any slot after `length`.
   PDK_HD bool row_fits(int64_t b, int64_t row, int64_t length, int64_t count) const {
     const int64_t at = slot(b, row);
     if (at < 0 || row >= count) return at >= -1;

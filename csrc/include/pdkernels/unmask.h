@@ -1,8 +1,8 @@
 // Which guesses for masked tokens are committed, shared by the CPU and the CUDA kernel.
 //
-// Every eligible candidate has a key, unique within a sequence: its score in the upper half, and in the lower half what
-// prefers the lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are the keys from
-// some key on, and the rules use keys only; 0 is not a key.
+// Every eligible candidate has a key, unique within a sequence: its score in the upper half, and in the lower half a
+// number that prefers the lower index. A score orders confidences as unsigned integers, NaN last. So "the best n" are
+// the keys from some key up, and the rules use keys only; 0 is not a key.
 #pragma once
 
 #include <cstring>
@@ -21,7 +21,7 @@ enum class UnmaskRule { kQuota, kThreshold, kFactor };
 
 PDK_HD uint32_t score_of(float confidence) {
   if (confidence != confidence) return 0;
-  confidence += 0.0f;  // both zeros are one
+  confidence += 0.0f;  // both zeros are equal
   uint32_t bits;
   memcpy(&bits, &confidence, sizeof bits);
   return bits >> 31 != 0 ? ~bits : bits | 0x80000000u;
@@ -55,7 +55,7 @@ struct UnmaskArgs {
   PhiloxSeeds seeds;
   UnmaskRule rule = UnmaskRule::kQuota;
   double factor = 0;
-  uint64_t bar = 0;  // of kThreshold: keys from here on pass
+  uint64_t bar = 0;  // kThreshold: keys from here up pass
   // Outputs (batch, segments), contiguous.
   int64_t* committed = nullptr;
   int64_t* remaining = nullptr;
@@ -97,14 +97,13 @@ struct UnmaskArgs {
                                  : (static_cast<double>(score) + 0.5) * 0x1p-32;
   }
 
-  // kQuota and kThreshold: how many of m eligible candidates, of whom `passing` have keys from the bar on.
+  // kQuota and kThreshold: how many of m eligible candidates, of which `passing` have keys from the threshold up.
   PDK_HD int64_t count(int64_t b, int64_t g, int64_t m, int64_t passing) const {
     if (rule == UnmaskRule::kThreshold && passing >= need.load(b, g)) return passing;
     const int64_t most = quota.load(b, g);
     return most < m ? most : m;
   }
-  // kFactor: whether a key with this rank, from 1, is too low for it. If it is, so is every key below it with its own
-  // rank.
+  // kFactor: whether a key is too low for its rank, counted from 1. If it is, so is every lower key at its own rank.
   PDK_HD bool fails(uint64_t key, int64_t rank) const {
     if (rank < 2) return false;
     return value(static_cast<uint32_t>(key >> 32)) < 1.0 - factor / static_cast<double>(rank + 1);

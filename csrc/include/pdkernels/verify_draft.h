@@ -56,8 +56,8 @@ struct VerifyArgs {
     if (accepted_count > 0 && i < length) return predictions.load(b, winner, i);
     return refill.given() ? refill.load(b, j) : 0;
   }
-  // The verdict on one sequence, once its winner, the accepted count and the first end token inside it (or the count
-  // itself if there is none) are known.
+  // The verdict on one sequence, given its winner, the accepted count and the first end token inside it (or the count
+  // itself if there is none).
   PDK_HD void write_verdict(int64_t b, int64_t winner, int64_t count, int64_t first_end) const {
     const bool cut = first_end < count;
     const int64_t kept = cut ? first_end + 1 : count;
