@@ -1,6 +1,6 @@
 """Mask and plan of a drafter's training step against FlexAttention's `create_block_mask`, at 128x128.
 
-Anchors are new in every step, so all is made anew: from the tensors to what a kernel reads. Packs of 8,192 and 16,384 tokens with
+Anchors are new in every step, so everything is rebuilt: from the tensors to what a kernel reads. Packs of 8,192 and 16,384 tokens with
 512 and 1024 anchors of 16, as DFlash is trained by speculators, which compiles `create_block_mask`. The cost of the first call
 is reported separately. Eager creation is left out: it holds several int64 arrays of all 134 million pairs.
 """
@@ -33,7 +33,7 @@ def pack(tokens: int) -> tuple[Tensor, Tensor]:
 
 
 class Step:
-    """The masks of one step after the other: each has other anchors."""
+    """The masks of successive steps, each with other anchors."""
 
     def __init__(self, tokens: int, device: str) -> None:
         self.documents, self.anchors = pack(tokens)

@@ -7,7 +7,7 @@ FlexAttention in the interleaved order, as published. On the CPU FlexAttention h
 round: scaled dot-product attention under the dense boolean mask. Two threads on the CPU.
 
 On a GPU the sizes are those of models of 7 and 8 billion parameters: 28 query and 4 KV heads of 128 under the noise-aware mask, 32 and
-8 under the dual stream. The float64 oracle then knows the heads of the first KV head only: heads know nothing of each other.
+8 under the dual stream. The float64 oracle then computes the heads of the first KV head only: heads are independent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK_Q, BLOCK_K = 128, 128
 FLEX_BLOCKS = (32, 64, 128)
 BLOCK = 32
 THREADS = 2
-# What the baseline may take in all rounds of a candidate together, about; but four rounds at least.
+# What the baseline may take, roughly, in all rounds of a candidate together; but at least four rounds.
 SECONDS = {"cpu": 2.0, "cuda": 0.3}
 # Longer masks are too large for a whole score matrix in float32.
 MOST_EAGER = 10_000
@@ -119,7 +119,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Candidate(NamedTuple):
-    """Attention on its own inputs, and how to get back to ``(1, tokens, heads, head_dim)`` in the streams order."""
+    """Attention on its own inputs, and how to convert the result to ``(1, tokens, heads, head_dim)`` in the streams order."""
 
     attention: Attention
     inputs: Inputs
@@ -223,7 +223,7 @@ def on(backends: tuple[SDPBackend, ...], attention: Attention) -> Attention:
 
 Build = Callable[[Case, Inputs], Candidate]
 SDPA, EAGER = "SDPA, dense boolean mask", "eager, softmax in fp32"
-# PyTorch's fused kernels take either a mask or grouped heads. A baseline that runs as plain products would flatter everybody.
+# PyTorch's fused kernels take either a mask or grouped heads. A baseline of plain products would flatter all candidates.
 BASELINES = {"cpu": f"{SDPA}, enable_gqa", "cuda": f"{SDPA}, K and V expanded"}
 CANDIDATES: dict[str, Build] = {
     "pdkernels": ours,
@@ -260,7 +260,7 @@ def run(candidate: Candidate, backward: bool) -> list[Tensor]:
 
 @lru_cache(maxsize=1)
 def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
-    """In float64, and eagerly in the case's dtype; on a GPU of the first group of heads, one after the other."""
+    """In float64, and eagerly in the case's dtype; on a GPU for the first group of heads, one at a time."""
     inputs = make_inputs(case, device)
 
     def computed(dtype: torch.dtype) -> list[Tensor]:
@@ -276,7 +276,7 @@ def oracle(case: Case, device: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def check(name: str, candidate: Candidate, case: Case, device: str) -> None:
-    """Ours keeps the budget that the kernels are tested with. The others only have to compute the same thing: some round more
+    """Ours must keep within the budget that the kernels are tested with. The others only have to compute the same thing: some round more
     often than the eager computation (by hand, the prompt's gradients are two roundings added up in the inputs' dtype), so their
     root-mean-square error may be four times its."""
     for what, actual, exact, eagerly in zip(

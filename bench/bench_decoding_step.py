@@ -1,6 +1,6 @@
 """What a step of a masked-diffusion sampler costs outside the model: ours and the published loops, in plain PyTorch.
 
-The model gives fixed logits, and the clock stops while it does. Tokens are compared before anything is timed. LLaDA fills one
+The model returns fixed logits, and the clock is stopped meanwhile. Tokens are compared before anything is timed. LLaDA fills one
 position a forward in a block, by confidence in float64. SlowFast's loop is that of its released code (``cycle="published"``):
 it guesses the whole canvas in every forward, and reads the device for each of its decisions.
 """
@@ -36,7 +36,7 @@ class FixedLogits:
         self.mask_token, self.end_tokens = vocabulary - 1, (vocabulary - 2,)
         generator = torch.Generator().manual_seed(0)
         self.table = torch.randn(PROMPT + NEW, vocabulary, generator=generator)
-        # Every row has a favourite, of probability 0.08 to 0.92, and none says that a text ends or goes on being masked.
+        # Every row has a most probable token, of probability 0.08 to 0.92, which is neither an end token nor the mask.
         chosen = torch.randint(0, vocabulary - 2, (PROMPT + NEW, 1), generator=generator)
         self.table.scatter_(1, chosen, torch.rand(PROMPT + NEW, 1, generator=generator) * 5 - 2 + math.log(vocabulary))
         self.table[:, -2:] = -30
@@ -59,7 +59,7 @@ class FixedLogits:
 
 
 def outside() -> float:
-    """A clock that stands still inside the model."""
+    """A clock that is stopped inside the model."""
     return time.perf_counter() - FixedLogits.seconds
 
 
@@ -121,7 +121,7 @@ def slowfast(model: FixedLogits, exploration: int = 8, window: int = 2) -> tuple
 
 
 def fill(x: Tensor, x0: Tensor, confidence: Tensor) -> None:
-    """All that are sure, or else the surest one."""
+    """All confident ones, or else the most confident one."""
     transfer = torch.zeros_like(x0, dtype=torch.bool)
     for j in range(len(x)):
         sure = torch.where(confidence[j] >= 0.85)[0]

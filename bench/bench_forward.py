@@ -1,4 +1,4 @@
-"""A forward of a transformer on its cache: with one op each between its products, and with the plain form of everything there.
+"""A forward of a transformer on its cache: with one op each between its products, and with plain PyTorch in their place.
 
 The shipped tiny-trimode after 40 tokens, on one thread; on a GPU 8 layers of an 8B model in bf16 after 1024.
 """

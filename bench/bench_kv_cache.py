@@ -78,7 +78,7 @@ def ours_layers_apart(s: Setup) -> None:
 
 
 def stacked_index_select(s: Setup) -> None:
-    """The best that torch offers: K and V in one tensor each, one gather and one copy."""
+    """The best form in torch: K and V in one tensor each, one gather and one copy."""
     rows = s.source + s.length
     for side in (s.k, s.v):
         side[:, :, s.length : s.length + s.accepted] = side.index_select(2, rows)
@@ -100,7 +100,7 @@ def per_layer_advanced_index(s: Setup) -> None:
 
 
 def new_cache_by_cat(s: Setup) -> list[Tensor]:
-    """As with a list of growing tensors: prefix and accepted rows are concatenated into new ones."""
+    """Like a list of growing tensors: prefix and accepted rows are concatenated into new ones."""
     rows = s.source + s.length
     return [torch.cat([layer[:, : s.length], layer.index_select(1, rows)], dim=1) for layer in s.layers]
 

@@ -1,4 +1,4 @@
-"""Products of few rows with the matrices of a model: ours, PyTorch's, and what reading the matrices takes."""
+"""Products of few rows with the matrices of a model: ours, PyTorch's, and the time of reading the matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.timing import compare
 from pdkernels.reference.linear import linear as reference
 from tests.harness.error_budget import assert_within_budget
 
-# (outputs, width) of a layer's products, and how many layers are read one after the other, so that no cache holds them all.
+# (outputs, width) of a layer's products, and how many layers are read in turn, so that no cache holds them all.
 MODELS = {
     "SmolLM2-135M": ([(960, 576), (576, 576), (3072, 576), (576, 1536)], 12),
     "8B": ([(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)], 1),

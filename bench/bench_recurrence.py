@@ -3,7 +3,7 @@
 Candidates: ours; the same mathematics in eager torch, an op at a time as the published code writes it; and under torch.compile, with
 one graph for all widths, or with one for each ("per width"), which a higher recompile limit allows. Torch has no counter-based draws.
 So with noise there are two kinds of peers: those that are *given* the numbers that ours draws in the call, and only mix them; and
-those that *draw* as many from the same distribution themselves, with torch.rand and erfinv, so that their results differ from ours.
+those that *draw* as many themselves from the same distribution, with torch.rand and erfinv, so that their results differ from ours.
 
 All rows are where they were (nothing froze): otherwise peers would need a gather to find them on the device.
 """
@@ -61,7 +61,7 @@ def inject_torch(s: Setup) -> Tensor:
 
 
 def draw(like: Tensor) -> Tensor:
-    """The normal distribution cut at +-3 by inversion, as many numbers as there are in a tensor."""
+    """The normal distribution truncated at +-3, by inversion, as many numbers as a tensor has."""
     uniform = torch.rand(like.shape, device=like.device)
     return (0.4**0.5 * 2**0.5) * torch.erfinv(0.9973002 * (2 * uniform - 1))
 

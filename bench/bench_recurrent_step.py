@@ -1,4 +1,4 @@
-"""A whole step of the recurrent-depth sampler, and how much of it is not matrix products and attention.
+"""A whole step of the recurrent-depth sampler, and the share of it outside matrix products and attention.
 
 A fifth of Huginn-0125's width and all its layers (2, 4, 2; heads of 96), a prefix of 512 tokens, a wave that does not move. "torch ops"
 is the same step with the plain form of everything between the products; both update the cache in place. On a GPU the model is
@@ -48,7 +48,7 @@ def model(device: str) -> RecurrentDepth:
     config = RecurrentDepthConfig(
         vocab_size=vocabulary, hidden_size=hidden, heads=heads, head_dim=96, intermediate_size=inner
     )
-    with torch.device(device):  # billions of numbers are drawn where they are used
+    with torch.device(device):  # billions of numbers are drawn on the device that uses them
         return RecurrentDepth(config).to(dtype).requires_grad_(False)
 
 
@@ -100,7 +100,7 @@ class Setup:
 
 
 def share_between_products(call: Any) -> float:
-    """Of the time of a call, the median of three."""
+    """Share of the time of a call, the median of three."""
     fractions = []
     for _ in range(3):
         with profile() as seen:

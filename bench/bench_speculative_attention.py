@@ -181,7 +181,7 @@ ON_CUDA: dict[str, Callable[[Step], Attention]] = {"FlashInfer, custom mask": fl
 
 
 def left_out(name: str, device: str) -> str | None:
-    """Why a candidate does not run."""
+    """The reason why a candidate does not run."""
     if name in ON_CUDA and (device == "cpu" or DRY_RUN):
         return "a kernel of CUDA"
     if name == FITTED and device == "cuda":
@@ -259,7 +259,7 @@ GROWING = {
 
 @pytest.mark.parametrize("name", GROWING)
 def test_growing_prefix(benchmark, name: str, device: str) -> None:
-    """Five steps whose prefix grows by 9 tokens each, all that a step needs included: masks, plans, compilation."""
+    """Five steps whose prefix grows by 9 tokens each, including all that a step needs: masks, plans, compilation."""
     benchmark.group = f"speculative_attention, growing prefix, {device}"
     torch._dynamo.reset()
     if DRY_RUN and GROWING[name] is not None:
@@ -313,7 +313,7 @@ APPENDING = {"pdkernels": pd.speculative_attention_append_, "kv_append_, then sp
 @by_device("rows", {"cpu": [1, 8, 72], "cuda": [1, 8, 72], "dry": [1, 6]})
 @pytest.mark.parametrize("name", APPENDING)
 def test_appending(benchmark, rows: int, name: str, device: str) -> None:
-    """A layer of a step that stores so many of its rows: a single token, a draft, a quadratic draft of 8."""
+    """A layer of a step that stores this many of its rows: a single token, a draft, a quadratic draft of 8."""
     benchmark.group = f"speculative_attention_append_, {rows} rows, {device}"
     prefix = 100 if DRY_RUN else 512
     step, mask = make_step(2 if DRY_RUN else 8, prefix, torch.bfloat16, device), pd.masks.causal(rows)

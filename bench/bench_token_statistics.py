@@ -81,7 +81,7 @@ def test_token_statistics(benchmark, name: str, dtype: str, rows: int, device: s
     }[name]
     with torch.inference_mode():
         exact = [torch.cat(parts) for parts in zip(*(eager(part, torch.float64) for part in logits.split(32)))]
-        # All but the ids: where logits are equal, peers may take any of them.
+        # All but the ids: among equal logits peers may take any.
         for found, expected in zip(call()[1:], exact[1:]):
             torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-5)
         compare(

@@ -25,13 +25,13 @@ Sizes = Mapping[str, Sequence[Any]]
 
 
 def sizes(device: str, of: Mapping[str, Any]) -> Any:
-    """The row of a table by ``cpu``, ``cuda`` and ``dry`` that applies here."""
+    """The row that applies here of a table with the keys ``cpu``, ``cuda`` and ``dry``."""
     return of["dry" if DRY_RUN else device]
 
 
 @contextmanager
 def refusals(name: str, device: str) -> Iterator[None]:
-    """On a GPU a peer may have no kernel for a case, or no room: that is a fact about the peer, not a failure of ours."""
+    """On a GPU a peer may have no kernel for a case, or not enough memory: that is a property of the peer, not a failure of ours."""
     try:
         yield
     except (RuntimeError, ValueError) as error:

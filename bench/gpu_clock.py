@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class GpuClock:
-    """Goes on only while `run` has the device work: what pytest-benchmark reads before and after a round."""
+    """Advances only while `run` has the device work: what pytest-benchmark reads before and after a round."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -49,7 +49,7 @@ gpu_clock = GpuClock()
 def eviction() -> tuple[Tensor, Tensor]:
     """A buffer of four times the L2 cache, and the destination of its sum."""
     size = 4 * torch.cuda.get_device_properties(0).L2_cache_size
-    with torch.inference_mode(False):  # a tensor made in it could not be written outside of it
+    with torch.inference_mode(False):  # a tensor made in inference mode could not be written outside of it
         return torch.ones(size // 4, device="cuda"), torch.zeros((), device="cuda")
 
 

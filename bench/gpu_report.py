@@ -1,7 +1,7 @@
 """Tables and a picture of GPU measurements: every folder of `bench/results` whose JSON has floors.
 
-One table per op: a row per candidate, a column per case, and how close ours comes to the floor, which is the bytes that must move
-at the speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
+One table per op: a row per candidate, a column per case, and how close ours comes to the floor: the bytes that must move at the
+speed of a copy, or the products at the rate of a matrix product, whichever takes longer, both measured in the same run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def by_case(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def name_of(row: Row) -> str:
-    """The op, with its part if its benchmark has several."""
+    """The op, with its case if its benchmark has several."""
     part = next(
         (row[key] for key in ("kernel", "rule") if key in row), row.get("case") if row["op"] == "recurrence" else None
     )

@@ -1,4 +1,4 @@
-"""Tables of planned diffusion: attention of a round, and what a model that plans gets right."""
+"""Tables of planned diffusion: attention of a round, and the accuracy of a model that plans."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def planned_round(rows: list[Row]) -> str:
 
 
 def evaluation_planned(rows: list[Row]) -> str:
-    """Of `python -m pdkernels eval --family planned --json`, a table for each batch size."""
+    """From `python -m pdkernels eval --family planned --json`, a table for each batch size."""
     rows = [row for row in rows if row["op"] == "evaluation of plans"]
     if not rows:
         return "not measured"

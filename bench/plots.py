@@ -75,7 +75,7 @@ def block_sparse_attention(rows: list[Row], path: Path) -> None:
 
 
 def evaluations(rows: list[Row], images: Path) -> None:
-    """The same pictures as the command line draws."""
+    """The pictures that the command line draws."""
     for name, suffix, draw in (
         ("transformer", "", plot),
         ("recurrent", "_recurrent", plot_recurrent),
@@ -94,7 +94,7 @@ GROUPS = {
 
 
 def headline(rows: list[Row], path: Path) -> None:
-    """The fastest setting of each method that is at least as often right on sums as its baseline, which is a speed of 1."""
+    """The fastest setting of each method that is right on sums at least as often as its baseline, whose speed is 1."""
     import matplotlib
 
     matplotlib.use("Agg")

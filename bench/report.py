@@ -68,7 +68,7 @@ def decoding(rows: list[Row]) -> str:
 
 
 def evaluation(rows: list[Row], task: str) -> str:
-    """Of `python -m pdkernels eval --json`."""
+    """From `python -m pdkernels eval --json`."""
     rows = [row for row in rows if row["op"] == "evaluation" and row["task"] == task and family(row) == "transformer"]
     if not rows:
         return "not measured"
@@ -100,7 +100,7 @@ def evaluation(rows: list[Row], task: str) -> str:
 
 
 def evaluation_of(rows: list[Row], name: str, step: str) -> str:
-    """Of `python -m pdkernels eval --family NAME --json`, a forward of which is called `step`."""
+    """From `python -m pdkernels eval --family NAME --json`, whose forwards are called `step`."""
     rows = [row for row in rows if family(row) == name]
     if not rows:
         return "not measured"
@@ -135,7 +135,7 @@ def evaluation_of(rows: list[Row], name: str, step: str) -> str:
 
 
 def smollm2(rows: list[Row]) -> str:
-    """Of bench_smollm2.py."""
+    """From bench_smollm2.py."""
     rows = [row for row in rows if row["op"] == "smollm2"]
     if not rows:
         return "not measured"
@@ -289,7 +289,7 @@ def by_sizes(rows: list[Row], title: str, op: str, sizes: dict[str, str]) -> str
     return f"{table([title, *(case for case, _ in cases)], lines)}\n\n{machine(rows)}"
 
 
-# One line of the table of peers: which rows, and the op as a reader knows it.
+# One line of the table of peers: which rows, and the op's name for readers.
 PEERS: list[tuple[str, dict[str, Any]]] = [
     ("`block_sparse_attention`, forward", {"op": "block_sparse_attention", "backward": False}),
     ("`block_sparse_attention`, forward and backward", {"op": "block_sparse_attention", "backward": True}),
@@ -392,7 +392,7 @@ TABLES = {
     "recurrence_advance_": recurrence_advance,
     "unmask_ quota": lambda rows: unmask(rows, "quota"),
     "unmask_ threshold": lambda rows: unmask(rows, "threshold"),
-    # Of all folders, regardless of the argument.
+    # From all folders, regardless of the argument.
     "gpu": lambda rows: gpu_report.pages(GPU_RESULTS),
     "gpu summary": lambda rows: gpu_report.summary(GPU_RESULTS),
     "machine": lambda rows: machine([row for row in rows if row["op"] == "kv_commit_"]),

@@ -36,11 +36,11 @@ def by_candidate(rows: list[Row], cases: list[tuple[str, dict[str, Any]]]) -> li
 
 
 def family(row: Row) -> str | None:
-    """Which of the evaluation's families a row is of."""
+    """The evaluation's family that a row belongs to."""
     return METHODS[row["method"]].family if row["op"] == "evaluation" else None
 
 
-# Candidates that are one thing in several settings: the table shows the best setting of each case.
+# Candidates that differ only in settings: the table shows the best setting of each case.
 SETTINGS = ("SDPA, dense boolean mask", "FlexAttention, compiled, blocks of")
 
 

@@ -1,4 +1,4 @@
-"""What the tables of all benchmarks share: times, ratios, and the line that says which machine it was."""
+"""What the tables of all benchmarks share: times, ratios, and the line that names the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ratio(value: float) -> str:
 
 
 def beside(row: Row, own: Row) -> str:
-    """How many times as long as ours. Each was timed in turn with the same baseline: only ratios to it may be compared."""
+    """How many times as long it takes as ours. Each was timed in turn with the same baseline: only ratios to it may be compared."""
     return ratio(row["ratio_to_baseline"] / own["ratio_to_baseline"])
 
 

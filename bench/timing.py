@@ -1,7 +1,7 @@
 """One way to time a candidate: checked first, interleaved with a baseline, on the clock of the device.
 
-Before every timed round the baseline runs once and is timed too, so that a candidate is always compared with a baseline of
-the same moment: machines are shared and their speed varies. The ratio of the two medians is in ``extra_info``.
+Before every timed round the baseline runs once and is timed too, so that a candidate is always compared with a baseline
+taken at the same time: machines are shared and their speed varies. The ratio of the two medians is in ``extra_info``.
 
 On a GPU both are replays of a captured graph where they can be captured, in a cold cache: see `bench/gpu_clock.py`.
 """
@@ -53,8 +53,8 @@ def compare(
 ) -> None:
     """Times `call` with pytest-benchmark, `baseline` just before each round; `reset` and the `warmup` rounds are not timed.
 
-    `bytes_moved`: half of what has to be read and written. `graph`: whether a GPU may replay the call; not where a call asks the
-    host, or where its launches are what is to be seen.
+    `bytes_moved`: half of what has to be read and written. `graph`: whether a GPU may replay the call; not if a call reads the
+    device, or if its launches are what is measured.
     """
     target, time_baseline = call, partial(seconds, baseline)
     if device == "cuda":
@@ -76,7 +76,7 @@ def compare(
     foreign, started = foreign_cpu_seconds(), time.perf_counter()
     benchmark.pedantic(target, setup=before_round, rounds=rounds, iterations=1, warmup_rounds=warmup)
     elapsed = time.perf_counter() - started
-    if benchmark.stats is None:  # --benchmark-disable: the call was only tried
+    if benchmark.stats is None:  # --benchmark-disable: the call only ran once
         return
     median = statistics.median(baselines[warmup:])
     ours = benchmark.stats.stats.median

@@ -1,8 +1,8 @@
-"""Generate with a model that lies on several ranks.
+"""Generate with a model that is split over several ranks.
 
     torchrun --standalone --nproc-per-node 2 examples/generate_on_ranks.py --model tiny-trimode "482 + 967 = ?"
 
-Each rank reads its own part of a checkpoint's folder. On GPUs every rank takes the one of its local number.
+Each rank reads its own part of a checkpoint's folder. On GPUs every rank takes the device of its local rank.
 """
 
 from __future__ import annotations

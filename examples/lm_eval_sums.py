@@ -1,4 +1,4 @@
-"""Decoding methods on a task of lm-evaluation-harness that is made here: held-out sums, worked out and as a choice of two results.
+"""Decoding methods on tasks of lm-evaluation-harness that are made here: held-out sums, worked out or chosen from two results.
 
     python examples/lm_eval_sums.py --model tiny-trimode --method autoregressive --method linear_self_speculation
 

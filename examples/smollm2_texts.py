@@ -1,6 +1,6 @@
 """What the adapters of SmolLM2 learn from: questions about Python's standard library, and the model's own greedy answers.
 
-A question shows a function and asks what it does, shows its first half and asks for the rest, or tells its docstring and asks for
+A question shows a function and asks what it does, shows its first half and asks for the rest, or gives its docstring and asks for
 the function. Questions about held-out modules are for scoring alone.
 """
 
@@ -68,7 +68,7 @@ def _functions() -> tuple[set[Function], set[Function]]:
 
 
 def questions(seed: int, *, held_out: bool = False) -> list[str]:
-    """One about each function, shuffled; the same ones for the same seed and standard library.
+    """One question for each function, shuffled; the same ones for the same seed and standard library.
 
     No function of a held-out module is asked about in training, nor one of the same name and arguments or docstring.
     """
@@ -103,7 +103,7 @@ def prompts(model: Transformer, count: int, longest: int, seed: int, *, held_out
 
 
 class Kept:
-    """A list that grows in a file. What was made from other prompts or with other settings is not taken up."""
+    """A list that grows in a file. Items from other prompts or settings are not reused."""
 
     def __init__(self, file: Path, chats: Sequence[list[int]], **settings: object) -> None:
         self.file, self.chats, self.items = file, chats, list[Any]()

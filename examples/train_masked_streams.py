@@ -4,14 +4,14 @@
 
 takes a few minutes on two CPU cores, most of it compilation. Three layouts: the noise-aware one of Jacobi Forcing (autoregressive
 and consistency loss), the dual stream of block diffusion and the rounds of planned diffusion (autoregressive and masked loss). Two
-samples of new lengths are packed in every step, so every step has another mask; the compiled graph takes them all.
+samples of new lengths are packed in every step, so every step has another mask; the compiled graph handles them all.
 
 Every step is also taken with the dense mask and scaled dot-product attention from the same weights, in float32 and in float64.
-The float64 one says how wrong the dense step is; losses and gradients through the op may be twice as wrong, and the run fails
-if they are more.
+The float64 one gives the error of the dense step; losses and gradients through the op may have twice that error, and the run
+fails if they exceed it.
 
-Ctrl-C stops after a whole step, and `--resume` goes on from there: the same batches, and the same losses as without the
-interruption but for the rounding of a graph that was compiled for another first batch.
+Ctrl-C stops after the current step, and `--resume` continues from there: the same batches, and the same losses as
+without the interruption, except for the rounding of a graph that was compiled for another first batch.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ CORPUS_BYTES = 400_000
 NOISE_WINDOW = 4
 # Nemotron-Labs-Diffusion: weight of the masked loss.
 MASKED_WEIGHT = 0.3
-# Steps from one moment to the next at which what `--resume` needs is kept.
+# Steps from one save of what `--resume` needs to the next.
 KEEP_EVERY = 10
 
 
 class Outcome(NamedTuple):
-    """One way to take a step."""
+    """One layout of a step."""
 
     rows: Tensor
     """(rows,) what each row that is trained adds to the loss."""
@@ -87,7 +87,7 @@ class Outcome(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is kept of a step. Without a comparison the last five are None."""
+    """The record of a step. Without a comparison the last five are None."""
 
     loss: float
     pairs: float
@@ -145,7 +145,7 @@ def noise_aware_batch(data: Tensor, length: int, block: int, generator: torch.Ge
 
 
 def dual_stream_batch(data: Tensor, length: int, block: int, generator: torch.Generator) -> DualStreamBatch:
-    """Each sample is masked with a probability of its own."""
+    """Each sample is masked with its own probability."""
     samples = []
     for share in split(length, generator):
         text = window(data, share // 2, generator)
@@ -187,14 +187,14 @@ def noise_aware_losses(model: Transformer, mask: Tensor | TilePlan, batch: Noise
 
 
 def dual_stream_losses(model: Transformer, mask: Tensor | TilePlan, batch: DualStreamBatch) -> Tensor:
-    """Cross-entropy on the clean copies, and on what is hidden in the noisy ones."""
+    """Cross-entropy on the clean copies, and on the masked tokens of the noisy ones."""
     rows = hidden(model, mask, batch)
     ar, masked = dual_stream_terms(model.logits(rows[batch.ar_rows]), model.logits(rows[batch.masked_rows]), batch)
     return torch.cat([ar, MASKED_WEIGHT * masked])
 
 
 def planned_losses(model: Transformer, mask: Tensor | TilePlan, batch: PlannedBatch) -> Tensor:
-    """Cross-entropy on the plans, and on what is masked in the chunks."""
+    """Cross-entropy on the plans, and on the masked tokens of the chunks."""
     rows = hidden(model, mask, batch)
     return torch.cat(planned_terms(model.logits(rows[batch.ar_rows]), model.logits(rows[batch.masked_rows]), batch))
 
@@ -212,21 +212,21 @@ LAYOUTS = {
 def outcome(losses_of: Callable[..., Tensor], model: Transformer, mask: Tensor | TilePlan, batch: Batch) -> Outcome:
     rows = losses_of(model, mask, batch)
     gradients = torch.autograd.grad(rows.sum(), list(model.parameters()))
-    # The sum is taken in float64, so that losses differ by what their rows differ.
+    # Summed in float64, so that losses differ only by what their rows differ.
     return Outcome(rows.detach(), float(rows.detach().double().sum()), list(gradients))
 
 
 def distance(ours: list[Tensor], exact: list[Tensor]) -> float:
-    """Of two gradients, relative to the second."""
+    """Distance of two gradients, relative to the second."""
     flat = [torch.cat([part.double().flatten() for part in parts]) for parts in (ours, exact)]
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
 
 
 def judge(ours: Outcome, dense: Outcome, exact: Outcome) -> dict[str, float]:
-    """The fields of a `Step` that say how far the step through the op is from the dense one, and how far it may be.
+    """The fields of a `Step` with the distance of the step through the op from the dense one, and the allowed distance.
 
     If the op errs up to twice as much as the dense step, the two losses are at most three times the dense error apart. That
-    error is summed without signs: rows whose errors cancel by luck must not shrink the budget.
+    error is a sum of absolute values: rows whose errors happen to cancel must not shrink the budget.
     """
     unit = torch.finfo(torch.float32).eps / 2
     dense_error = (dense.rows.double() - exact.rows).abs().sum()
@@ -254,9 +254,9 @@ def train(
     config: TransformerConfig = CONFIG,
     state: dict[str, Any] | None = None,
 ) -> Iterator[Step]:
-    """Trains one model and says after each step how it went. A recompilation after the first step is an error.
+    """Trains one model and reports after each step. A recompilation after the first step is an error.
 
-    `state` is where to go on, empty at the start; after each step it holds what the next one goes on from.
+    `state` is where to continue, empty at the start; after each step it holds what the next one needs.
     """
     state = {} if state is None else state
     make_batch, losses_of = LAYOUTS[layout]
@@ -264,7 +264,7 @@ def train(
     generator, data = torch.Generator().manual_seed(seed), corpus()
     model = Transformer(config).to(device)
     exact = copy.deepcopy(model).double()
-    # Rotation tables are made once, outside the graph, which otherwise would see them appear.
+    # Rotation tables are made once, outside the graph, which would otherwise recompile when they appear.
     model(torch.zeros(1, 1, dtype=torch.int64, device=device))
     compiled = torch.compile(losses_of, fullgraph=True, dynamic=True, backend=compile_backend)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.0)
@@ -279,7 +279,7 @@ def train(
         batch = packed._replace(
             **{name: part.to(device) for name, part in packed._asdict().items() if isinstance(part, Tensor)}
         )
-        # Sizes of the first plan that happen to be equal must not be taken for always equal.
+        # Sizes that happen to be equal in the first plan must not be specialised as equal.
         distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
         with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number > first else "default"):
             ours = outcome(compiled, model, plan, batch)
@@ -397,7 +397,7 @@ def main(
 
 
 def take_steps(run: Run, runs: dict[str, list[Step]], name: str, state: dict[str, Any], **options: Any) -> None:
-    """The steps of a layout that are left, into its list of `runs`."""
+    """Runs the remaining steps of a layout and appends them to its list in `runs`."""
     columns = (TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}  {task.fields[note]}"))
     taken = runs[name]
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:

@@ -4,8 +4,8 @@
 
 Next-token prediction on a clean copy of sums worked out digit by digit, and the filling of masks on a noisy copy, packed under a dual-stream
 mask, whose plan each process makes for its own samples. A sample belongs to its step and number, whichever process draws it, and the loss
-is over the rows of all processes: gradients are those of one process with all samples. Where a process dies, torchrun ends the others;
-the same command goes on from the last whole checkpoint. Steps since then are done again, and their lines in log.jsonl replaced.
+is over the rows of all processes: gradients are those of one process with all samples. If a process dies, torchrun ends the others;
+the same command continues from the last complete checkpoint. Steps since then are repeated, and their lines in log.jsonl replaced.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ CONFIG = TransformerConfig(
 
 
 class Objective(nn.Module):
-    """The model behind its loss: the module whose forward and backward FSDP and DDP watch."""
+    """The model wrapped in its loss: the module whose forward and backward FSDP and DDP hook into."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: DualStreamBatch, rows: int) -> torch.Tensor:
-        """The loss of a process's samples, as a part of that of all `rows`."""
+        """The loss of a process's samples, as its share of the loss over all `rows`."""
         device = self.model.device
         plan = batch.mask.plan(TILE, TILE, device)
         hidden = self.model.hidden(batch.tokens[None].to(device), positions=batch.positions.to(device), mask=plan)[0]
@@ -60,7 +60,7 @@ class Objective(nn.Module):
 
 
 def sample(seed: int, step: int, number: int) -> DualStreamSample:
-    """A text and its hidden places."""
+    """A text and its masked positions."""
     own = hash((seed, step, number)) % 2**31
     problem = next(iter(arithmetic(own)))
     ids = as_ids([(problem.prompt + problem.steps).encode()]).long()
@@ -69,13 +69,13 @@ def sample(seed: int, step: int, number: int) -> DualStreamSample:
 
 
 def own_batch(seed: int, step: int, samples: int) -> DualStreamBatch:
-    """The samples of this process: every so many of those of all."""
+    """The samples of this process: every n-th of all of them."""
     numbers = range(dist.get_rank(), samples, dist.get_world_size())
     return pack_dual_stream([sample(seed, step, number) for number in numbers], WIDTH, MASK_TOKEN)
 
 
 def distributed(model: Transformer, sharding: str, device: torch.device) -> nn.Module:
-    """The objective on all processes."""
+    """The objective over all processes."""
     objective = Objective(model.to(device))
     if sharding == "ddp":
         return DistributedDataParallel(objective)
@@ -102,7 +102,7 @@ def train_step(objective: nn.Module, optimizer: torch.optim.Optimizer, batch: Du
 
 
 def last_checkpoint(folder: Path) -> tuple[int, Path | None]:
-    """Steps that are done and where that is stored; a folder without its metadata, which comes last, is of a save that was cut off."""
+    """The steps done and the folder that stores them; a folder without its metadata, which is written last, is from an interrupted save."""
     whole = sorted(path.parent for path in folder.glob("step-*/.metadata"))
     return (int(whole[-1].name.removeprefix("step-")), whole[-1]) if whole else (0, None)
 

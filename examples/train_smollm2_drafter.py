@@ -4,13 +4,13 @@
     python examples/train_smollm2_drafter.py
 
 writes the folder smollm2-drafter, in PEFT's format, into the current one. The model itself is not changed: pairs and mask token
-act in rows of masks alone, so the text is that of greedy decoding, and only its speed depends on how well drafts are.
+act in rows of masks alone, so the text is that of greedy decoding, and only its speed depends on how good the drafts are.
 
 A text is a question and the model's own greedy answer. Its clean rows run once, without gradients; they are the verifier and what
-masks see. After every token of the answer a group of masks drafts what follows, as in quadratic self-speculation: mask j, j places
-after the last known token, tells the token after its own place, since that is what the model's rows do.
+masks see. After every token of the answer a group of masks drafts what follows, as in quadratic self-speculation: mask j, j
+positions after the last known token, predicts the token after its own position, since that is what the model's rows do.
 
-Source: Nemotron-Labs-Diffusion, section 3.3; Samragh et al., "Your LLM Knows the Future" (gated LoRA, masks one place ahead).
+Source: Nemotron-Labs-Diffusion, section 3.3; Samragh et al., "Your LLM Knows the Future" (gated LoRA, masks one position ahead).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OPTIONS = {"label_shift": 1, "in_group": "causal"}
 
 
 class Drafter(nn.Module):
-    """What is trained: the pairs of a model's layers, and the embedding of a mask."""
+    """The trained parameters: the pairs of a model's layers, and the embedding of a mask."""
 
     def __init__(self, model: Transformer, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Drafter(nn.Module):
 
 
 class Draft(NamedTuple):
-    """Logits ``(groups, masks, vocab)`` of masks, and of the clean rows that judge them; accepted masks of each group."""
+    """Logits ``(groups, masks, vocab)`` of masks, and of the clean rows that verify them; accepted masks of each group."""
 
     logits: Tensor
     verifier: Tensor
@@ -61,7 +61,7 @@ class Draft(NamedTuple):
 def groups_plan(tokens: int, known: int, masks: int) -> TilePlan:
     """Rows: a causal group of `masks` after each token from number `known` - 1 on. Columns: the tokens, then the groups.
 
-    A group sees the tokens up to its own and no other group. The last groups are left out: nothing judges all of their masks.
+    A group sees the tokens up to its own and no other group. The last groups are left out: nothing verifies all of their masks.
     """
     answer = range(1, tokens - known + 1)
     segments = [Segment(known, "causal"), *(Segment(1, "causal", (range(i),)) for i in answer)]
@@ -70,7 +70,7 @@ def groups_plan(tokens: int, known: int, masks: int) -> TilePlan:
 
 
 class Clean(NamedTuple):
-    """The rows of a text, which no training changes."""
+    """The clean rows of a text, which training does not change."""
 
     keys: Tensor
     """``(layers, 1, tokens, kv_heads, head_dim)``."""
@@ -87,7 +87,7 @@ def read(model: Transformer, text: Text) -> Clean:
 
 
 def draft(model: Transformer, mask: Tensor, text: Text, clean: Clean, masks: int) -> Draft:
-    """What groups of masks draft after every token of an answer."""
+    """The drafts of groups of masks after every token of an answer."""
     tokens, known, config = len(text.ids), text.prompt_len, model.config
     groups = tokens - known + 1 - masks
     each = torch.arange(groups)[:, None] + torch.arange(masks)
@@ -122,14 +122,14 @@ def step(
 
 @torch.no_grad()
 def expected(model: Transformer, mask: Tensor, texts: list[Text], masks: int) -> str:
-    """Over all places of held-out answers."""
+    """Over all positions of held-out answers."""
     accepted = torch.cat([draft(model, mask, text, read(model, text), masks).accepted for text in texts])
     shares = ", ".join(f"{(accepted >= count).float().mean():.3f}" for count in range(1, masks + 1))
     return f"held out: {1 + accepted.float().mean():.3f} tokens per forward, accepted {shares}"
 
 
 def decoded(start: str, folder: Path, texts: list[Text], masks: int) -> str:
-    """Of decoding held-out questions with the saved drafter."""
+    """Tokens per forward of decoding held-out questions with the saved drafter."""
     model = pd.models.load(start, drafter=folder)
     same, tokens, forwards = 0, 0, 0.0
     for text in texts:

@@ -5,8 +5,8 @@
 
 writes the folder smollm2-jacobi, in PEFT's format, into the current one: low-rank pairs of attention's output projections, for
 ``load(..., adapter="smollm2-jacobi")``. They are merged into the weights, so the model changes, and Jacobi decoding gives the greedy
-text of the changed model. The autoregressive loss, whose labels are the unchanged model's own answers, keeps the two alike; the look
-at held-out answers says how much.
+text of the changed model. The autoregressive loss, whose labels are the unchanged model's own answers, keeps the two alike; the
+evaluation on held-out answers reports how much.
 
 Source: Jacobi Forcing (arXiv 2512.14681), section 3.
 """
@@ -52,7 +52,7 @@ def collect(
     longest: int,
     seed: int,
 ) -> list[Trajectory]:
-    """Every state of every block of the answers. A file beside the output keeps them, so that nothing is decoded twice."""
+    """Every state of every block of the answers. A file next to the output keeps them, so that nothing is decoded twice."""
     file = run.output.with_name(f"{run.output.name}.{name}.trajectories.pt")
     kept = Kept(file, chats, start=start, block_size=block_size, longest=longest, seed=seed)
     with run.stoppable(), run.scoring(len(chats), f"{name} trajectories") as advance:
@@ -79,7 +79,7 @@ def step(model: Transformer, batch: NoiseAwareBatch, ar_weight: float) -> tuple[
 
 @torch.no_grad()
 def likeness(model: Transformer, trajectories: list[Trajectory]) -> str:
-    """Of the adapted model to the unchanged one, on the answers of the latter."""
+    """From the adapted model to the unchanged one, on the answers of the latter."""
     same, places, divergence = 0, 0, 0.0
     for trajectory in trajectories:
         answer = trajectory.fixed_points.flatten()

@@ -2,7 +2,7 @@
 
     python examples/train_tiny_code.py
 
-takes about an hour on two CPU cores, a quarter of that where the CPU multiplies bfloat16 itself, and writes tiny-code.safetensors
+takes about an hour on two CPU cores, a quarter of that if the CPU has bfloat16 products, and writes tiny-code.safetensors
 into the current folder. It predicts one token at a time; `train_tiny_trimode.py` and `train_tiny_jacobi.py`
 teach it to predict several.
 """
@@ -42,7 +42,7 @@ HAS_BF16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_suppo
 
 
 def corpus(seed: int) -> tuple[torch.Tensor, int, torch.Tensor]:
-    """Ids to train on, source files and from the second value on sums; and those of the held-out files."""
+    """Ids to train on: source files, and sums from the second value on; and the ids of the held-out files."""
     files, held_out = standard_library()
     sums = [(problem.prompt + problem.steps).encode() for problem in islice(arithmetic(seed), PROBLEMS)]
     source = as_ids(files)
@@ -144,7 +144,7 @@ def main(
         f"{len(train):,} bytes to train on, {len(held_out):,} bytes of source held out; {parameters:,} parameters"
     )
 
-    # Two shapes of batch, each with kernels of its own; the weights are shared with `model`.
+    # Two shapes of batch, each with its own kernels; the weights are shared with `model`.
     forward = torch.compile(model, dynamic=False) if fast else model
     short = batches(train, first_sum, batch, context, generator)
     long = batches(train, first_sum, batch // 2, 2 * context, generator)

@@ -4,9 +4,9 @@
 
 takes less than half an hour on two CPU cores and writes tiny-jacobi.safetensors into the current folder.
 
-The model decodes prompts with Jacobi iterations; every state that a block went through is kept. Then it learns, from such states
-with more and more noise from block to block, to say what it says from the finished text, and to go on saying that. Between rounds
-the states are collected again, from the better model.
+The model decodes prompts with Jacobi iterations; every state of every block is kept. Then it learns, from such states with more
+and more noise from block to block, to predict what it predicts from the finished text, and to keep those predictions. Between
+rounds the states are collected again, from the better model.
 
 Source: Jacobi Forcing (arXiv 2512.14681), section 3.
 """
@@ -61,7 +61,7 @@ def collect(model: Transformer, sums: int, windows: int, block_size: int, seed: 
 
 
 def written(trajectory: Trajectory) -> str:
-    """The text that the blocks came to."""
+    """The text that the blocks converged to."""
     ids = [*trajectory.fixed_points.flatten().tolist(), ByteTokenizer.end_token]
     return ByteTokenizer().decode(ids[: ids.index(ByteTokenizer.end_token)])
 
@@ -79,7 +79,7 @@ def batches(
 ) -> Iterator[NoiseAwareBatch]:
     """Endless batches of `count` trajectories, every one of them once per pass, and `replayed` fresh sums.
 
-    In every other batch noisy blocks follow noisy ones, as when several blocks are under way, and clean ones in the rest.
+    In every other batch noisy blocks follow noisy ones, as when several blocks are decoded at once, and clean ones in the rest.
     """
     generator, sums, conditionings = (
         torch.Generator().manual_seed(seed),

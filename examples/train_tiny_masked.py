@@ -2,8 +2,7 @@
 
     python examples/train_tiny_masked.py
 
-takes less than half an hour on two CPU cores where they multiply bfloat16 themselves, and writes tiny-masked.safetensors into the
-current folder.
+takes less than half an hour on two CPU cores with bfloat16 products, and writes tiny-masked.safetensors into the current folder.
 
 It starts from `tiny-trimode`, whose causal rows can add and whose masks are filled in block by block, and learns to attend
 to a whole canvas at once. A step adds three losses:
@@ -11,7 +10,7 @@ to a whole canvas at once. A step adds three losses:
 - Masked diffusion. A canvas is a question, which is never masked, its solution, then end tokens. One of every three
   masks each byte after the question with one probability t, drawn for the canvas and evenly spread over the batch, and weights
   the loss of masked bytes by 1 / t: a bound of the log-likelihood. In the others the masked share grows from left to right.
-- The same on the others again, with the model's confident guesses filled in: as they look during decoding.
+- The same on the others again, with the model's confident guesses filled in, as during decoding.
 - The joint loss of `train_tiny_trimode.py`, under its dual-stream mask. There every byte of a text must be predicted
   from everything to its left; in a canvas only a few are. Without it the model forgets how to add.
 
@@ -49,7 +48,7 @@ BEHIND = 0.2
 
 
 def bidirectional(model: Transformer) -> Transformer:
-    """The weights of a model that knows masks, without its adapter, where every row sees all and is about its own token."""
+    """The weights of a model trained with masks, without its adapter, as a model whose rows see everything and predict their own token."""
     config = replace(model.config, attention="bidirectional", predicts="own")
     wide = Transformer(config, tokenizer=model.tokenizer, end_tokens=model.end_tokens, mask_token=model.mask_token)
     wide.load_state_dict({name: tensor for name, tensor in model.state_dict().items() if "adapter" not in name})
@@ -106,7 +105,7 @@ def batches(rows: int, seed: int) -> Iterator[Rows]:
 
 
 def loss_of(model: Transformer, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Mean over rows of the weighted loss, in nats, and how sure the model is of its guesses, (rows, length), 0 elsewhere."""
+    """Mean over rows of the weighted loss, in nats, and the confidence of the model's guesses, (rows, length), 0 elsewhere."""
     seen = rows.tokens.masked_fill(rows.hidden, MASK_TOKEN)
     logits = model.logits(model.hidden(seen)[rows.hidden]).float()
     losses = F.cross_entropy(logits, rows.tokens[rows.hidden], reduction="none")
@@ -115,7 +114,7 @@ def loss_of(model: Transformer, rows: Rows) -> tuple[Tensor, Tensor]:
 
 
 def later(rows: Rows, sure: Tensor, generator: torch.Generator) -> Rows:
-    """The rows that hide more and more, once all that the model is sure of is known, as far as a threshold drawn for each."""
+    """The rows whose masked share grows, after every guess above a threshold, drawn for each row, is filled in."""
     threshold = 0.5 + 0.5 * torch.rand(len(sure), 1, generator=generator)
     chosen = torch.arange(len(sure)) % 3 != 0
     return Rows(rows.tokens[chosen], (rows.hidden & (sure < threshold))[chosen], rows.weights[chosen])
@@ -123,7 +122,7 @@ def later(rows: Rows, sure: Tensor, generator: torch.Generator) -> Rows:
 
 @torch.no_grad()
 def fill(model: Transformer, tokens: Tensor, threshold: float | None = None) -> tuple[Tensor, int]:
-    """Fill the masks of canvases (rows, length), the surest first: one a forward, or all whose probability reaches `threshold`.
+    """Fill the masks of canvases (rows, length), the most confident first: one per forward, or all whose probability reaches `threshold`.
 
     Returns the canvases and the number of forwards.
     """
@@ -152,7 +151,7 @@ def look(
     threshold: float | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[float, float]:
-    """Share of the sums that come out right, and forwards for one of them."""
+    """Share of the sums that are right, and forwards per sum."""
     groups: dict[int, list[Problem]] = {}
     for problem in problems:
         groups.setdefault(len(problem.prompt), []).append(problem)

@@ -6,7 +6,7 @@ takes about half an hour on one CPU core and writes tiny-planned.safetensors int
 
 The model starts from `tiny-trimode`, which knows causal rows and masks. It learns to answer orders (`pdkernels.training.orders`): to
 list them in a plan, in any sequence, and to write the list that belongs to each chunk, knowing from the plan alone which one that is.
-Lists of a digit that the answer itself picks need a round of their own.
+Lists of a digit that the answer itself picks need their own round.
 
 Prompts have one or two orders at first and up to six in the end. Batches alternate between chunks that see each other and chunks that
 do not, so that the same weights decode both ways. In each text one round is noisy, half of the time masked as a whole, and the
@@ -94,7 +94,7 @@ def sample_of(problem: Orders, *, tags_removed: bool = False, ablate: Ablation =
 
 
 def hardness(progress: float) -> dict[str, object]:
-    """What orders of a step look like: one or two at first, then up to four, then more and more that have to wait."""
+    """The orders of a step: one or two at first, then up to four, then more and more that have to wait."""
     if progress < 0.1:
         return {"items": (1, 2), "picks": 0.0}
     if progress < 0.2:
@@ -139,11 +139,11 @@ def step_loss(model: Transformer, batch: PlannedBatch, plan_weight: float) -> tu
     }
 
 
-# ---- what came of it
+# ---- scores
 
 
 def look(model: Transformer, problems: int, advance: Callable[[int], None] = lambda count: None, **options: Any) -> str:
-    """How many of the orders in held-out prompts come out right."""
+    """How many of the orders in held-out prompts are right."""
     return str(score_orders(model, held_out_orders(problems), batch_size=8, advance=advance, **options))
 
 

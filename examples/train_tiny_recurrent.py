@@ -1,12 +1,11 @@
-"""Train `tiny-recurrent`: a byte-level model whose core runs as often as one likes, on sums worked out digit by digit and on source.
+"""Train `tiny-recurrent`: a byte-level model whose core runs any number of times, on sums worked out digit by digit and on source.
 
     python examples/train_tiny_recurrent.py
 
 takes less than half an hour on two CPU cores and writes tiny-recurrent.safetensors into the current folder.
 
-Each step draws how often the core runs from a log-normal Poisson distribution, so that the model learns to make use of many
-recurrences and to be of use after few; only the last few of them keep a graph. The mean grows during training: early on, what there
-is to learn needs no depth.
+Each step draws how often the core runs from a log-normal Poisson distribution, so that the model learns to use many recurrences and
+to work after few; only the last few of them keep a graph. The mean grows during training: early on, learning needs no depth.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 3.3.
 """
@@ -77,7 +76,7 @@ def loss_of(
 
 
 def rows_of_sums(problems: Iterator[Problem], count: int, context: int) -> tuple[Tensor, Tensor]:
-    """Rows of context + 1 ids that begin with a question, as a prompt does, and go on with further ones; the questions do not count."""
+    """Rows of context + 1 ids that begin with a question, as a prompt does, and continue with more problems; the questions do not count."""
     rows, marks = [], []
     for _ in range(count):
         ids: list[int] = []

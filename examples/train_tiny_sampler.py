@@ -3,8 +3,8 @@
     python examples/train_tiny_sampler.py --output sampler
 
 takes some minutes on one CPU core and writes a folder that `pdkernels.models.load_sampler` reads. It runs sums by both policies of the
-paper, keeps every forward, trains the network and the paper's ablation, a pointwise network, and prints how well each predicts
-which guesses are final, beside the confidence.
+paper, keeps every forward, trains the network and the paper's ablation, a pointwise network, and prints how well each, and the
+confidence, predicts which guesses are final.
 
 Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A.
 """

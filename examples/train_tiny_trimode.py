@@ -7,7 +7,7 @@ decodes token by token, as block diffusion, and by speculating on itself.
 
 Two stages. The joint one trains next-token prediction on a clean copy of each text and the filling of masks on a noisy copy,
 packed in one sequence under a dual-stream mask. The second trains only the low-rank adapter of the draft pass, on texts the model
-wrote itself: there the causal model's own predictions say how far each draft would have been accepted.
+wrote itself: there the causal model's own predictions show how much of each draft would have been accepted.
 
 Source: Nemotron-Labs-Diffusion, sections 3 and 4.
 """
@@ -67,10 +67,10 @@ def with_mask_token(model: Transformer) -> Transformer:
 
 
 def hidden_places(tokens: int, prompt_len: int, width: int, generator: torch.Generator) -> tuple[Tensor, float]:
-    """Which tokens of a text its noisy copy hides, and with what probability; never those of the prompt.
+    """Which tokens of a text are masked in its noisy copy, and with what probability; never those of the prompt.
 
-    A third of the texts hide all (the view of a group of masks after a draft), a third all but the first of each block (the view of a
-    draft pass), a third each token at random (the view of a half-finished block).
+    A third of the texts are masked entirely (what a group of masks after a draft sees), a third except for the first token of each
+    block (a draft pass), a third at random (a half-finished block).
     """
     kind = int(torch.randint(3, (), generator=generator))
     places = torch.arange(tokens)
@@ -103,7 +103,7 @@ def joint_batches(sums: int, windows: int, seed: int) -> Iterator[DualStreamBatc
 
 
 def own_texts(model: Transformer, sums: int, windows: int, seed: int) -> list[tuple[Tensor, int]]:
-    """What the model writes by itself: ids, and how many of them were given."""
+    """Texts written by the model: ids, and how many of them were given."""
     problems = list(islice(arithmetic(seed), sums))
     source, generator = as_ids(standard_library()[0]), torch.Generator().manual_seed(seed)
     starts = torch.randint(len(source) - WINDOW, (windows,), generator=generator).tolist()
@@ -170,7 +170,7 @@ def cosine(steps: int, lr: float) -> Callable[[int], float]:
     return rate
 
 
-# ---- what came of it
+# ---- scores
 
 
 def report(

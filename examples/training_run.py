@@ -1,8 +1,8 @@
 """What the scripts that train tiny models share: a loop that can be stopped at any step and resumed, and files that are whole or not there.
 
-Beside its output, ``NAME.safetensors``, which is written once, at the very end, a training keeps ``NAME.resume.pt``: weights, optimizer
-and the state of all random numbers, as they were after a whole step. ``--resume`` goes on from there. It draws again what the steps
-before had drawn and gives the weights of a training that was never stopped, bit for bit with the same versions and threads.
+Next to its output, ``NAME.safetensors``, which is written once, at the very end, a training keeps ``NAME.resume.pt``: weights,
+optimizer and the state of all random numbers, as they were after a whole step. ``--resume`` continues from there. It redraws what the
+earlier steps had drawn and gives the weights of a training that was never stopped, bit for bit with the same versions and threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def start_model(name: str, *, masks: bool = False) -> Transformer:
-    """The byte-level transformer that a training goes on with: a name, a folder, or a file that one of the scripts wrote."""
+    """The byte-level transformer that a training starts from: a name, a folder, or a file that one of the scripts wrote."""
     try:
         model = zoo.load(name)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
@@ -54,7 +54,7 @@ def start_model(name: str, *, masks: bool = False) -> Transformer:
 
 
 def start_checkpoint(name: str, drafter: str | None = None) -> Transformer:
-    """The checkpoint that an adapter is trained for: a name, a folder or a GGUF file; in fp32, and nothing of it is trained."""
+    """The checkpoint that an adapter is trained for: a name, a folder or a GGUF file; in fp32, with all of its weights frozen."""
     try:
         model = zoo.load(name, dtype=torch.float32, drafter=drafter)
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
@@ -76,7 +76,7 @@ def output_pairs(model: Transformer) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def save_adapter(run: Run, pairs: Mapping[str, tuple[Tensor, Tensor]], mask: Tensor | None = None) -> None:
-    """The end of a training of low-rank pairs, by published names without ``.weight``: a folder of PEFT's, replaced as a whole."""
+    """The end of a training of low-rank pairs, by published names without ``.weight``: a folder in PEFT's format, replaced as a whole."""
     folder, unfinished = run.output, run.output.with_name(f"{run.output.name}.{os.getpid()}")
     tensors = {}
     for name, (a, b) in pairs.items():
@@ -88,7 +88,7 @@ def save_adapter(run: Run, pairs: Mapping[str, tuple[Tensor, Tensor]], mask: Ten
     unfinished.mkdir(parents=True)
     try:
         (unfinished / "adapter_config.json").write_text(json.dumps({**fields, "bias": "none"}, indent=2) + "\n")
-        # Written here: safetensors' own files are for their owner alone.
+        # Written here, since files that safetensors writes are readable by their owner only.
         (unfinished / "adapter_model.safetensors").write_bytes(serialized(tensors, metadata={"format": "pt"}))
         if mask is not None:
             (unfinished / MASK_FILE).write_bytes(serialized({"embedding": mask.detach().bfloat16().contiguous()}))
@@ -134,7 +134,7 @@ class Run:
             settings = saved["settings"]
         except FileNotFoundError:
             fail(f"--resume needs {self.kept}, which is missing. Leave it out to start anew.")
-        except Exception:  # a damaged file is told in many ways
+        except Exception:  # a damaged file raises many kinds of errors
             fail(f"--resume needs {self.kept} as a training wrote it, and it is damaged. Leave it out to start anew.")
         for name, value in self.settings.items():
             if settings.get(name) != value:
@@ -146,7 +146,7 @@ class Run:
 
     @contextmanager
     def stoppable(self) -> Iterator[None]:
-        """Ctrl-C ends the training after the step that is under way, a second one at once; both say what is left."""
+        """Ctrl-C ends the training after the current step, a second one at once; both report what is kept."""
 
         def ask(*_: object) -> None:
             if self._asked_to_stop:
@@ -156,7 +156,7 @@ class Run:
 
         try:
             before = signal.signal(signal.SIGINT, ask)
-        except ValueError:  # not the main thread, which alone is interrupted
+        except ValueError:  # not the main thread, and only that one is interrupted
             yield
             return
         try:
@@ -178,7 +178,7 @@ class Run:
             raise KeyboardInterrupt
 
     def resumed(self) -> dict[str, Any]:
-        """What a script with a loop of its own kept; empty where nothing is resumed."""
+        """What a script with its own loop kept; empty if nothing is resumed."""
         return self._saved or {}
 
     def keep(self, **state: Any) -> None:
@@ -193,7 +193,7 @@ class Run:
 
     @contextmanager
     def scoring(self, total: int, name: str = "scoring") -> Iterator[Advance]:
-        """A bar for what takes long besides the steps; what it gives is called with how many of the `total` are done."""
+        """A bar for long work besides the steps; the value it yields is called with how many of the `total` are done."""
         columns = (TextColumn(name), BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             task = progress.add_task(name, total=total)
@@ -233,8 +233,8 @@ class Run:
             parameters: of `model`, those that are trained.
             rate: the learning rate of a step; None ends the stage.
             step: the loss of a step, and figures for the bar.
-            skip: draws what `step` draws from streams that cannot be set back, and nothing else.
-            generators: what `step` draws from besides.
+            skip: draws what `step` draws from streams that cannot be rewound, and does nothing else.
+            generators: the other streams that `step` draws from.
         """
         if self.is_past(stage, model):
             return
