@@ -1,4 +1,4 @@
-"""Decoding methods behind one entry, `generate`. One file per method; `methods.py` is the list of them."""
+"""Decoding methods with one entry point, `generate`. One file per method; `methods.py` lists them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def available() -> tuple[str, ...]:
 
 
 def find(method: str) -> Method:
-    """What is known about a method. `generate` takes it too, which is for names that only the run knows: it has any options.
+    """The facts about a method. `generate` also takes it, for names known only at run time: type checkers then allow any options.
 
     >>> find("jacobi").options["block_size"].help
     'decode block after block of this many tokens (default 16): inside a block the draft only shrinks.'
@@ -101,7 +101,7 @@ def is_lossless(method: str) -> bool:
 
 
 def default_option(method: str, option: str) -> Any:
-    """What an option of `method` is if it is not given.
+    """The default of an option of `method`.
 
     >>> default_option("block_diffusion", "threshold")
     0.9
@@ -112,9 +112,9 @@ def default_option(method: str, option: str) -> Any:
 
 
 def supports(method: str, model: Any) -> bool:
-    """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for Transformers that see both sides
-    (``config.attention == "bidirectional"``), the others for Transformers that go from left to right; "autoregressive" and "jacobi"
-    are for all of these and for `RecurrentDepth`.
+    """Whether `method` is for models of this kind: some are for `RecurrentDepth`, some for bidirectional Transformers
+    (``config.attention == "bidirectional"``), the others for causal Transformers; "autoregressive" and "jacobi"
+    are for the latter and for `RecurrentDepth`.
 
     >>> supports("jacobi", object()), supports("llada", object())
     (True, False)
@@ -123,7 +123,7 @@ def supports(method: str, model: Any) -> bool:
 
 
 def _documented(function: Callable[..., DecodeResult[Any, Any]]) -> Generate:
-    """`generate` with a docstring that ends in all methods and options, and its type."""
+    """`generate`, typed, with a docstring that ends with all methods and options."""
     if function.__doc__:
         lines = ["Methods and their options:"]
         for method in METHODS.values():
@@ -154,22 +154,23 @@ def generate(
     """Generate from `prompt`, with the decoding method called `method`.
 
     Args:
-        model: one of `pdkernels.models`, or a model of your own with the members that the method's protocol names
-            (docs/own_models.md); `pdkernels.models.from_callable` makes one of a function.
+        model: one of `pdkernels.models`, or your own model with the members that the method's protocol names
+            (docs/own_models.md); `pdkernels.models.from_callable` makes one from a function.
         prompt: text (for a model with a tokenizer), token ids as an integer tensor or NumPy array of shape ``(n,)`` or ``(1, n)``,
             or a list of ints; a list of any of these is a batch. Or messages, each with a "role" and a "content", for the
-            checkpoint's chat template. Or what a tokenizer returned: a mapping with `input_ids` and maybe `attention_mask`, one
-            row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
-        method: one of `available()`, or a `Method` that `find` gives.
-        max_new_tokens: each sequence gets exactly this many new tokens, or fewer where an end token stops it.
+            checkpoint's chat template. Or the output of a tokenizer: a mapping with `input_ids` and optionally
+            `attention_mask`, one row of which is a single prompt. Prompts of a batch may differ in length; none may be empty.
+        method: one of `available()`, or a `Method` returned by `find`.
+        max_new_tokens: each sequence gets exactly this many new tokens, or fewer if an end token stops it.
         end_tokens: ids that end a sequence and are kept as its last token. None: those of the model; ``()``: none.
         on_tokens: called as ``on_tokens(sequence, ids, accepted)`` whenever a sequence of the batch has new tokens;
-            the first `accepted` of `ids` were accepted drafts, the others the model gave itself. Method "planned" also hands on chunks,
-            as `ChunkTokens`, in the order in which they are complete.
-        trace: keep every draft, its predictions and what was accepted in ``stats.trace``.
-        overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``, "warn" goes on.
-        infill: fill mask tokens inside prompts too, for methods on models that see both sides. The result then has the whole
-            text, the prompt included, and end tokens count after the prompt only; `max_new_tokens` may be 0.
+            the first `accepted` of `ids` were accepted drafts, the others are the model's own. Method "planned" also passes chunks,
+            as `ChunkTokens`, in the order of completion.
+        trace: record every draft, its predictions and what was accepted in ``stats.trace``.
+        overflow: "error" refuses a prompt that with `max_new_tokens` exceeds the model's ``config.max_positions``, "warn"
+            continues.
+        infill: also fill mask tokens inside prompts, for methods on bidirectional models. The result then is the whole
+            text, the prompt included, and end tokens count only after the prompt; `max_new_tokens` may be 0.
         **options: options of the method, see below; `method_options` lists their names.
 
     Returns:
@@ -181,8 +182,8 @@ def generate(
             a model whose logits are NaN.
         TypeError: an unknown option, an argument of the wrong type, a model that lacks a member that the method needs.
 
-    The forward over the prompt counts as a forward. Methods that are lossless (`is_lossless`) change only what tokens cost: at
-    temperature 0 (and `ensemble_weight` 1) they give those of greedy autoregressive decoding, on logits that do not depend on
+    The forward over the prompt counts as a forward. Lossless methods (`is_lossless`) change only the cost of tokens: at
+    temperature 0 (and `ensemble_weight` 1) they give the tokens of greedy autoregressive decoding, on logits that do not depend on
     how many rows a forward has. Above it they draw from the model's own distribution.
 
     Example:
@@ -197,7 +198,7 @@ def generate(
     """
     chosen = method if isinstance(method, Method) else find(method)
     family = family_of(model)
-    if family != "transformer":  # the methods for other models say themselves what they want
+    if family != "transformer":  # methods for other models check for themselves
         fitting = [name for name in METHODS if METHODS[name].supports(model)]
         check_type(
             chosen.supports(model),

@@ -1,4 +1,4 @@
-"""Some sequences of a cache, for forwards that leave the others out."""
+"""A subset of a cache's sequences, for forwards that skip the others."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pdkernels.ops.kv_cache import kv_append_
 
 
 class CacheRows:
-    """The sequences `index` ``(batch,)`` of `cache`, which shares its memory with them: what is stored here is stored there.
+    """The sequences `index` ``(batch,)`` of `cache`, as a view that shares its memory.
 
-    A contiguous cache is one with a page for each sequence. Lengths are as they were when this was made; `cache.commit_` changes
-    those of the whole.
+    A contiguous cache is treated as one page per sequence. Lengths are a snapshot; `cache.commit_` changes
+    those of the whole cache.
     """
 
     def __init__(self, cache: Any, index: Tensor) -> None:
@@ -33,12 +33,12 @@ class CacheRows:
         self.block_table: Tensor = index[:, None] if table is None else table.index_select(0, index)
 
     def append_(self, layer: int, k_new: Tensor, v_new: Tensor, counts: Tensor | None = None) -> None:
-        """As that of the whole cache."""
+        """As `capacity` of the whole cache."""
         rows = self.k[layer], self.v[layer], k_new, v_new, self.lengths
         kv_append_(*rows, counts=counts, block_table=self.block_table)
 
     def layer(self, layer: int, length: int) -> tuple[Tensor, Tensor]:
-        """As that of the whole cache, but a copy."""
+        """As for the whole cache, but a copy."""
         k, v = self._cache.layer(layer, length)
         return k.index_select(0, self._index), v.index_select(0, self._index)
 

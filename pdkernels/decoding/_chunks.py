@@ -1,8 +1,8 @@
 """How many masks of each chunk a step of planned diffusion commits.
 
-All chunks of a round are on one clock, which starts with the longest; the shares are each chunk's own. "published" is the released
-schedule: its times end at 0.001, so that a step may fall one short and the last one commits what is left. A chunk of l tokens
-takes about min(l, steps) steps, regardless of the ratio.
+All chunks of a round share one clock, set by the longest; each chunk has its own shares. "published" is the released schedule:
+its times end at 0.001, so a step may commit one token too few and the last step commits what is left. A chunk of l tokens takes
+about min(l, steps) steps, regardless of the ratio.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LAST_TIME = 1e-3
 
 
 def steps_of(longest: int, ratio: float, schedule: Schedule) -> int:
-    """Steps for a round whose longest chunk has so many masks; at least one, if it has any.
+    """Steps for a round whose longest chunk has this many masks; at least one, if it has any.
 
     >>> steps_of(10, 0.25, "published"), steps_of(10, 0.25, "even"), steps_of(2, 0.25, "published"), steps_of(0, 1.0, "even")
     (2, 3, 1, 0)
@@ -27,7 +27,7 @@ def steps_of(longest: int, ratio: float, schedule: Schedule) -> int:
 
 
 def quota(masks: int, step: int, steps: int, schedule: Schedule) -> int:
-    """Masks of a chunk that step number `step` of `steps` commits, of those that are left.
+    """How many of the masks left in a chunk step number `step` of `steps` commits.
 
     >>> def commits(masks, steps, schedule, found=()):
     ...     count = quota(masks, len(found), steps, schedule)
@@ -49,9 +49,9 @@ def _time(step: int, steps: int) -> float:
 
 
 def candidates(masks: int, step: int, steps: int, refused: int) -> int:
-    """How many of a chunk's masks the published threshold rule looks at: the step's share, and what the step before refused.
+    """How many of a chunk's masks the published threshold rule looks at: the step's share plus what the previous step rejected.
 
-    The released code may ask for more than there are.
+    The released code may request more than there are.
 
     >>> candidates(40, 0, 20, 0), candidates(9, 25, 20, 3), candidates(9, 25, 20, 30)
     (2, 4, 9)

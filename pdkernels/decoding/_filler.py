@@ -1,8 +1,8 @@
 """Random words for draft slots that nothing has predicted yet, drawn once per generation.
 
-Which tokens fill a draft decides only how many forwards a generation needs, so they have to be reproducible and
-cheap, nothing more. The words of all steps are drawn before the first step and stay on the device: a step then
-indexes a tensor, holds no generator state and can be captured in a graph.
+The tokens that fill a draft affect only the number of forwards, so they only have to be reproducible and cheap. The words of
+all steps are drawn before the first step and stay on the device: a step then indexes a tensor, holds no generator state and
+can be captured in a graph.
 """
 
 from __future__ import annotations

@@ -1,24 +1,25 @@
-"""Drafts that are looked up: what followed a text's last tokens when they occurred before.
+"""Lookup drafts: what followed earlier occurrences of a text's last tokens.
 
-The search is a few elementwise operations over each sequence's own tokens, so it needs no host, is captured in a graph with the
-rest of a step, and finds the same alone and in a batch. A step reads `REACH` + 3 times the 8 bytes of every position; attention
-reads far more of each (46 kB in SmolLM2-135M). The plain form is reference/jacobi_lookup.py.
+The search is a few elementwise operations over each sequence's own tokens, so it needs no host, can be captured in a graph with the
+rest of a step, and gives the same result alone and in a batch. A step reads `REACH` + 3 times the 8 bytes of every position;
+attention reads far more of each (46 kB in SmolLM2-135M). The plain form is reference/jacobi_lookup.py.
 """
 
 from __future__ import annotations
 
 import torch
 
-REACH = 5  # tokens compared at most
-LEAST = 2  # a match of one token says too little
-GROWTH = 3  # tokens drafted for each token that matches
+REACH = 5  # most tokens compared
+LEAST = 2  # a match of one token is too weak
+GROWTH = 3  # tokens drafted per matching token
 POOL = 4  # rejected tails kept
 
-_NOTHING, _MISSING = -1, -2  # no token here; none to compare with
+_NOTHING, _MISSING = -1, -2  # no token here; nothing to compare with
 
 
 class Lookup:
-    """What is searched for each of `batch` sequences: the last `POOL` rejected tails, then `text` ``(batch, width)``, which its owner writes.
+    """The searched tokens of `batch` sequences: the last `POOL` rejected tails, then `text` ``(batch, width)``, written by its
+    owner.
 
     >>> found = Lookup(batch=1, width=9, slots=5, device=torch.device("cpu"))
     >>> found.text[0, :5] = torch.tensor([1, 2, 3, 1, 2])
@@ -27,12 +28,12 @@ class Lookup:
     """
 
     def __init__(self, batch: int, width: int, slots: int, device: torch.device) -> None:
-        gap = slots + 1  # an entry and at least one _NOTHING after it, which no match and no draft passes
+        gap = slots + 1  # an entry and at least one _NOTHING after it, which stops every match and draft
         self._start = REACH - 1 + POOL * gap
         self._tokens = torch.full((batch, self._start + width), _NOTHING, dtype=torch.int64, device=device)
         self._pool = self._tokens[:, REACH - 1 : self._start].unflatten(1, (POOL, gap))
         self.text = self._tokens[:, self._start :]
-        self._after = torch.arange(REACH, self._tokens.shape[1], device=device)  # index after each place of a match
+        self._after = torch.arange(REACH, self._tokens.shape[1], device=device)  # index after each possible match
         self._slot = torch.arange(slots - 1, device=device)
         self._last = torch.arange(-REACH, 0, device=device)
         self.nothing = self._tokens.new_full((batch, slots), _NOTHING)
@@ -47,19 +48,19 @@ class Lookup:
         self._pool.copy_(torch.where(kept[:, None, None], torch.cat([self._pool[:, 1:], newest], 1), self._pool))
 
     def draft(self, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to try after the first `lengths` ``(batch,)`` tokens of each text: ``(batch, slots - 1)`` ids, and how many count.
+        """Drafts after the first `lengths` ``(batch,)`` tokens of each text: ``(batch, slots - 1)`` ids, and how many count.
 
-        The longest match of the last tokens counts, then the text before the pool, then what is newer. What followed in the text
-        may run into the text's own end; it then goes on with what has been drafted, so that a loop is drafted at full length.
+        The longest match of the last tokens wins, then the text over the pool, then the newer one. What followed in the text
+        may reach the end of the text; it then continues with the draft itself, so that a loop is drafted at full length.
         """
         ends = self._start + lengths[:, None]
         source = ends + self._last
         last = self._tokens.gather(1, source).masked_fill(source < self._start, _MISSING)
-        places = len(self._after)
-        matched = torch.zeros_like(self._tokens[:, :places], dtype=torch.int32)
-        for token in range(REACH):  # from the oldest on, so that what is left of a run ends at its place
-            matched = (matched + 1) * (self._tokens[:, token : token + places] == last[:, token : token + 1])
-        # Something has to follow, in the text before its end.
+        starts = len(self._after)
+        matched = torch.zeros_like(self._tokens[:, :starts], dtype=torch.int32)
+        for token in range(REACH):  # oldest first, so that the run left over ends at the last token
+            matched = (matched + 1) * (self._tokens[:, token : token + starts] == last[:, token : token + 1])
+        # Something must follow, within the text.
         matched = matched * ((self._tokens[:, REACH:] != _NOTHING) & (self._after < ends))
         size = self._tokens.shape[1]
         best = (matched * size + self._after).amax(1, keepdim=True)

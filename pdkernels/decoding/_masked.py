@@ -1,7 +1,7 @@
-"""What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its open positions, the record.
+"""What the decoders of masked-diffusion models share: the canvas of a batch, guesses for its masked positions, the record.
 
-A canvas is a prompt and `max_new_tokens` open positions after it. They hold the mask token until a token is committed there,
-for good. Every sequence has positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
+A canvas is a prompt and `max_new_tokens` masked positions after it. They hold the mask token until a token is committed there,
+for good. Every sequence has the positions 0 .. of its own text, so a ragged batch needs no padding that a model would have
 to ignore. A decoder is a loop around one forward:
 
     canvas = Canvas(session, mask_token, SamplingOptions(seeds, temperature))
@@ -9,14 +9,14 @@ to ignore. A decoder is a loop around one forward:
     while canvas.unfinished:
         canvas.begin()                                  # counts the forward
         step = canvas.open(windows)                     # the masked positions of a window for each sequence
-        guesses = canvas.guess(forward(), step)         # head and statistics, of rows that may be committed alone
+        guesses = canvas.guess(forward(), step)         # head and statistics, only of rows that may be committed
         canvas.commit(step, guesses.ids, guesses.probs, quota=1)
         canvas.poll()                                   # the one read of the device in a step
     return canvas.finish()
 
-A forward is whatever gives rows of hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much.
-Nothing but `poll` and `finish` waits for the device. After a poll the host knows the texts, so it finds open positions itself and
-sends them in one copy (`Canvas.open`). Where the schedule alone decides, a step may go without its poll (`Canvas.needs_polls`),
+A forward is any function that returns hidden states: `WholeCanvas` computes all, `KeptCanvas` keeps what did not change much.
+Only `poll` and `finish` wait for the device. After a poll the host knows the texts, so it finds masked positions itself and
+sends them in one copy (`Canvas.open`). If the schedule alone decides, a step may skip its poll (`Canvas.needs_polls`),
 and the device finds them (`Canvas.open_on_device`).
 """
 
@@ -38,7 +38,7 @@ from pdkernels.ops import TokenStatistics, Unmasked, token_statistics, unmask_
 
 
 def share(masks: int, steps: int, step: int) -> int:
-    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, the first ones more.
+    """How many of `masks` forward number `step`, of `steps`, fills: an equal share, with the remainder in the first ones.
 
     >>> [share(7, 3, step) for step in range(3)]
     [3, 2, 2]
@@ -54,39 +54,39 @@ Window = tuple[int, int]
 
 
 class SamplingOptions(NamedTuple):
-    """How a token is guessed from its logits, and what its confidence is taken from."""
+    """How a token is guessed from its logits, and how its confidence is measured."""
 
     seeds: torch.Tensor  # (batch,) int64
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int | None = None  # guess among so many of the likeliest tokens
+    top_k: int | None = None  # guess among this many of the likeliest tokens
     distribution: str = "model"  # confidence under the model's own distribution, or under that of the draw ("sampling")
-    banned: tuple[int, ...] = ()  # ids that are never guessed; the mask token is not in any case
-    late: tuple[int, ...] = ()  # ids without confidence, and those of the others leave them out
-    guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, given the prompt and without it
+    banned: tuple[int, ...] = ()  # ids that are never guessed, besides the mask token
+    late: tuple[int, ...] = ()  # ids of confidence 0, left out of the confidence of others
+    guidance: float = 0.0  # w of classifier-free guidance: hidden rows then come twice, with and without the prompt
 
 
 class Step(NamedTuple):
     """What a forward may fill."""
 
-    windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence that takes no part
-    positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, -1 after them
+    windows: torch.Tensor  # (batch, 2) int64, in positions of the texts; empty for a sequence not taking part
+    positions: torch.Tensor  # (batch, R) int64: masked ones in the window, ascending, then -1
     full: bool  # none of them is -1
-    number: int | torch.Tensor  # of each sequence's forward, names its random numbers; (batch, 1) where they differ
-    columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: what else the host has to say
+    number: int | torch.Tensor  # of each sequence's forward, keys its random numbers; (batch, 1) where they differ
+    columns: tuple[torch.Tensor, ...] = ()  # (batch,) each: further inputs from the host
 
 
 class Canvas:
     """The texts of a batch while they are being filled in.
 
     Attributes:
-        mask_token: the id of open positions.
+        mask_token: the id of masked positions.
         tokens: ``(batch, L)`` int64, prompts with their new positions; zeros after those.
         prompt_lengths, totals: ``(batch,)`` int64: the new positions of a sequence are ``prompt_lengths .. totals - 1``.
         starts: `prompt_lengths` on the host.
         given: ``(batch, L)`` bool, what no forward fills.
-        fact: ``(batch,)`` int64, for what the next poll should bring in `facts`.
-        active: sequences that have something open which they need, as of the last poll.
+        fact: ``(batch,)`` int64, a value that the next poll returns.
+        active: sequences with masks that they still need, as of the last poll.
         answers: the new positions of each sequence, as of the last poll.
     """
 
@@ -95,7 +95,7 @@ class Canvas:
         self.mask_token, self.sampling = mask_token, sampling
         self._session, self._limit, self._limits = session, limit, session.limits
         self._backend = backend_of(model.dtype)
-        self._shift = 1 if model.config.predicts == "next" else 0  # a row is about the position so many after it
+        self._shift = 1 if model.config.predicts == "next" else 0  # a row predicts the position this many after it
         width = session.longest + limit
         packed, self.prompt_lengths = session.packed_prompts(width + 2, model.device)
         self.totals = self.prompt_lengths + limit
@@ -109,16 +109,16 @@ class Canvas:
         self.tokens, self.fact, self._broken = packed[:, :width], packed[:, width], packed[:, width + 1]
         self.tokens.masked_fill_(new, mask_token)
         self._known = packed[:, min(self.starts) :]
-        # On the device once: a copy from the host in every step would wait for it.
+        # On the device once: a copy from the host in every step would wait.
         self._seeds = sampling.seeds.to(packed.device)
         self._late = torch.tensor(sampling.late, dtype=torch.int64, device=packed.device)
         self.active = [own > 0 for own in self._limits]
         self.answers = [[mask_token] * limit for _ in self.starts]
         if session.tails is not None:
             self._take_in(session.tails)
-        self._told = [0] * session.batch  # tokens of each sequence that are on record
-        self._numbers = [0] * session.batch  # forwards of each sequence that guess
-        self._others = 0  # forwards besides, of all sequences together
+        self._recorded = [0] * session.batch  # tokens of each sequence on record
+        self._numbers = [0] * session.batch  # guessing forwards of each sequence
+        self._others = 0  # other forwards, summed over sequences
         self._part = self.active
         self._span: tuple[Window, Step, torch.Tensor] | None = None
         self._parts: list[list[bool]] = []  # of each commit
@@ -126,7 +126,7 @@ class Canvas:
         self._records: list[Record] = []
 
     def _take_in(self, tails: Sequence[list[int]]) -> None:
-        """Writes what the prompts hold after their first masks, which no end token among it ends."""
+        """Writes what the prompts hold after their first masks; end tokens in it do not end the text."""
         texts = [prompt + tail for prompt, tail in zip(self._session.prompts, tails, strict=True)]
         width = self.tokens.shape[1]
         rows = sent([ids + [self.mask_token] * (width - len(ids)) for ids in texts], self.tokens.device)
@@ -137,27 +137,27 @@ class Canvas:
 
     @property
     def fills_prompts(self) -> bool:
-        """Whether there are masks inside prompts: sequences then have unlike numbers of open positions."""
+        """Whether there are masks inside prompts: sequences then have different numbers of masked positions."""
         return self._session.tails is not None
 
     @property
     def needs_polls(self) -> bool:
-        """Whether every step has to be polled: something may end a sequence early, or somebody listens."""
+        """Whether every step must be polled: a sequence may end early, or a callback wants tokens."""
         return bool(self._session.end_tokens) or self._session.listens or self.fills_prompts
 
     @property
     def unfinished(self) -> bool:
-        """Whether any sequence goes on, as of the last poll."""
+        """Whether any sequence continues, as of the last poll."""
         return any(self.active)
 
     def begin(self, part: Sequence[bool] | None = None) -> None:
-        """A forward begins. The sequences of `active` take part, or those of them that are in `part`."""
+        """Starts a forward, in which the sequences of `active` take part, or those of them in `part`."""
         self._session.forwards += 1
         self._part = self.active if part is None else [a and b for a, b in zip(self.active, part, strict=True)]
         self._numbers = [number + taking for number, taking in zip(self._numbers, self._part, strict=True)]
 
     def run_again(self) -> None:
-        """The step needs one more forward of the sequences that take part: it is counted, and names no random numbers."""
+        """The step needs one more forward of the sequences that take part: it is counted, and keys no random numbers."""
         self._session.forwards += 1
         self._others += sum(self._part)
 
@@ -166,12 +166,12 @@ class Canvas:
         return self.mask_token in self.answers[sequence][first:last]
 
     def open_counts(self, first: int = 0, last: int | None = None) -> list[int]:
-        """Masks in a window of each sequence that goes on, as of the last poll."""
+        """Masks in a window of each active sequence, as of the last poll."""
         answers = zip(self.active, self.answers, strict=True)
         return [on * answer[first:last].count(self.mask_token) for on, answer in answers]
 
     def _number(self) -> int | None:
-        """Of the forward, if it is the same for all sequences that take part."""
+        """Number of the forward, if it is the same for all sequences taking part."""
         numbers = {number for number, taking in zip(self._numbers, self._part, strict=True) if taking}
         return numbers.pop() if len(numbers) == 1 else None
 
@@ -199,16 +199,16 @@ class Canvas:
         )
 
     def open_on_device(self, first: int, last: int, bound: int, full: bool) -> Step:
-        """The first `bound` masked positions of a window in all sequences; `full`: each that takes part has as many.
+        """The first `bound` masked positions of a window in all sequences; `full`: each one taking part has that many.
 
-        For forwards that all active sequences take part in.
+        For forwards in which all active sequences take part.
         """
         if self._span is None or self._span[0] != (first, last):
             ends = [min(last, own) if on else first for own, on in zip(self._limits, self.active, strict=True)]
             rows = [[n + first, n + end] for n, end in zip(self.starts, ends, strict=True)]
             windows = sent(rows, self.tokens.device)
             inside = (self._position >= windows[:, :1]) & (self._position < windows[:, 1:])
-            # The largest ranks come first: positions ascend, and what is not inside or not open has rank 0.
+            # The largest ranks come first: positions ascend, and what is outside or not masked has rank 0.
             ranks = (self._position.shape[0] - self._position) * inside
             self._span = (first, last), Step(windows, windows, False, 0), ranks
         _, step, ranks = self._span
@@ -222,11 +222,11 @@ class Canvas:
         return step._replace(positions=positions, full=full, number=number)
 
     def guess(self, hidden: torch.Tensor, step: Step, first: torch.Tensor | None = None) -> TokenStatistics:
-        """A token for each position of `step` and how sure the model is of it; meaningless where there is none.
+        """A token for each position of `step` and its confidence; meaningless where there is none.
 
-        Row i of `hidden` ``(batch, W, hidden_size)`` is position ``first[b] + i`` (None: i). With guidance `hidden` has the
-        rows without the prompt after those with it, and both maybe after the rows of now: then they are of an earlier forward,
-        whose difference guides this one.
+        Row i of `hidden` ``(batch, W, hidden_size)`` is for position ``first[b] + i`` (None: i). With guidance `hidden` has the
+        rows without the prompt after those with it, and optionally both after the current rows: then they are of an earlier
+        forward, whose difference guides this one.
         """
         model, sampling, rows = self._session.model, self.sampling, step.positions
         if first is not None:
@@ -242,13 +242,13 @@ class Canvas:
             guesses = statistics(model, hidden, **self._options(step))
             self._look_for_nan(guesses, step)
             return guesses
-        # What is asked of these is of sums of logits, of two distributions or of the best tokens: they are there once.
+        # These options need sums of logits, two distributions or the best tokens: the logits are computed once.
         logits = model.logits(hidden)
         if sampling.guidance:
             parts = logits.split(len(step.positions))
             logits = parts[0] + sampling.guidance * (parts[-2] - parts[-1])
         options = self._options(step)
-        if sampling.top_k is not None:  # with top_p, which is of the distribution of all tokens
+        if sampling.top_k is not None:  # with top_p, which uses the distribution of all tokens
             for token in options["suppress"]:
                 without_(logits, token)
             logits = likeliest(logits, sampling.top_k, sampling.temperature, options.pop("top_p"))
@@ -261,7 +261,7 @@ class Canvas:
         return guesses
 
     def _look_for_nan(self, guesses: TokenStatistics, step: Step) -> None:
-        """Notes, for the next poll, sequences that have a guess of no probability at all."""
+        """Records, for the next poll, sequences that have a guess without a probability."""
         broken = guesses.probs.isnan() if step.full else guesses.probs.isnan() & (step.positions >= 0)
         self._broken += broken.any(1)
 
@@ -280,9 +280,9 @@ class Canvas:
         return options
 
     def commit(self, step: Step, ids: torch.Tensor, confidence: torch.Tensor | None, **rule: Any) -> Unmasked:
-        """Fill in the surest positions of `step` as the `rule` of `unmask_` says (quota, threshold, need, factor, strict).
+        """Fills in the most confident positions of `step` by the `rule` of `unmask_` (quota, threshold, need, factor, strict).
 
-        A `confidence` of None: any of them, at random.
+        A `confidence` of None: random positions.
         """
         if self._session.trace is not None:
             scores = self.turns(step) if confidence is None else confidence
@@ -305,13 +305,13 @@ class Canvas:
         return done
 
     def turns(self, step: Step) -> torch.Tensor:
-        """fp64 in (0, 1): the numbers that replace a confidence where chance decides."""
+        """fp64 in (0, 1): the numbers that replace the confidence for random choices."""
         return uniforms(self._seeds[:, None], step.number, step.positions.clamp(min=0), 1, ORDER)[..., 0]
 
     def poll(self) -> list[int]:
-        """Reads the texts and `fact`, which it returns; says which sequences are done, and hands their tokens on.
+        """Reads the texts and `fact`, which it returns; updates which sequences are done, and emits their tokens.
 
-        Tokens with nothing open before them are final: they are on record from here on. A sequence is done with its last
+        Tokens with no mask before them are final and go on record. A sequence is done with its last
         position, or with an end token among those.
         """
         ends, shortest, facts = self._session.end_tokens, min(self.starts), []
@@ -324,23 +324,23 @@ class Canvas:
                 continue
             if row[-1]:
                 self._session.fail_not_numbers(sequence)
-            told = known = self._told[sequence]
+            recorded = known = self._recorded[sequence]
             ended = False
             tail = self._session.tails[sequence] if self._session.tails else []
             while not ended and known < own and answer[known] != self.mask_token:
                 ended = known >= len(tail) and answer[known] in ends
                 known += 1
-            if known > told:
-                self._session.given += sum(token != self.mask_token for token in tail[told:known])
-                self._session.emit(sequence, answer[told:known], known - told)
-                self._told[sequence] = known
+            if known > recorded:
+                self._session.given += sum(token != self.mask_token for token in tail[recorded:known])
+                self._session.emit(sequence, answer[recorded:known], known - recorded)
+                self._recorded[sequence] = known
             if ended or known == own:
                 self.active = [on and other != sequence for other, on in enumerate(self.active)]
                 self._span = None
         return facts
 
     def finish(self) -> int:
-        """Leaves the session's record and returns in how many forwards its sequences took part, all together."""
+        """Completes the session's record and returns the forwards its sequences took part in, summed."""
         if self.unfinished:
             self.poll()
         if self._committed:
@@ -355,9 +355,9 @@ class Canvas:
 
 
 class WholeCanvas:
-    """A forward over the canvases from their first position on: hidden states of all rows, nothing kept for the next one.
+    """A forward over the whole canvases: hidden states of all rows, with nothing kept for the next one.
 
-    With guidance there are as many sequences again, whose prompts are masked.
+    With guidance the batch is doubled by copies with masked prompts.
 
     Attributes:
         first_row: positions of the first rows; None: 0.
@@ -380,7 +380,7 @@ class WholeCanvas:
         self._counts = session.ragged(self._visible)
 
     def __call__(self, ends: torch.Tensor | None = None, width: int | None = None) -> torch.Tensor:
-        """``(batch, width, hidden_size)``. The canvases, without guidance, are cut at `ends` ``(batch,)`` and at `width`; None: they
+        """``(batch, width, hidden_size)``. Without guidance the canvases are cut at `ends` ``(batch,)`` and at `width`; None: they
         are not."""
         visible, counts = self._visible, self._counts
         if ends is not None:
@@ -398,10 +398,11 @@ class WholeCanvas:
 
 
 class KeptCanvas(WholeCanvas):
-    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of rows that predict new positions.
+    """A forward that computes few rows and keeps the others in a `FeatureCache`: hidden states of the rows that predict new
+    positions.
 
-    With a `guidance_interval` above 1 the canvases whose prompts are masked have a cache of their own, and a forward only at
-    each interval and in the first five. In between, the hidden states of that forward come after those of now.
+    With a `guidance_interval` above 1 the canvases with masked prompts have their own cache, and a forward only at
+    each interval and in the first five. In between, the hidden states of that forward come after the current ones.
 
     Its other `options` are those of the cache.
     """

@@ -1,4 +1,4 @@
-"""What masked-diffusion decoders ask of a model besides its members."""
+"""What masked-diffusion decoders require of a model besides its members."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdkernels.decoding._session import Session
 
 
 def checked_masked_model(op: str, session: Session, mask_token: int | None) -> int:
-    """The mask token of the session's model, which fills in positions that it sees both sides of."""
+    """The mask token of the session's model, which must be bidirectional."""
     model = session.model
     attention = getattr(model.config, "attention", None)
     check_type(
@@ -22,7 +22,7 @@ def checked_masked_model(op: str, session: Session, mask_token: int | None) -> i
 
 
 def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
-    """For forwards over some rows of a text: the model says that the others are in its cache."""
+    """Required for forwards over some rows of a text: the model keeps the others in its cache."""
     check_type(
         getattr(session.model, "keeps_rows", None) is True,
         op,
@@ -34,7 +34,7 @@ def check_keeps_rows(op: str, session: Session, remedy: str) -> None:
 
 
 def check_alone(session: Session) -> None:
-    """For a feature cache, whose refreshes come after forwards of all texts together."""
+    """Required for a feature cache, whose refreshes are scheduled for all texts together."""
     check(
         session.tails is None or session.batch == 1,
         "decoding.generate",

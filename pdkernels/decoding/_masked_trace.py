@@ -1,4 +1,4 @@
-"""What the trace of a masked-diffusion decoder is made of, and the trace."""
+"""The trace of a masked-diffusion decoder, and what it is built from."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pdkernels.decoding.traces import MaskedStep
 
 
 class Record(NamedTuple):
-    """A commit as the trace needs it: the text before, who took part, where, and how sure of what."""
+    """A commit as the trace needs it: the text before, the sequences taking part, positions, guesses and confidence."""
 
     tokens: torch.Tensor
     part: list[bool]

@@ -1,4 +1,4 @@
-"""What the registry knows of a decoding method: a few facts that it is given, and what the decoder's signature and docstring say."""
+"""What the registry knows about a decoding method: a few given facts, and the decoder's signature and docstring."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Family = Literal["transformer", "recurrent", "masked"]
 
 
 class FamilyFacts(NamedTuple):
-    """What the models of a family are called, a trained one of the package, and what its methods ask for at least."""
+    """The name of a family of models, a trained example in the package, and the least its methods require."""
 
     description: str
     example: str
@@ -33,7 +33,7 @@ FAMILIES: dict[Family, FamilyFacts] = {
 
 
 def families_of(model: object) -> tuple[Family, ...]:
-    """The families that a model says it belongs to; most belong to one.
+    """The families that a model belongs to; most belong to one.
 
     >>> import pdkernels as pd
     >>> families_of(pd.models.load("tiny-recurrent")), families_of(pd.models.from_callable(abs, vocab_size=3))
@@ -59,15 +59,15 @@ def family_of(model: object) -> Family:
 
 
 class SharedOptions:
-    """Options that mean the same in every method whose docstring does not describe them.
+    """Options with one meaning in all methods, unless a method's docstring describes them.
 
     Args:
         mask_token: id of masked positions; None: the model's own.
         temperature: of the draws; 0 is greedy.
         top_p, min_p, top_k: draw from likely tokens only; None: from all.
-        seed: of all random numbers; an int, of which each sequence makes a stream of its own (`stream`), or a list with one for
+        seed: of all random numbers; an int, from which each sequence derives its own stream (`stream`), or a list with one for
             each sequence.
-        allow_mask_token: whether the text may have the mask token of a model that has one; by default it counts as impossible.
+        allow_mask_token: whether the text may contain the mask token of a model that has one; by default it is impossible.
         recurrences: of the prompt and of every token; None: those the model was trained for.
         page_size: rows per page of the KV cache; None keeps the cache contiguous.
     """
@@ -85,7 +85,7 @@ class Option(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The strings that it may be, if these are a closed set."""
+        """Its allowed strings, if these are a closed set."""
         return tuple(re.findall(r'"([^"]*)"', self.type)) if "Literal" in self.type else ()
 
     def __str__(self) -> str:
@@ -121,22 +121,22 @@ SHARED = described(SharedOptions.__doc__)
 
 @dataclass(frozen=True)
 class Method:
-    """A decoding method. All that is known about it is here, in its decoder's signature and in the docstrings of its decoder.
+    """A decoding method. Everything known about it is here, in its decoder's signature and in its decoder's docstrings.
 
     Attributes:
-        name: what `generate` is asked for.
+        name: as passed to `generate`.
         decode: fills a session; its keyword-only parameters are the options. One that spends more than a forward on a draft
-            returns in how many forwards its sequences took part, all together.
-        family: the models that it is for. The first method of a family is what an evaluation compares the others with.
+            returns the forwards its sequences took part in, summed.
+        family: the models that it is for. An evaluation compares the others with the first method of a family.
         also: other families that it runs on.
-        protocol: what it asks of a model; None: what its family does.
-        lossless: whether it promises the tokens of greedy decoding, with default options and at temperature 0.
+        protocol: what it requires of a model; None: that of its family.
+        lossless: whether it guarantees the tokens of greedy decoding, with default options and at temperature 0.
         steps: its step, if that needs no host: `pdkernels.integrations.device_loop` runs it on the device.
-        judges: whether it drafts tokens and judges the drafts.
-        models: the trained models that show it; none: its family's example.
-        widths: values of `block_size` that an evaluation shows; None is the fastest one.
-        shown: whether an evaluation that is not told which methods to compare shows it.
-        plans: whether it is for models with `plan_tokens` alone.
+        judges: whether it drafts tokens and verifies the drafts.
+        models: the trained models that demonstrate it; none: its family's example.
+        widths: values of `block_size` in an evaluation; None is the fastest.
+        shown: whether an evaluation includes it by default.
+        plans: whether it is only for models with `plan_tokens`.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Method:
 
     @property
     def asks(self) -> type:
-        """What it asks of a model."""
+        """What it requires of a model."""
         return self.protocol or FAMILIES[self.family].protocol
 
     @property
@@ -187,7 +187,7 @@ class Method:
 
     @property
     def needs_mask_token(self) -> bool:
-        """Whether it asks a model about masks."""
+        """Whether it requires a model that fills in masks."""
         return "mask_token" in self.options
 
     def supports(self, model: object) -> bool:
@@ -195,7 +195,7 @@ class Method:
         return self.fits_family(model) and not (self.plans and getattr(model, "plan_tokens", None) is None)
 
     def fits_family(self, model: object) -> bool:
-        """Whether the model belongs to a family that it runs on; it may still lack members."""
+        """Whether the model belongs to a family that it runs on; members may still be missing."""
         return not {self.family, *self.also}.isdisjoint(families_of(model))
 
 

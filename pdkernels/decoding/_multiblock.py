@@ -1,6 +1,6 @@
-"""One sequence's blocks under way, on the host: what the next forward reads, and what its answers make of them.
+"""One sequence's active blocks, on the host: the input of the next forward, and the update from its predictions.
 
-Between two forwards only a few dozen token ids move, by rules full of cases, so they stay in Python lists. All of
+Between two forwards only a few dozen token ids move, by rules with many cases, so they stay in Python lists. All of
 it together took 1.4 % of the time of a forward of `tiny-code` on a CPU when this was written.
 """
 
@@ -13,20 +13,20 @@ from typing import NamedTuple
 
 class Limits(NamedTuple):
     block_size: int
-    blocks: int  # under way at most, the real one included
-    spawn_at: int  # accepted tokens of the newest block that open the next one
+    blocks: int  # most active blocks, the real one included
+    spawn_at: int  # accepted tokens of the newest block at which the next one opens
     pool_size: int
-    rows: int  # per forward at most, the draft included
+    rows: int  # most per forward, the draft included
 
 
 class PseudoBlock(NamedTuple):
-    """A block after the real one. Both lists together are the block; `accepted` is what the model agreed with so far."""
+    """A block after the real one. Together the lists are the block; `accepted` is what the model has agreed with so far."""
 
     accepted: list[int]
     draft: list[int]
 
     def verified(self, answers: Sequence[int]) -> PseudoBlock:
-        """The block after a forward that gave the model's own next tokens after each draft token but the last.
+        """The block after a forward that predicted the next token after each draft token except the last.
 
         The first draft token is accepted without a test; the real block will test them all again.
 
@@ -42,10 +42,10 @@ class PseudoBlock(NamedTuple):
 
 
 class Progress:
-    """The real block, the pseudo blocks after it, and the pool of sequences that may come true after all.
+    """The real block, the pseudo blocks after it, and the pool of rejected sequences that may still turn out right.
 
-    `rows` is what the next forward tries for the real block: its draft, then other candidates of the same length.
-    All start with the token that is known to be right. Where the row that wins leaves off, :meth:`advance` takes over.
+    `rows` are what the next forward tries for the real block: its draft, then other candidates of the same length.
+    All start with the token known to be right. :meth:`advance` continues from the row that wins.
     """
 
     def __init__(self, prompt: Sequence[int], draft: list[int], max_new_tokens: int, limits: Limits) -> None:
@@ -54,7 +54,7 @@ class Progress:
         self.pseudo: list[PseudoBlock] = []
         self._limits = limits
         self._block_start = len(prompt)
-        # The last token asked for needs no forward of its own: blocks divide the positions before it.
+        # The last requested token needs no forward: blocks divide the positions before it.
         self._end = len(prompt) + max_new_tokens - 1
         self._pool: deque[list[int]] = deque(maxlen=limits.pool_size)
 
@@ -64,9 +64,9 @@ class Progress:
         return self._end - len(self.history)
 
     def following(self) -> tuple[list[int], list[int]]:
-        """The pseudo blocks' tokens, and the positions, counted from the start of a row, whose answers they wait for.
+        """The pseudo blocks' tokens, and the positions, counted from the start of a row, whose predictions they need.
 
-        Tokens after the last such position are left out: nothing that is read sees them.
+        Tokens after the last such position are left out: no row that is read sees them.
         """
         tokens: list[int] = []
         wanted: list[int] = []
@@ -80,14 +80,14 @@ class Progress:
     def advance(
         self, row: list[int], accepted: int, predictions: list[int], answers: list[int], words: list[int]
     ) -> None:
-        """Takes in a forward that neither ended nor completed the sequence, and sets up the next one.
+        """Processes a forward that neither ended nor completed the sequence, and prepares the next one.
 
         Args:
             row: the one of `rows` that won.
-            accepted: tokens of it that stand.
+            accepted: how many of its tokens were accepted.
             predictions: the model's own next token after each of its tokens.
-            answers: those at the positions that :meth:`following` names.
-            words: `block_size` random words, for slots that nothing has predicted.
+            answers: those at the positions returned by :meth:`following`.
+            words: `block_size` random words, for slots without a prediction.
         """
         known = len(self.history)
         self.history += row[:accepted]
@@ -106,7 +106,7 @@ class Progress:
         self._spawn(draft, fresh)
         if not draft:
             draft = self._next_block(predictions[-1], fresh)
-        # The draft itself is the tail that this forward rejected, so the pool is asked before that goes in.
+        # The draft itself is the tail that this forward rejected, so the pool is searched before it is added.
         self.rows = self._with_candidates(draft)
         if rejected:
             self._pool.append(rejected)
@@ -115,7 +115,7 @@ class Progress:
         return min(self._limits.block_size, self._end - position)
 
     def _spawn(self, draft: list[int], fresh: list[int]) -> None:
-        """Opens a block after the newest one, once that is settled far enough: a copy of the real draft, then fillers."""
+        """Opens a block after the newest one, once enough of that is accepted: a copy of the real draft, then fillers."""
         under_way = 1 + len(self.pseudo)
         newest = len(self.pseudo[-1].accepted) if self.pseudo else len(self.history) - self._block_start
         room = self._length_at(self._block_start + self._limits.block_size * under_way)
@@ -123,7 +123,7 @@ class Progress:
             self.pseudo.append(PseudoBlock([], (draft + fresh[len(draft) :])[:room]))
 
     def _next_block(self, next_token: int, fresh: list[int]) -> list[int]:
-        """The draft of the block that becomes real: its pseudo block with the known token in front, or fillers."""
+        """The draft of the block that becomes real: its pseudo block preceded by the known token, or fillers."""
         self._block_start = len(self.history)
         if not self.pseudo:
             return [next_token, *fresh[1:]][: self._length_at(self._block_start)]
@@ -131,7 +131,7 @@ class Progress:
         return [next_token, *(block.accepted + block.draft)[1:]]
 
     def _with_candidates(self, draft: list[int]) -> list[list[int]]:
-        """`draft`, and what followed its first token in sequences of the pool, newest first; nothing twice."""
+        """`draft`, and what followed its first token in sequences of the pool, newest first, without duplicates."""
         rows = [draft]
         for entry in reversed(self._pool):
             if len(rows) == self._limits.rows:

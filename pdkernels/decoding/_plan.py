@@ -1,4 +1,4 @@
-"""Plans of planned diffusion: what they ask for, how much of it fits, and the text that is left without them."""
+"""Plans of planned diffusion: what they request, how much of it fits, and the text without them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pdkernels.models.plan_tokens import PlanTokens
 
 BadPlanReason = Literal["no number", "not closed", "not opened", "nested", "no items"]
 BAD_PLANS: tuple[str, ...] = get_args(BadPlanReason)
-"""An item without a number, without its closing or its opening token, or inside another one; two empty plans on end."""
+"""An item without a number, without its closing or its opening token, or inside another one; two empty plans in a row."""
 
-_LARGEST = 10**9  # number in a plan; no text is as long
+_LARGEST = 10**9  # of a number in a plan; no text is that long
 
 
 class BadPlan(ValueError):
@@ -23,14 +23,14 @@ class BadPlan(ValueError):
 
 
 class Item(NamedTuple):
-    """What a plan asks for in one chunk."""
+    """What a plan requests for one chunk."""
 
     topic: list[int]
     number: int
 
 
 def items_by_last_number(plan: Sequence[int], tags: PlanTokens) -> list[Item]:
-    """The items of a plan; the number is the last run of digits in each. Tokens between items mean nothing.
+    """The items of a plan; the number is the last run of digits in each. Tokens between items are ignored.
 
     Raises `BadPlan`.
 
@@ -40,15 +40,15 @@ def items_by_last_number(plan: Sequence[int], tags: PlanTokens) -> list[Item]:
     """
     items = []
     opened: int | None = None
-    for place, token in enumerate(plan):
+    for index, token in enumerate(plan):
         if token == tags.topic_open:
             if opened is not None:
                 raise BadPlan("nested")
-            opened = place + 1
+            opened = index + 1
         elif token == tags.topic_close:
             if opened is None:
                 raise BadPlan("not opened")
-            items.append(_last_number(plan[opened:place], tags))
+            items.append(_last_number(plan[opened:index], tags))
             opened = None
     if opened is not None:
         raise BadPlan("not closed")
@@ -71,7 +71,7 @@ def _last_number(inside: Sequence[int], tags: PlanTokens) -> Item:
 
 
 def items_as_published(text: Sequence[int], tags: PlanTokens) -> list[Item]:
-    """As the released parser reads them: all that follows the last sync token of the text, the prompt included, is scanned, and the
+    """As the released parser reads them: everything after the last sync token of the text, the prompt included, is scanned, and the
     number of an item is its first digit, with the next token if that is a digit too.
 
     Raises `BadPlan`.
@@ -80,31 +80,31 @@ def items_as_published(text: Sequence[int], tags: PlanTokens) -> list[Item]:
     >>> items_as_published([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)
     [Item(topic=[20], number=1), Item(topic=[22], number=10)]
     """
-    first = max((place + 1 for place, token in enumerate(text) if token == tags.sync), default=0)
+    first = max((index + 1 for index, token in enumerate(text) if token == tags.sync), default=0)
     items = []
     opened: int | None = None
-    for place in range(first, len(text)):
-        if text[place] == tags.topic_open and opened is None:
-            opened = place + 1
-        elif text[place] == tags.topic_close and opened is not None:
-            items.append(_first_digits(text[opened:place], tags))
+    for index in range(first, len(text)):
+        if text[index] == tags.topic_open and opened is None:
+            opened = index + 1
+        elif text[index] == tags.topic_close and opened is not None:
+            items.append(_first_digits(text[opened:index], tags))
             opened = None
     return items
 
 
 def _first_digits(inside: Sequence[int], tags: PlanTokens) -> Item:
-    for place, token in enumerate(inside):
+    for index, token in enumerate(inside):
         if token in tags.digits:
             number = tags.digits.index(token)
-            if place + 1 < len(inside) and inside[place + 1] in tags.digits:
-                number = 10 * number + tags.digits.index(inside[place + 1])
-            return Item(list(inside[:place]), number)
+            if index + 1 < len(inside) and inside[index + 1] in tags.digits:
+                number = 10 * number + tags.digits.index(inside[index + 1])
+            return Item(list(inside[:index]), number)
     raise BadPlan("no number")
 
 
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
-    """Lengths of chunks that fit into `room` tokens, their tags included; the longest ones are cut to one length, the first of these may
-    have one token more. None: there is no room for the tags.
+    """Lengths of chunks that fit into `room` tokens, their tags included; the longest ones are cut to a common length, the
+    first of them may be one token longer. None: there is no room for the tags.
 
     >>> fitted([4, 9, 2], 21), fitted([4, 9, 6], 20), fitted([4, 9], 3)
     ([4, 9, 2], [4, 5, 5], None)
@@ -115,8 +115,8 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
     if sum(lengths) <= room:
         return list(lengths)
     level, left, waiting = 0, room, sorted(lengths)
-    for place, length in enumerate(waiting):  # the short ones are not cut
-        level = left // (len(waiting) - place)
+    for index, length in enumerate(waiting):  # the short ones are not cut
+        level = left // (len(waiting) - index)
         if length > level:
             break
         left -= length
@@ -130,7 +130,7 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
 
 
 def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]) -> list[list[int]]:
-    """The text of some tokens without plans, tags, filler and `others`: a list for each chunk, and for what is outside of them.
+    """The text of some tokens without plans, tags, filler and `others`: a list for each chunk and each part outside them.
 
     >>> tags = PlanTokens(10, 11, 12, 13, 14, 15, digits=range(10))
     >>> text_pieces([12, 20, 1, 13, 10, 4, 5, 15, 11, 10, 15, 11, 10, 6, 11, 99], tags, {99})
@@ -150,7 +150,7 @@ def text_pieces(tokens: Sequence[int], tags: PlanTokens, others: Collection[int]
 
 
 def joined(pieces: Sequence[Sequence[int]], tags: PlanTokens, decode: Callable[..., str], joiner: str | None) -> str:
-    """One text of its pieces. A `joiner` of None is a space, or a line break before a digit, as published."""
+    """Joins the pieces of a text. A `joiner` of None is a space, or a line break before a digit, as published."""
     text = ""
     for piece in pieces:
         if text:

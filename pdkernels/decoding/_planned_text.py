@@ -1,7 +1,7 @@
-"""One sequence of planned diffusion on the host: what it has written, and what its next forward is.
+"""One sequence of planned diffusion on the host: what it has written, and its next forward.
 
-The host reads every token anyway, one poll a step, so the rounds, the chunks and their schedules are plain lists here. The device
-holds the cache alone.
+The host reads every token anyway, one poll per step, so the rounds, the chunks and their schedules are plain lists here. The device
+holds only the cache.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RULES, CACHES, PARSERS, BAD_PLAN_WAYS = (get_args(kind) for kind in (Rule, Keepi
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What the caller asked for, checked."""
+    """The caller's options, checked."""
 
     tags: PlanTokens
     mask_token: int
@@ -39,7 +39,7 @@ class PlanOptions:
     threshold: float | None
     rule: Rule
     unit: float
-    """Masks for each unit of a number, the scale included."""
+    """Masks per unit of a number, the scale included."""
     cache: Keeping
     parser: Parser
     on_bad_plan: OnBadPlan
@@ -52,16 +52,16 @@ class PlanOptions:
 
 
 class PlannedText:
-    """A sequence. It feeds `rows` while it plans (the token drawn last; at first the prompt; after a round its chunks and the sync
+    """A sequence. It feeds `rows` while it plans (the last drawn token; initially the prompt; after a round its chunks and the sync
     token), and its chunks while it fills them.
 
     Attributes:
-        phase: what its next forward is.
+        phase: the kind of its next forward.
         rows: what a plan forward feeds.
-        round_lengths: of the chunks among `rows`, tags included; empty where they are plain text.
+        round_lengths: of the chunks among `rows`, tags included; empty for plain text.
         chunks: contents of the round's chunks.
-        cached: tokens in the cache, as far as the host has asked for.
-        frozen: of these, those of the round's chunks.
+        cached: tokens in the cache, as scheduled by the host.
+        frozen: those of them in the round's chunks.
         number: forwards that it took part in.
     """
 
@@ -86,7 +86,7 @@ class PlannedText:
     # Planning
 
     def planned(self, token: int) -> None:
-        """A plan forward gave `token`."""
+        """Takes the `token` of a plan forward."""
         self._count("refresh" if self.round_lengths else "plan", len(self.rows))
         self.cached += len(self.rows)
         self.rows, self.round_lengths = [token], ()
@@ -105,7 +105,7 @@ class PlannedText:
         return self._limit - len(self._session.tokens[self.sequence])
 
     def _begin_chunks(self, stop: int) -> None:
-        """The plan is complete: its chunks are laid out."""
+        """Lays out the chunks of a complete plan."""
         self._stop, options = stop, self._options
         try:
             self._items = self._parsed()
@@ -164,7 +164,7 @@ class PlannedText:
         return self._options.mask_token in self.chunks[chunk]
 
     def quotas(self, live: Sequence[int]) -> list[int]:
-        """How many masks of each of these chunks the next step commits, or, with the published threshold rule, looks at."""
+        """How many masks of each of these chunks the next step commits, or, with the published threshold rule, considers."""
         options, found = self._options, []
         for chunk in live:
             masks = self.chunks[chunk].count(options.mask_token)
@@ -177,18 +177,18 @@ class PlannedText:
         return found
 
     def filled(self, live: Sequence[int], contents: Sequence[list[int]], looked_at: Sequence[int]) -> list[int]:
-        """A step left `contents` in the chunks `live`; `looked_at` are the numbers that `quotas` gave.
+        """Takes the `contents` that a step left in the chunks `live`; `looked_at` are the numbers from `quotas`.
 
-        Returns the rows of the step that stay in the cache from now on: with the published cache of dense chunks, those of chunks
-        that are complete now, as the step computed them.
+        Returns the rows of the step that stay in the cache: with the published cache of dense chunks, those of chunks
+        that are now complete, as the step computed them.
         """
         mask, committed = self._options.mask_token, dict[tuple[int, int], int]()
         self._count("chunks", sum(len(content) + 2 for content in contents))
         before, done = self.chunks, []
         self.chunks = [list(chunk) for chunk in before]
         for chunk, content, most in zip(live, contents, looked_at, strict=True):
-            new = {place: token for place, token in enumerate(content) if before[chunk][place] == mask != token}
-            committed |= {(chunk, place): token for place, token in new.items()}
+            new = {index: token for index, token in enumerate(content) if before[chunk][index] == mask != token}
+            committed |= {(chunk, index): token for index, token in new.items()}
             if not new:
                 continue
             self._refused[chunk] = most - len(new)
@@ -216,16 +216,16 @@ class PlannedText:
         return freezing
 
     def _tell(self, chunk: int) -> None:
-        """A chunk is complete."""
-        told = ChunkTokens(self._scaffold([self.chunks[chunk]]), self._numbered + chunk)
-        self._session.tell(self.sequence, told, len(self.chunks[chunk]))
+        """Reports a complete chunk."""
+        reported = ChunkTokens(self._scaffold([self.chunks[chunk]]), self._numbered + chunk)
+        self._session.tell(self.sequence, reported, len(self.chunks[chunk]))
 
     def _scaffold(self, contents: Sequence[Sequence[int]]) -> list[int]:
         tags = self._options.tags
         return [token for content in contents for token in (tags.chunk_open, *content, tags.chunk_close)]
 
     def _end_round(self) -> None:
-        """All chunks are complete. Their final rows enter the cache together with the sync token, in the forward that it needs anyway."""
+        """Ends a round. The final rows of its chunks enter the cache with the sync token, in the forward that it needs anyway."""
         self._session.tokens[self.sequence] += self._scaffold(self.chunks)
         self._session.emit(self.sequence, [self._stop], 0)
         options = self._options

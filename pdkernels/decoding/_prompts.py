@@ -1,4 +1,4 @@
-"""The forms that prompts come in, and ids out of them."""
+"""The accepted forms of prompts, and their ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdkernels._validation import check, check_type, fail
 
 
 class Ids(Protocol):
-    """A NumPy array of integers, which nothing here imports."""
+    """A NumPy array of integers, typed without importing NumPy."""
 
     @property
     def ndim(self) -> int: ...
@@ -34,7 +34,7 @@ _AS_LIST = "Give a batch as a list of 1-D tensors."
 
 
 def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int]], bool]:
-    """Each prompt as a list of ids, and whether there was a single one instead of a batch."""
+    """Each prompt as a list of ids, and whether it was a single prompt, not a batch."""
     if isinstance(prompt, Mapping):
         prompts, single = _of_tokenizer(prompt)
     else:
@@ -66,7 +66,7 @@ def token_lists(model: Any, prompt: Any, vocabulary: int) -> tuple[list[list[int
 
 
 def _is_id(value: Any) -> bool:
-    """Python's ints and NumPy's."""
+    """Whether it is a Python or NumPy int."""
     if type(value) is int:
         return True
     if isinstance(value, (bool, torch.Tensor)) or getattr(value, "ndim", 0) > 0:
@@ -119,7 +119,7 @@ def _check_integers(name: str, array: Any) -> None:
 
 
 def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
-    """What a tokenizer returned: `input_ids`, and an `attention_mask` that is 0 where they are padding."""
+    """The output of a tokenizer: `input_ids`, and an `attention_mask` that is 0 where they are padding."""
     actual = f"a mapping with {', '.join(map(str, encoding)) or 'nothing'}"
     check("input_ids" in encoding, _OP, "prompt", "have `input_ids`", actual)
     ids, single = _rows("input_ids", encoding["input_ids"])

@@ -1,7 +1,7 @@
 """What the decoders of recurrent-depth models share: their options, filtered draws, the prompt's forward.
 
-Initial states belong to positions (`pdkernels.recurrence_inject`), and so do the numbers of a draw. One seed for each sequence names both, so all
-methods start a position from the same state and draw its token with the same noise, in whatever step that happens.
+Initial states depend on positions (`pdkernels.recurrence_inject`), and so do the random numbers of a draw. One seed per sequence
+keys both, so all methods start a position from the same state and draw its token with the same noise, in whichever step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Sampling(NamedTuple):
     seeds: torch.Tensor  # (batch,) int64, on the device of the model
 
     def draw(self, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64."""
+        """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64."""
         if self.temperature > 0:
             logits = filtered(logits, self.temperature, self.top_p, self.min_p, self.top_k)
         return draw(logits, positions, self.temperature, self.seeds, OWN)
@@ -36,12 +36,12 @@ class Sampling(NamedTuple):
 def filtered(
     logits: torch.Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
 ) -> torch.Tensor:
-    """`logits` ``(..., V)`` with -inf for tokens out of the question, at a temperature above 0.
+    """`logits` ``(..., V)`` with -inf for filtered tokens, at a temperature above 0.
 
-    As the published model draws: of ``softmax(logits / temperature)`` top-k drops what is below the `top_k`-th largest. Of the rest,
-    from the top and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but not the first
-    (the usual rule, that of `token_statistics`, keeps the token that crosses the line too, and equals of it). Then min-p drops
-    what is below `min_p` times the largest.
+    As the published model draws: of ``softmax(logits / temperature)`` top-k drops what is below the `top_k`-th largest. From
+    the rest, in descending order and ties by id, top-p drops every token whose cumulative mass, its own included, exceeds
+    `top_p`, except the first (the usual rule, that of `token_statistics`, also keeps the token that crosses the threshold, and
+    its equals). Then min-p drops what is below `min_p` times the largest.
 
     >>> distribution = torch.tensor([0.5, 0.3, 0.2]).log()
     >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
@@ -84,7 +84,7 @@ def checked_sampling(
 
 
 def checked_model(op: str, session: Session) -> RecurrentDepth:
-    """The model of `session`, whose recurrences are counted from here on."""
+    """The model of `session`, with counting of recurrences switched on."""
     model: RecurrentDepth = session.model
     check_type(
         hasattr(model.config, "mean_recurrence"),
@@ -104,18 +104,18 @@ def checked_recurrences(op: str, name: str, model: RecurrentDepth, given: int | 
 
 
 class Prefill(NamedTuple):
-    """Where the steps of a decoder begin."""
+    """The initial state of a decoder's steps."""
 
     cache: Any  # holds the prompts
-    tokens: torch.Tensor  # (batch, 1) int64: the first new tokens, which are on record
+    tokens: torch.Tensor  # (batch, 1) int64: the first new tokens, already on record
     ended: torch.Tensor  # (batch,) bool: the first token ends its sequence
     ends: torch.Tensor | None  # int64 ids that end a sequence
     first: list[int]  # `tokens` on the host
-    active: list[bool]  # which sequences have tokens to come
+    active: list[bool]  # which sequences still need tokens
 
 
 def prefill(session: Session, recurrences: int, sampling: Sampling, page_size: int | None) -> Prefill:
-    """Run the prompts through the model and put the token after each on record; at least one token is asked for."""
+    """Runs the prompts through the model and records the token after each; at least one token must be requested."""
     cache = session.new_cache(page_size)
     device = cache.lengths.device
     ends = session.ends_on(device)  # before the forward, for which a copy to the device would wait

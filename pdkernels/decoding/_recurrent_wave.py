@@ -1,9 +1,9 @@
-"""The rows that recurrent diffusion has under way, in tensors that are made once and stay where they are.
+"""The active rows of recurrent diffusion, in tensors that are allocated once.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithm 2 and
-equations 1 to 3. A row is called by its number i in its sequence's wave and is at position ``cursor + i``. The cursor is the
-lengths of the cache: everything before it is frozen, everything after it is written anew by every recurrence. So when rows
-freeze, the cursor moves, and nothing else: the next step reads this step's states and embeddings as many rows further on.
+equations 1 to 3. Row i of a sequence's wave is at position ``cursor + i``. The cursor is the
+lengths of the cache: everything before it is frozen, everything after it is rewritten by every recurrence. So when rows
+freeze, only the cursor moves: the next step reads this step's states and embeddings that many rows further on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NewState = Literal["fresh", "copied"]
 
 
 class WaveOptions(NamedTuple):
-    """Options of `recurrent_diffusion`, checked and with their defaults filled in."""
+    """Options of `recurrent_diffusion`, checked and with defaults filled in."""
 
     inner_recurrence: int
     threshold: float
-    compared: int  # states before a step's that the exit test needs: 0 (it needs none), 1 or 2
+    compared: int  # earlier states that the exit test needs: 0, 1 or 2
     noise: float
     schedule: Schedule
     horizon: int
@@ -46,11 +46,11 @@ class WaveOptions(NamedTuple):
 
 
 class Wave:
-    """Rows of all sequences; `width` says how many a sequence has, 0 once it has finished.
+    """Rows of all sequences; `width` is how many a sequence has, 0 once it has finished.
 
     Attributes:
         room: most rows of a sequence.
-        tokens: ``(batch, room + 1)`` int64, inputs of the rows; what comes after a wave is some valid id.
+        tokens: ``(batch, room + 1)`` int64, inputs of the rows; past a wave any valid id.
         width, advance: ``(batch,)`` int64, rows of each sequence, and how many the last step froze.
     """
 
@@ -58,7 +58,7 @@ class Wave:
         self.model: RecurrentDepth = session.model
         self.options, self.sampling = options, sampling
         self._cache, self._ends = start.cache, start.ends
-        # Only tokens that are asked for get a row: the wave ends where the text will.
+        # Only requested tokens get a row: the wave ends where the text will.
         limit = session.max_new_tokens
         self.room = max(1, min(options.max_wavefront, limit - 1))
         cursor = start.cache.lengths
@@ -76,16 +76,17 @@ class Wave:
         self._blended: torch.Tensor | None = None
         self._older: tuple[torch.Tensor, torch.Tensor] | None = None
         self._text: torch.Tensor | None = None
-        if options.headway > 1:  # guesses are taken from the text
+        if options.headway > 1:  # guesses are sampled from the text
             self._text, lengths = session.packed_prompts(session.longest + limit + self.room, cursor.device)
             self._text.scatter_(1, lengths[:, None], start.tokens)
 
     def step(self, rows: int, whole: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Refine the first `rows` rows of every sequence, predict, freeze what is ready and move on. The host reads nothing here.
+        """Refines the first `rows` rows of every sequence, predicts, freezes what is ready and advances. The host reads nothing
+        here.
 
         Args:
             rows: at least the largest width.
-            whole: every sequence has that many rows, so that none is padding.
+            whole: every sequence has that many rows, so none is padding.
 
         Returns:
             Predictions ``(batch, rows)`` int64, of the token after each row, -1 where logits are NaN, and the distance of each row,
@@ -139,7 +140,7 @@ class Wave:
         logits = model.coda(state, context)
         predictions = self.sampling.draw(logits, positions)
         if self._text is not None:
-            # Drafts come after the text at their own positions; the cursor alone makes them count.
+            # Drafts come after the text at their own positions; only moving the cursor makes them part of it.
             self._text.scatter_(1, positions, predictions)
         if options.compared == 2 and self._state is not None:
             self._older = self._state, self.advance.clone()
@@ -169,7 +170,7 @@ class Wave:
         return predictions.masked_fill(not_numbers(logits, predictions), -1), distance
 
     def _filler(self) -> torch.Tensor | None:
-        """Tokens out of the text, ``(batch, headway - 1)``, for new rows that nothing has predicted."""
+        """Tokens from the text, ``(batch, headway - 1)``, for new rows without a prediction."""
         if self._text is None:
             return None
         words = random_words(self.sampling.seeds, self._steps, torch.zeros_like(self._steps), self.options.headway - 1)

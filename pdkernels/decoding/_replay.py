@@ -1,4 +1,5 @@
-"""A trace as a page that replays it. Steps of all kinds of decoders become the same few facts, which `replay.html` draws."""
+"""A trace as a page that replays it. Steps of all kinds of decoders are reduced to the same few facts, which `replay.html`
+draws."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ MODEL, DRAFT, FILLED = "model", "draft", "filled"
 
 
 class Source(NamedTuple):
-    """What a page needs beside the trace."""
+    """What a page needs besides the trace."""
 
     prompts: list[list[int]]
-    tokens: list[list[int]]  # behind the prompts
+    tokens: list[list[int]]  # after the prompts
     tokenizer: Any
 
 
@@ -36,31 +37,31 @@ class Write(NamedTuple):
     """A token that is text from this step on."""
 
     lane: int
-    place: int
+    position: int
     token: int
     kind: str
 
 
 class Ghost(NamedTuple):
-    """What a step thought of a place without keeping it: a token, a number between 0 (no idea) and 1 (sure), or both."""
+    """A step's guess for a position, not kept: a token, a confidence between 0 and 1, or both."""
 
     lane: int
-    place: int
+    position: int
     token: int | None
     sure: float | None
 
 
 class Frame(NamedTuple):
-    """A step. Places count in a lane; there is one lane, the new tokens, unless chunks are written side by side."""
+    """A step. Positions are relative to a lane; there is one lane, the new tokens, unless chunks are written in parallel."""
 
     note: str
     writes: list[Write]
     ghosts: list[Ghost]
-    window: tuple[int, int] | None = None  # places that could be written
+    window: tuple[int, int] | None = None  # positions that could be written
 
 
 def frames(trace: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -> list[Frame]:
-    """The steps of one sequence. What no step wrote was there before the first one: what the prompt's forward gave.
+    """The steps of one sequence. Tokens that no step wrote come from the prompt's forward.
 
     >>> [frame.note for frame in frames([TraceStep([5, 6, 9], [6, 7, 8], 2)], [1, 2], [5, 6, 7])]
     ['the prompt', '1 of 2 drafts accepted']
@@ -69,32 +70,32 @@ def frames(trace: Sequence[Any], prompt: Sequence[int], tokens: Sequence[int]) -
     made = list(_READERS[kind](trace, len(prompt)))
     if kind is ChunkStep:
         return [Frame("the prompt and the first plan", [], []), *made]
-    # A forward may write more than is asked for.
-    made = [frame._replace(writes=[write for write in frame.writes if write.place < len(tokens)]) for frame in made]
-    written = {write.place for frame in made for write in frame.writes}
-    first = [Write(0, place, token, MODEL) for place, token in enumerate(tokens) if place not in written]
+    # A forward may write more than requested.
+    made = [frame._replace(writes=[write for write in frame.writes if write.position < len(tokens)]) for frame in made]
+    written = {write.position for frame in made for write in frame.writes}
+    first = [Write(0, position, token, MODEL) for position, token in enumerate(tokens) if position not in written]
     return [Frame("the prompt", first, []), *made]
 
 
 def _drafted(trace: Sequence[TraceStep | LinearStep], prompt_len: int) -> Iterator[Frame]:
-    place = 0  # of the draft's first token, which is text already
+    position = 0  # of the draft's first token, which is already text
     for step in trace:
         kept, drafts = step.accepted, len(step.draft) - 1
-        writes = [Write(0, place + i, step.draft[i], DRAFT) for i in range(1, kept)]
-        writes.append(Write(0, place + kept, step.predictions[kept - 1], MODEL))
-        ghosts = [Ghost(0, place + i, step.draft[i], None) for i in range(kept + 1, len(step.draft))]
+        writes = [Write(0, position + i, step.draft[i], DRAFT) for i in range(1, kept)]
+        writes.append(Write(0, position + kept, step.predictions[kept - 1], MODEL))
+        ghosts = [Ghost(0, position + i, step.draft[i], None) for i in range(kept + 1, len(step.draft))]
         note = f"{kept - 1} of {drafts} drafts accepted" if drafts else "one token"
         if isinstance(step, LinearStep):
             note += f", {step.forwards} forwards"
         yield Frame(note, writes, ghosts)
-        place += kept
+        position += kept
 
 
 def _denoised(trace: Sequence[DenoiseStep], prompt_len: int) -> Iterator[Frame]:
     begin, after = 0, None
     for step in trace:
         writes = []
-        if step.block != after:  # a new block; its first token may be given, and is no mask then
+        if step.block != after:  # a new block; its first token may be given, and is then not a mask
             begin += 0 if after is None else len(after)
             if step.block[0] != step.block[-1]:
                 writes.append(Write(0, begin, step.block[0], MODEL))
@@ -103,19 +104,19 @@ def _denoised(trace: Sequence[DenoiseStep], prompt_len: int) -> Iterator[Frame]:
             after[slot] = token
             writes.append(Write(0, begin + slot, token, FILLED))
         window = begin, begin + len(after)
-        yield Frame(f"block at {begin}, places filled: {len(step.committed)}", writes, [], window)
+        yield Frame(f"block at {begin}, positions filled: {len(step.committed)}", writes, [], window)
 
 
 def _masked(trace: Sequence[MaskedStep], prompt_len: int) -> Iterator[Frame]:
     for step in trace:
-        writes = [Write(0, place - prompt_len, token, FILLED) for place, token in step.committed.items()]
+        writes = [Write(0, position - prompt_len, token, FILLED) for position, token in step.committed.items()]
         ghosts = [
-            Ghost(0, place - prompt_len, None, sure)
-            for place, sure in step.confidence.items()
-            if place not in step.committed
+            Ghost(0, position - prompt_len, None, sure)
+            for position, sure in step.confidence.items()
+            if position not in step.committed
         ]
         first, last = step.window
-        note = f"places filled: {len(step.committed)} of {len(step.confidence)} guessed"
+        note = f"positions filled: {len(step.committed)} of {len(step.confidence)} guessed"
         yield Frame(note, writes, ghosts, (first - prompt_len, last - prompt_len))
 
 
@@ -130,7 +131,7 @@ def _recurrent(trace: Sequence[RecurrentStep], prompt_len: int) -> Iterator[Fram
         begin = step.cursor + 1 - prompt_len
         rows = list(enumerate(step.predictions))
         writes = [Write(0, begin + i, token, MODEL) for i, token in rows[: step.frozen]]
-        # A distance of 0 is sure, one of 1 or more no idea.
+        # A distance of 0 is full confidence, one of 1 or more none.
         ghosts = [
             Ghost(0, begin + i, token, round(max(0.0, 1 - step.distance[i]), 3)) for i, token in rows[step.frozen :]
         ]
@@ -143,8 +144,10 @@ def _chunks(trace: Sequence[ChunkStep], prompt_len: int) -> Iterator[Frame]:
         if step.round != number:
             first_lane, number = lanes, step.round
             lanes += len(step.canvas)
-        writes = [Write(first_lane + chunk, place, token, FILLED) for (chunk, place), token in step.committed.items()]
-        yield Frame(f"round {step.round + 1}, places filled: {len(writes)}", writes, [])
+        writes = [
+            Write(first_lane + chunk, position, token, FILLED) for (chunk, position), token in step.committed.items()
+        ]
+        yield Frame(f"round {step.round + 1}, positions filled: {len(writes)}", writes, [])
 
 
 _READERS: dict[type, Callable[[Sequence[Any], int], Iterator[Frame]]] = {
@@ -183,9 +186,9 @@ def _sequence(
     steps = [
         {
             "note": frame.note,
-            "writes": [[write.lane, write.place, text(write.token), write.kind] for write in frame.writes],
+            "writes": [[write.lane, write.position, text(write.token), write.kind] for write in frame.writes],
             "ghosts": [
-                [ghost.lane, ghost.place, None if ghost.token is None else text(ghost.token), ghost.sure]
+                [ghost.lane, ghost.position, None if ghost.token is None else text(ghost.token), ghost.sure]
                 for ghost in frame.ghosts
             ],
             "window": frame.window,
@@ -204,12 +207,12 @@ def write_page(
     trace: Sequence[Sequence[Any]],
     rounds: Sequence[Sequence[Any]] | None,
 ) -> None:
-    """See `DecodeResult.save_html`. `rounds`: of each sequence's plan."""
+    """See `DecodeResult.save_html`. `rounds`: those of each sequence's plan."""
 
     def text(token: int) -> str:
         try:
             piece = "" if source.tokenizer is None else source.tokenizer.decode([token])
-        except ValueError:  # a tokenizer of bytes knows no tags
+        except ValueError:  # a byte tokenizer has no tags
             piece = ""
         return piece or f"⟨{token}⟩"  # special tokens have no text
 

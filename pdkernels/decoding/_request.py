@@ -1,4 +1,4 @@
-"""From what a caller asks for to a session, and from a session to what the caller gets."""
+"""From a caller's request to a session, and from a session to the result."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Overflow = Literal["error", "warn"]
 
 
 def check_model(model: Any, method: Method, paged: bool) -> None:
-    """TypeError for a model that lacks a member which `method` needs, by name."""
+    """TypeError for a model without a member that `method` needs."""
     actual = type(model).__name__
     check_type(hasattr(model, "config"), _OP, "model", "be a model", actual, "Load one with pdkernels.models.load.")
-    # A method says itself which other models it wants.
+    # A method checks for other models itself.
     asked = method.asks if method.fits_family(model) else LanguageModel
     if absent := missing(model, asked):
         needed = f"have {absent} (pdkernels.models.{asked.__name__}) for method {method.name!r}"
@@ -47,9 +47,9 @@ def open_session(
     overflow: Overflow = "error",
     fill_in: int | None = None,
 ) -> tuple[Session, bool]:
-    """A session for checked arguments of `generate`, and whether there was a single prompt instead of a batch.
+    """A session for checked arguments of `generate`, and whether there was a single prompt, not a batch.
 
-    `fill_in`: the mask token, where those inside prompts are to be filled too.
+    `fill_in`: the mask token, if masks inside prompts are to be filled too.
     """
     check_type(_is_int(max_new_tokens), _OP, "max_new_tokens", "be an int", type(max_new_tokens).__name__)
     check(max_new_tokens >= 0, _OP, "max_new_tokens", "be at least 0", max_new_tokens)
@@ -79,7 +79,7 @@ def open_session(
 
 
 def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overflow) -> None:
-    """Texts are no longer than the model was trained for, unless the caller wants them to be."""
+    """Checks that texts are no longer than the model was trained for, unless the caller allows it."""
     total, trained = longest + max_new_tokens, getattr(model.config, "max_positions", None)
     expectation = "leave room for max_new_tokens in {} positions"
     actual = f"{longest} tokens and {max_new_tokens} more"
@@ -94,9 +94,9 @@ def _check_length(model: Any, longest: int, max_new_tokens: int, overflow: Overf
 
 
 def finished(session: Session, single: bool, method: str, decode: Callable[[], int | None]) -> DecodeResult[Any, Any]:
-    """What `generate` returns of a session that `decode` fills."""
+    """The result of `generate` from a session that `decode` fills."""
     started = time.perf_counter()
-    # Caches have the model's dtype, whatever autocast around the call would make of K and V.
+    # Caches have the model's dtype, whatever autocast around the call would do to K and V.
     with torch.inference_mode(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
         forwards = decode()
     seconds = time.perf_counter() - started - session.callback_seconds

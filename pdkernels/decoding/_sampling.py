@@ -1,8 +1,8 @@
 """Draws of the sampling decoders, batched and on the device; the plain form is reference/sampling.py.
 
-A draw belongs to a position of the text: its random numbers are named by the seed of the sequence (`stream`), by what is drawn
-(`OWN`, or the number of the sequence's forward that guesses), by the position and by the vocabulary id. So a sequence draws the
-same tokens alone, in a batch and in the reference, and nothing random has to be stored.
+A draw depends on a position of the text: its random numbers are keyed by the seed of the sequence (`stream`), by what is drawn
+(`OWN`, or the number of the sequence's guessing forward), by the position and by the vocabulary id. So a sequence draws the
+same tokens alone, in a batch and in the reference, and no random state is stored.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from pdkernels.ops import TokenStatistics, token_statistics
 
 Name = TypeVar("Name", bound=str)
 
-OWN = 0  # step of the tokens that the model's own distribution puts at a position, whichever forward computes it
-ORDER = 2  # fourth word of the counter where a number is a position's turn; draws of tokens have 0, latent noise has 1
+OWN = 0  # step of tokens drawn from the model's own distribution at a position, whichever forward computes it
+ORDER = 2  # fourth word of the counter for the order of positions; draws of tokens use 0, latent noise uses 1
 
 Seed = int | Sequence[int]
 
 _WORD = 0xFFFFFFFF
 _GOLDEN = (
-    0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it stay far from each other and from small seeds
+    0x9E3779B97F4A7C15  # 2**64 over the golden ratio: multiples of it are far from each other and from small seeds
 )
 
 
 def stream(seed: int, sequence: int) -> int:
     """The seed of sequence number `sequence` of a batch whose `seed` is one number, ``seed + sequence * 0x9E3779B97F4A7C15``
-    modulo 2**64: alone with it, the sequence gives what it gives in the batch.
+    modulo 2**64: with it, the sequence alone gives what it gives in the batch.
 
     >>> stream(7, 0), hex(stream(7, 1))
     (7, '0x9e3779b97f4a7c1c')
@@ -84,10 +84,10 @@ def draw(
     step: torch.Tensor | int,
     suppress: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """One token for each row of `logits` ``(batch, R, V)``, which is about `positions` ``(batch, R)``: int64 ``(batch, R)``.
+    """One token for each row of `logits` ``(batch, R, V)``, for `positions` ``(batch, R)``: int64 ``(batch, R)``.
 
-    Exactly from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are ``(batch,)``,
-    `step` is a number or broadcasts against `positions`.
+    An exact draw from ``softmax(logits / temperature)``; the argmax at temperature 0. Ties go to the lowest id. `seeds` are
+    ``(batch,)``, `step` is a number or broadcasts against `positions`.
     """
     if temperature == 0:
         return greedy(logits, suppress)
@@ -98,24 +98,24 @@ def draw(
 def greedy(logits: torch.Tensor, suppress: tuple[int, ...] = ()) -> torch.Tensor:
     """The most probable token of each row ``(..., V)`` other than those of `suppress`, the lowest id on ties."""
     if not suppress:
-        return logits.argmax(-1)  # the one thing that is asked for
+        return logits.argmax(-1)  # all that is needed
     return token_statistics(logits, suppress=suppress, top_k=1, backend=backend_of(logits.dtype)).ids
 
 
 def noise(temperature: float, seeds: torch.Tensor, step: torch.Tensor | int, positions: torch.Tensor) -> dict[str, Any]:
-    """What a draw is made with, as `token_statistics` takes it. At temperature 0 it is nothing."""
+    """The arguments of `token_statistics` for a draw. Empty at temperature 0."""
     if temperature == 0:
         return {}
     return {"temperature": temperature, "seed": seeds[:, None], "step": step, "positions": positions}
 
 
 def latents(model: Any, seeds: torch.Tensor) -> dict[str, Any]:
-    """What the forward of a recurrent-depth model takes besides: the seeds of its initial states ``(batch,)``."""
+    """Additional arguments for the forward of a recurrent-depth model: the seeds ``(batch,)`` of its initial states."""
     return {"seed": seeds} if hasattr(getattr(model, "config", None), "mean_recurrence") else {}
 
 
 def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
-    """`token_statistics` of what the head of `model` says of rows of `hidden`; a model that can keeps no logits for it."""
+    """`token_statistics` of the logits of rows of `hidden`; without storing logits if the model can."""
     if hasattr(model, "statistics"):
         found: TokenStatistics = model.statistics(hidden, **options)
         return found
@@ -126,21 +126,21 @@ def statistics(model: Any, hidden: torch.Tensor, **options: Any) -> TokenStatist
 def distribution(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """fp64 probabilities that `draw` draws from, at a temperature above 0."""
     logits = logits.double()
-    # The best one at 0: divided by a tiny temperature, logits would overflow.
+    # The best logit is at 0: divided by a tiny temperature, others would overflow.
     return torch.softmax((logits - logits.amax(-1, keepdim=True)) / temperature, -1)
 
 
 def without_(logits: torch.Tensor, token: int) -> torch.Tensor:
-    """Makes `token` impossible, in place: a guess is never the mask token, which would leave its slot as it was."""
+    """Makes `token` impossible, in place: a guess is never the mask token, which would leave its slot masked."""
     logits[..., token] = -torch.inf
     return logits
 
 
 def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float) -> torch.Tensor:
-    """`logits` ``(..., V)`` with -inf for all but the `count` most probable tokens, and for those of them that `top_p` drops.
+    """`logits` ``(..., V)`` with -inf for all but the `count` most probable tokens, and for those that `top_p` drops.
 
-    A token goes if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1), of which all tokens are
-    part. The first one stays, and equals stay or go together.
+    A token is dropped if the more probable ones have the mass `top_p` of ``softmax(logits / temperature)`` (0: 1) over all
+    tokens. The first always stays, and equals stay or go together.
 
     >>> distribution = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     >>> likeliest(distribution, 3, 0.0, 0.65).isfinite().tolist(), likeliest(distribution, 1, 0.0, 0.65).isfinite().tolist()
@@ -155,7 +155,7 @@ def likeliest(logits: torch.Tensor, count: int, temperature: float, top_p: float
 
 
 def checked_sampling(op: str, temperature: float, seed: Seed, batch: int) -> torch.Tensor:
-    """The seed of each sequence, int64 ``(batch,)`` on the host, for a temperature that is one."""
+    """The seed of each sequence, int64 ``(batch,)`` on the host, after checking the temperature."""
     check_type(_is_number(temperature), op, "temperature", "be a number", type(temperature).__name__)
     check(0 <= temperature < math.inf, op, "temperature", "be finite and at least 0", temperature)
     check(temperature == 0 or temperature >= 1e-30, op, "temperature", "be 0 or at least 1e-30", temperature)
@@ -175,7 +175,7 @@ def checked_seeds(op: str, seed: Seed, batch: int) -> torch.Tensor:
 
 
 def _is_number(value: object) -> bool:
-    """Python's own numbers, and NumPy's float64, which is one."""
+    """Whether it is a Python number, which includes NumPy's float64."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
@@ -205,7 +205,7 @@ def checked_flag(op: str, name: str, value: bool) -> bool:
 
 
 def checked_mask_token(op: str, model: Any, given: int | None) -> int:
-    """The id of open slots: `given`, or the model's own."""
+    """The id of masked slots: `given`, or the model's own."""
     token: Any = getattr(model, "mask_token", None) if given is None else given
     check(
         token is not None,
@@ -222,7 +222,7 @@ def checked_mask_token(op: str, model: Any, given: int | None) -> int:
 
 
 def banned_tokens(op: str, model: Any, allow_mask_token: bool, mask_token: int | None = None) -> tuple[int, ...]:
-    """What no row of a text may say: the mask token, given or the model's own, if there is one and it is not allowed."""
+    """Ids that no text may contain: the mask token, given or the model's own, if there is one and it is not allowed."""
     checked_flag(op, "allow_mask_token", allow_mask_token)
     token = getattr(model, "mask_token", None) if mask_token is None else mask_token
     return () if allow_mask_token or token is None else (token,)

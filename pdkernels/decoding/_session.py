@@ -1,4 +1,4 @@
-"""What every decoding loop starts from and leaves: packed prompts, a cache, the record of its tokens."""
+"""The input and output of every decoding loop: packed prompts, a cache, the record of its tokens."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ def is_end(tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 
 
 def not_numbers(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` that holds NaN: the op and argmax choose that."""
+    """Which of `tokens` ``(batch, R)`` came from a row of `logits` ``(batch, R, V)`` with NaN, which the op and argmax select."""
     return logits.gather(-1, tokens.clamp(min=0)[..., None])[..., 0].isnan()
 
 
 def marked(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`tokens` ``(batch, R)`` as a host should read them: -1 for the first one if its row ``(batch, 1, V)`` holds NaN."""
+    """`tokens` ``(batch, R)`` for the host: -1 for the first one if its row ``(batch, 1, V)`` has NaN."""
     first = tokens[:, :1]
     return torch.cat([first.masked_fill(not_numbers(logits, first), -1), tokens[:, 1:]], 1)
 
 
 def judged_by_nan(logits: torch.Tensor, predictions: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
-    """Which sequences, ``(batch,)``, accepted a draft by rows that hold NaN; the rows after `accepted` ``(batch,)`` decide nothing."""
+    """Which sequences, ``(batch,)``, accepted a draft from rows with NaN; the rows after `accepted` ``(batch,)`` are irrelevant."""
     row = torch.arange(predictions.shape[1], device=accepted.device)
     return (not_numbers(logits, predictions) & (row < accepted[:, None])).any(1)
 
 
 def sent(rows: list[list[int]], device: torch.device) -> torch.Tensor:
-    """A table of numbers on the device, int64, in one copy that the host does not wait for."""
+    """A table of int64 numbers, sent to the device in one copy that the host does not wait for."""
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 MOST_POSITIONS = 2**24
-"""Of a text, regardless of the model."""
+"""Limit of a text, regardless of the model."""
 
 _BLOCK = 256  # no published model is trained on longer blocks
 
@@ -49,7 +49,7 @@ _BLOCK = 256  # no published model is trained on longer blocks
 class Session:
     """One call of `generate`: its inputs on the device, its growing output on the host.
 
-    A loop reads its device once per step, and that one read brings every token to the host; the record is kept from those
+    A loop reads its device once per step, and that read brings all tokens to the host; the record is built from these
     host copies, so nothing here touches the device after the prompt is packed.
     """
 
@@ -75,28 +75,28 @@ class Session:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.accepted: list[list[int]] = [[] for _ in prompts]
         self.trace: list[list[Any]] | None = [[] for _ in prompts] if trace else None
-        self.given = 0  # of `tokens`, how many were in the prompts
+        self.given = 0  # how many of `tokens` were in the prompts
         self.forwards = 0
-        self.recurrences, self.counts_recurrences = 0, False  # by methods that decide how often a model's core runs
-        self.plans: list[PlanReport] | None = None  # by methods that plan
-        self.text_of: Callable[[list[int]], str] | None = None  # where it is not what the tokenizer makes of all tokens
+        self.recurrences, self.counts_recurrences = 0, False  # set by methods that choose how often a model's core runs
+        self.plans: list[PlanReport] | None = None  # set by methods that plan
+        self.text_of: Callable[[list[int]], str] | None = None  # if not the decoding of all tokens
         self.callback_seconds = 0.0
         self._on_tokens = on_tokens
 
     def block(self, size: int) -> int:
-        """A block of `size` tokens, but not of many more than anybody asked for."""
+        """A block of `size` tokens, limited to about the requested length."""
         return min(size, max(self.max_new_tokens, _BLOCK))
 
     @property
     def written(self) -> list[list[int]]:
-        """What the caller gets of each sequence: its new tokens, or its whole text where masks inside the prompt were filled."""
+        """What the caller gets for each sequence: its new tokens, or its whole text where masks inside the prompt were filled."""
         if self.tails is None:
             return self.tokens
         return [prompt + tokens for prompt, tokens in zip(self.prompts, self.tokens, strict=True)]
 
     @property
     def listens(self) -> bool:
-        """Whether somebody wants tokens as soon as they are final."""
+        """Whether a callback wants tokens as soon as they are final."""
         return self._on_tokens is not None
 
     def new_cache(self, page_size: int | None, room: int = 0, copies: int = 1) -> Any:
@@ -105,7 +105,7 @@ class Session:
         if page_size is None:
             return self.model.new_cache(batch, self.longest + more)
         cache = self.model.new_cache(batch, self.longest + more, kind="paged", page_size=page_size)
-        # All pages at once: the loop then never has to ask the host-side allocator.
+        # All pages at once: the loop then never needs the host-side allocator.
         cache.reserve_([len(prompt) + more for prompt in self.prompts] * copies)
         return cache
 
@@ -116,7 +116,7 @@ class Session:
         return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
 
     def ends_on(self, device: torch.device) -> torch.Tensor | None:
-        """The end tokens as a tensor; None where there are none."""
+        """The end tokens as a tensor; None if there are none."""
         return torch.tensor(self.end_tokens, dtype=torch.int64, device=device) if self.end_tokens else None
 
     def ragged(self, counts: torch.Tensor) -> torch.Tensor | None:
@@ -124,15 +124,15 @@ class Session:
         return None if all(len(prompt) == self.longest for prompt in self.prompts) else counts
 
     def record_first(self, sequence: int, token: int) -> None:
-        """The token that the prompt's forward gave."""
+        """Records the token from the prompt's forward."""
         self.emit(sequence, [token], 0)
 
     def log_step(
         self, sequence: int, draft: list[int], predictions: list[int] | None, accepted: int, next_token: int
     ) -> None:
-        """One verified draft: ``draft[0]`` is on record since the step before, the rest and the next token are new.
+        """Records a verified draft: ``draft[0]`` is on record since the previous step, the rest and the next token are new.
 
-        An `accepted` of -1 says that the model's logits were no numbers.
+        An `accepted` of -1 means that the model's logits were NaN.
         """
         if accepted < 0:
             self.fail_not_numbers(sequence)
@@ -145,21 +145,21 @@ class Session:
         self.emit(sequence, new, accepted - 1)
 
     def emit(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
-        """New tokens of a sequence, of which the first `accepted_drafts` were drafted before they were accepted; -1 came from NaN."""
+        """Records new tokens of a sequence, the first `accepted_drafts` of them accepted drafts; -1 came from NaN."""
         if new and min(new) < 0:
             self.fail_not_numbers(sequence)
         self.tokens[sequence] += new
         self.tell(sequence, list(new), accepted_drafts)
 
     def tell(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
-        """Hands tokens to whoever listens; a list of theirs."""
+        """Passes tokens to the callback, as its own list."""
         if self._on_tokens is not None:
             started = time.perf_counter()
             self._on_tokens(sequence, new, accepted_drafts)
             self.callback_seconds += time.perf_counter() - started
 
     def fail_not_numbers(self, sequence: int) -> NoReturn:
-        """For logits that hold NaN, of which no token can be chosen."""
+        """Raises for logits with NaN, from which no token can be chosen."""
         actual = f"NaN in sequence {sequence}, after {len(self.tokens[sequence])} new tokens"
         remedy = "Look for NaN in its weights, or for overflow in fp16."
         raise ValueError(message("decoding.generate", "model", "give logits that are numbers", actual, remedy))

@@ -1,8 +1,8 @@
-"""A decoding method in two halves: what a step does on the device, and what the host makes of it.
+"""A decoding method in two halves: what a step does on the device, and what the host does with it.
 
-The device half has static shapes, keeps its state in tensors that are made once and change in place, and reads nothing back: it
-can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The host
-half turns entries, one per step, into the session's record. Here the two take turns.
+The device half has static shapes, keeps its state in tensors that are allocated once and change in place, and reads nothing
+back: it can be captured in a graph, and whole generations can run without the host (`pdkernels.integrations.device_loop`). The
+host half turns entries, one per step, into the session's record. Here the two alternate.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Rows = list[list[int]]
 
 
 class Steps(ABC):
-    """Made for sessions with the sizes of one; `start` takes any that has the same batch and limits and no longer prompts.
+    """Built for the sizes of a session; `start` takes any session with the same batch and limits and no longer prompts.
 
-    `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column holds the tokens of a sequence's
-    next draft, 0 when it is done; the second how many of the last one were accepted, -1 if its logits were NaN, which also ends
-    it; the others are the method's own.
+    `entry` ``(batch, columns)`` int64 is rewritten by `start` and by every step. Its first column is the length of a sequence's
+    next draft, 0 when it is done; the second how many tokens of the last one were accepted, -1 if its logits were NaN, which
+    also ends the sequence; the others are specific to the method.
     """
 
     entry: torch.Tensor
     needs_host: str = ""
-    """What of the options makes a step read its device; empty where none does."""
+    """The option that makes a step read its device; empty if none does."""
 
     @abstractmethod
     def __init__(self, sizes: Session, **options: Any) -> None:
@@ -38,11 +38,12 @@ class Steps(ABC):
 
     @abstractmethod
     def start(self, session: Session) -> None:
-        """The prompts' forward, and the first entry."""
+        """Runs the prompts' forward, and writes the first entry."""
 
     @abstractmethod
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        """One more round for all sequences. No draft is longer than `width` (None: it is not known), all are as long if not `ragged`."""
+        """Runs one round for all sequences. No draft is longer than `width` (None: unknown); all have that length if not
+        `ragged`."""
 
     @abstractmethod
     def opened(self, session: Session, rows: Rows) -> None:
@@ -50,17 +51,17 @@ class Steps(ABC):
 
     @abstractmethod
     def stepped(self, session: Session, before: Rows, rows: Rows) -> int:
-        """Records an entry, given the one before it. Returns in how many forwards of the step its sequences took part."""
+        """Records an entry, given the one before it. Returns the forwards of the step its sequences took part in."""
 
     def recorded(self, session: Session, entries: list[Rows]) -> int:
-        """Records a whole generation, and returns in how many forwards its sequences took part."""
+        """Records a whole generation, and returns the forwards its sequences took part in."""
         refuse_nan(session, entries)
         self.opened(session, entries[0])
         return session.batch + sum(self.stepped(session, before, rows) for before, rows in pairwise(entries))
 
 
 def decoder(steps: type[Steps]) -> Callable[..., int]:
-    """The method that such steps are: fills a session, takes their options, returns what `run` returns."""
+    """The method made of such steps: fills a session, takes their options, returns what `run` returns."""
 
     def decode(session: Session, **options: Any) -> int:
         return run(steps(session, **options), session)
@@ -69,7 +70,7 @@ def decoder(steps: type[Steps]) -> Callable[..., int]:
 
 
 def refuse_nan(session: Session, entries: list[Rows]) -> None:
-    """ValueError for an entry that says so."""
+    """ValueError for an entry that reports NaN."""
     for rows in entries:
         for sequence, row in enumerate(rows):
             if row[1] < 0:
@@ -77,9 +78,9 @@ def refuse_nan(session: Session, entries: list[Rows]) -> None:
 
 
 def run(steps: Steps, session: Session, replay: Callable[[], None] | None = None) -> int:
-    """A whole generation, with one read of the device per step. Returns in how many forwards its sequences took part.
+    """A whole generation, with one read of the device per step. Returns the forwards its sequences took part in.
 
-    `replay` does what a step of unknown width does, in its place.
+    `replay` replaces a step of unknown width.
     """
     if session.max_new_tokens == 0:
         return 0

@@ -12,7 +12,7 @@ _OP = "decoding.autoregressive"
 
 
 class AutoregressiveSteps(Steps):
-    """An entry: 1 while a sequence goes on, 1 for the row it had, its newest token."""
+    """An entry: 1 while a sequence continues, 1 for the row it had, its newest token."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class AutoregressiveSteps(Steps):
         self.ends = sizes.ends_on(self.cache.device)
         self.entry = self.cache.lengths.new_zeros(sizes.batch, 3)
         self.active, self.accepted, self.token = self.entry[:, 0], self.entry[:, 1], self.entry[:, 2:]
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
 
     def start(self, session: Session) -> None:
         prompts, prompt_lengths = session.packed_prompts(session.longest, self.cache.device)
@@ -46,7 +46,7 @@ class AutoregressiveSteps(Steps):
         self._write(first, logits)
 
     def step(self, width: int | None = None, ragged: bool = True) -> None:
-        # A finished sequence goes through the model too, but its row is never committed: its cache stands still.
+        # A finished sequence goes through the model too, but its row is never committed: its cache does not change.
         logits = self.model(self.token, cache=self.cache, **self.latents)
         following = self._draw(logits, self.cache.lengths + 1)
         self.cache.commit_(self.active)
@@ -57,7 +57,7 @@ class AutoregressiveSteps(Steps):
         return draw(logits, positions[:, None], self.temperature, self.seeds, OWN, self.banned)
 
     def _write(self, token: torch.Tensor, logits: torch.Tensor) -> None:
-        # A finished sequence has no row that counts, whatever its logits are.
+        # No row of a finished sequence counts, whatever its logits are.
         broken = not_numbers(logits, token)[:, 0] & (self.active > 0)
         self.accepted.fill_(1).masked_fill_(broken, -1)
         self.remaining.masked_fill_(broken, 0)

@@ -3,7 +3,7 @@
 Source: "Nemotron-Labs-Diffusion", section 3.2. The plain form is reference/block_diffusion.py; both take the same forwards,
 draw the same tokens and fill the same slots.
 
-All sequences of a batch work on their blocks together: blocks are equally long, and a sequence whose block is done waits for
+All sequences of a batch fill their blocks in step: blocks are equally long, and a sequence whose block is done waits for
 the others before all of them are refreshed in one forward.
 """
 
@@ -53,21 +53,21 @@ def decode(
     page_size: int | None = None,
     sampler: SamplerHead | None = None,
 ) -> int:
-    """Fill `session` block by block. Not the tokens of autoregressive decoding: what a slot holds is never judged again.
+    """Fills `session` block by block. Not the tokens of autoregressive decoding: a filled slot is never revised.
 
     Args:
         block_size: tokens of a block.
-        threshold: fill every slot whose confidence reaches it, and the best one anyway. None: fill the most confident ones,
+        threshold: fill every slot whose confidence reaches it, and always the best one. None: fill the most confident ones,
             evenly over `steps_per_block`.
         steps_per_block: forwards per block if `threshold` is None; by default as many as there are masks.
         refresh: "causal" runs a finished block through the model causally, which also gives the next block's first token;
             "bidirectional" is for models whose past is causal by blocks.
-        temperature: of the candidates; slots are chosen by the confidence without it.
-        sampler: a trained network whose scores take the place of the confidence; for temperature 0. Slots after an end token are
+        temperature: of the candidates; slots are chosen by the confidence at temperature 1.
+        sampler: a trained network whose scores replace the confidence; for temperature 0. Slots after an end token are
             left alone.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     checked_size(_OP, "block_size", block_size)
     if threshold is not None:
@@ -94,16 +94,16 @@ def decode(
     if limit == 0:
         return 0
     block_size = session.block(block_size)
-    known = 1 if refresh == "causal" else 0  # slots of a new block that are no masks
+    known = 1 if refresh == "causal" else 0  # slots of a new block that are not masks
 
     cache = session.new_cache(page_size)
     lengths = cache.lengths  # grows in place with every commit
     device = lengths.device
     seeds = seeds.to(device)
-    places = torch.arange(block_size, device=device)
-    slot = places[known:]
+    slots = torch.arange(block_size, device=device)
+    slot = slots[known:]
     everything = full(block_size).plan(64, 64, device)
-    nothing = torch.zeros_like(lengths)  # what a denoising step stores
+    nothing = torch.zeros_like(lengths)  # rows that a denoising step stores
 
     block, prompt_lengths = session.packed_prompts(session.longest, device)
     counts, last = prompt_lengths, (prompt_lengths - 1)[:, None]
@@ -113,7 +113,7 @@ def decode(
     written = 0
 
     while True:
-        # The prompt, or the block that is done, becomes part of the past.
+        # The prompt, or the finished block, becomes part of the past.
         logits = model(block, cache=cache, counts=counts, mask=mask, rows=last)
         session.forwards += 1
         numbers = [number + on for number, on in zip(numbers, active, strict=True)]
@@ -131,7 +131,7 @@ def decode(
 
         step = 0
         while True:
-            # Of these something is open that is needed.
+            # These still have masks that are needed.
             drafting = [
                 on and _is_open(tokens[:wanted], known, mask_token, session.end_tokens)
                 for on, tokens in zip(active, rows, strict=True)
@@ -153,7 +153,7 @@ def decode(
                 guesses = statistics(model, hidden[:, known:], suppress=mask_token, top_k=1, **draws)
                 ids, sure = guesses.ids, guesses.probs
             else:
-                able = (block == mask_token) & (places < table[:, 1:2] + known)
+                able = (block == mask_token) & (slots < table[:, 1:2] + known)
                 judged = judged_guesses(model, hidden, block, able, mask_token, sampler)
                 ids, sure = (part[:, known:] for part in judged)
             broken = (sure.isnan() & (block[:, known:] == mask_token)).any(1, keepdim=True)
@@ -195,10 +195,10 @@ def decode(
 def judged_guesses(
     model: Any, hidden: torch.Tensor, block: torch.Tensor, able: torch.Tensor, mask_token: int, sampler: SamplerHead
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best guess but the mask for every place of a block, and the sampler's score of it, both ``(batch, block)``; scores mean
-    something where a place is `able` to be filled.
+    """The best guess other than the mask for every slot of a block, and the sampler's score of it, both ``(batch, block)``; scores
+    are valid where a slot is `able` to be filled.
 
-    The network was trained on what the model says, masks included; one pass over the logits serves both.
+    The network was trained on the model's distribution, masks included; one pass over the logits serves both.
     """
     found = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
     best, second = found.top_ids[..., 0], found.top_ids[..., 1]
@@ -206,16 +206,16 @@ def judged_guesses(
 
 
 def _first_end(tokens: list[int], ends: tuple[int, ...]) -> int:
-    """Where the first end token stands, or how many tokens there are.
+    """Index of the first end token, or the number of tokens.
 
     >>> _first_end([5, 7, 9, 7], (7,)), _first_end([5], (7,))
     (1, 1)
     """
-    return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return next((index for index, token in enumerate(tokens) if token in ends), len(tokens))
 
 
 def _is_open(tokens: list[int], known: int, mask_token: int, ends: tuple[int, ...]) -> bool:
-    """Whether one of `tokens` is a mask, the first `known` apart, with no end token before it.
+    """Whether one of `tokens` after the first `known` is a mask with no end token before it.
 
     >>> [_is_open(tokens, 1, 9, (7,)) for tokens in ([5, 9, 7], [5, 7, 9], [9, 2, 3])]
     [True, False, False]
@@ -235,7 +235,7 @@ def _quota(masks: int, steps: int | None, step: int) -> int:
 
 
 def _record(session: Session, sequence: int, before: list[int], after: list[int], mask_token: int) -> None:
-    """One denoising step. What it filled shows: a guess is never the mask token."""
+    """One denoising step. Filled slots are recognized by their tokens: a guess is never the mask token."""
     filled = {slot: token for slot, (old, token) in enumerate(zip(before, after)) if old == mask_token != token}
     session.accepted[sequence].append(len(filled))
     if session.trace is not None:

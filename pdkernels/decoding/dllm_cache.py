@@ -2,7 +2,7 @@
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", and the released code. The plain
 form is reference/dllm_cache.py; both take the same forwards, draw the same tokens and fill the same positions. What a
-forward computes says `pdkernels.models.feature_cache`.
+forward computes is described in `pdkernels.models.feature_cache`.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
+    """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
 
     Args:
         prompt_interval: forwards from one refresh of the prompt to the next (K_p). 1 for this and the next is `llada`.
-        gen_interval: forwards from one refresh of the new places to the next (K_r).
-        transfer_ratio: share of the new places that each layer computes in between, those whose values moved most (rho).
-        baseline: "last": moved since the forward before, as published; "recomputed": since the place was computed last.
+        gen_interval: forwards from one refresh of the new positions to the next (K_r).
+        transfer_ratio: share of the new positions that each layer computes in between, those whose values changed most (rho).
+        baseline: "last": changed since the previous forward, as published; "recomputed": since the position was last computed.
         guidance_interval: forwards from one forward of the text without the prompt to the next (the code's cfg_interval); the
-            first five forwards have one each. In between, the last difference that the prompt made guides.
+            first five forwards have one each. In between, the last difference due to the prompt is used.
         block_size, steps, remasking, guidance, no_end, late_end, temperature: as in `llada`.
 
     The texts with and without the prompt that `guidance` compares have a cache each, which counts its own forwards.
 
-    The first layer is computed for all new places in each forward, as in the current revision of the code. That would have it
-    computed for the prompt as well, which gives K and V that it has already.
+    The first layer is computed for all new positions in each forward, as in the current revision of the code, which also
+    computes it for the prompt, with the same K and V as before.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     for name, size in (
         ("prompt_interval", prompt_interval),

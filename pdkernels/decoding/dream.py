@@ -1,6 +1,6 @@
-"""Dream's sampler: a schedule of times says how many masks each forward leaves, a score says which.
+"""Dream's sampler: a schedule of times sets how many masks each forward leaves, a score selects which.
 
-Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which says
+Source: "Dream 7B: Diffusion Large Language Models" and its released sampler. The plain form is reference/dream.py, which notes
 where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
@@ -34,20 +34,20 @@ def decode(
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
-    """Fill `session` as its masks would disappear over time: of m of them ``m (1 - s / t)`` between the times t and s.
+    """Fills `session` as its masks would disappear over time: ``m (1 - s / t)`` of m between the times t and s.
 
     Args:
-        steps: forwards; None: one for each token.
-        algorithm: what is filled first: "entropy" where the distribution has the least, "maskgit_plus" the most probable guesses,
-            "topk_margin" those furthest ahead of the second best; "origin": every place with probability ``1 - s / t``.
+        steps: forwards; None: one per token.
+        algorithm: what is filled first: "entropy" the positions of least entropy, "maskgit_plus" the most probable guesses,
+            "topk_margin" those furthest ahead of the second best; "origin": every position with probability ``1 - s / t``.
         eps: the time of the last step; the first is 1.
         temperature: of the guesses and of the distribution that scores them.
-        top_p: guess among the likeliest tokens that have this mass, and score the distribution of those.
-        top_k: guess among so many of the likeliest tokens, and score the distribution of those; with `top_p`, of what both leave.
-        order_temperature: above 0 the places are drawn, without replacement, from ``softmax(scores / order_temperature)``.
+        top_p: guess among the likeliest tokens of this mass, and score their distribution.
+        top_k: guess among this many of the likeliest tokens, and score their distribution; with `top_p`, among what both leave.
+        order_temperature: above 0 the positions are drawn, without replacement, from ``softmax(scores / order_temperature)``.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     mask_token = checked_masked_model(_OP, session, mask_token)
     if steps is not None:
@@ -103,7 +103,7 @@ def decode(
 def _fill_all(
     canvas: Canvas, forward: WholeCanvas, algorithm: Algorithm, order_temperature: float, steps: int | None, eps: float
 ) -> int:
-    """The loop where prompts have masks too: sequences then have unlike numbers of them, and of steps if these are not given."""
+    """The loop for prompts with masks: sequences then have different numbers of masks, and of steps unless given."""
     masks = canvas.open_counts()
     runs = [count if steps is None else steps for count in masks]
     for number in range(max(runs)):
@@ -134,7 +134,7 @@ def _time(step: int, steps: int, eps: float) -> float:
 def _scores(
     canvas: Canvas, step: Step, guesses: TokenStatistics, algorithm: Algorithm, order_temperature: float
 ) -> torch.Tensor:
-    """What positions are ranked by."""
+    """The score that ranks positions."""
     if algorithm == "maskgit_plus":
         scores = guesses.probs
     else:

@@ -1,13 +1,13 @@
 """Fast-dLLM: blocks of a canvas, filled in parallel by confidence, on a KV cache that is refreshed once per block.
 
 Source: "Fast-dLLM", sections 3.2 and 3.3, and the released code. The plain form is reference/fast_dllm.py; both take the same
-forwards, draw the same tokens and fill the same positions. A block that is complete after its first forward has no other one,
+forwards, draw the same tokens and fill the same positions. A block that is complete after its first forward has no further one,
 as in the later revision of that code.
 
-A block begins with a forward over the whole canvas, which writes every K and V anew. Until the block is complete, forwards then
+A block begins with a forward over the whole canvas, which rewrites all K and V. Until the block is complete, further forwards
 take fewer rows: those from the block on ("prefix"), or the block's own ("dual"), whose K and V replace those at their
-positions. All sequences of a batch work on their blocks together: one whose block is complete waits for the others, in no
-forward of its own.
+positions. All sequences of a batch fill their blocks in step: one whose block is complete waits for the others, taking part in no
+forward.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` block by block. What a place holds is never judged again.
+    """Fills `session` block by block. A filled position is never revised.
 
     Args:
-        block_size: new places that are filled together.
-        cache: "dual" recomputes the block alone, "prefix" the block and everything behind it, "none" the whole canvas.
-        threshold: fill every place whose confidence reaches it, and the surest one anyway.
-        factor: fill the first n of the places by confidence, as far as that of the n-th is at least ``1 - factor / (n + 1)``.
-        steps: forwards, shared evenly by the blocks, if `threshold` and `factor` are None: the places of a block are shared
-            evenly by its forwards. None: one for each token.
-        temperature: of the guesses; places are chosen by the confidence without it.
+        block_size: new positions that are filled together.
+        cache: "dual" recomputes only the block, "prefix" the block and everything after it, "none" the whole canvas.
+        threshold: fill every position whose confidence reaches it, and always the most confident one.
+        factor: fill positions in order of confidence as long as that of the n-th is at least ``1 - factor / (n + 1)``.
+        steps: forwards, shared evenly by the blocks, if `threshold` and `factor` are None: the positions of a block are shared
+            evenly by its forwards. None: one per token.
+        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
 
-    Where rows predict the next token and there is a cache, a block's first forward fills the block's first place alone, however
-    sure it is: that is predicted by the row before the block, which its other forwards do not take.
+    Where rows predict the next token and there is a cache, a block's first forward fills only the block's first position, however
+    confident it is: that is predicted by the row before the block, which its other forwards leave out.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     mask_token = checked_masked_model(_OP, session, mask_token)
     checked_size(_OP, "block_size", block_size)
@@ -99,10 +99,10 @@ def decode(
         return canvas.finish()
 
     rows = Rows(session, canvas, page_size)
-    # With a cache, and rows that predict the next token: an entry fills the first position, and it alone.
+    # With a cache, and rows that predict the next token: an entry fills only the first position.
     next_token = int(cache != "none" and session.model.config.predicts == "next")
     rest = limit + block_size  # with a cache: positions from the beginning of the block on
-    # The block's first position, counted from the end of the prompt, and forwards that the block had.
+    # The block's first position, counted from the end of the prompt, and forwards over the block so far.
     first, taken = [0] * session.batch, [0] * session.batch
     entry, open_ = True, canvas.active
     while canvas.unfinished:
@@ -131,7 +131,7 @@ def decode(
 
         open_ = [canvas.is_open(sequence, *window) for sequence, window in enumerate(zip(first, last, strict=True))]
         entry = cache == "none" or not any(a and b for a, b in zip(open_, canvas.active, strict=True))
-        if entry:  # who is done with its block goes on to the next one; with a cache these are all
+        if entry:  # sequences done with their block go on to the next one; with a cache these are all
             first = [n if more else min(n + block_size, limit) for n, more in zip(first, open_, strict=True)]
         taken = [n + 1 if more or not entry else 0 for n, more in zip(taken, open_, strict=True)]
         if entry:
@@ -140,7 +140,7 @@ def decode(
 
 
 class Rows(WholeCanvas):
-    """Forwards over rows of the canvases that are side by side; all others are in the KV cache as they were last computed."""
+    """Forwards over adjacent rows of the canvases; all others are in the KV cache as last computed."""
 
     def recompute(self, starts: torch.Tensor, width: int) -> torch.Tensor:
         """Hidden states ``(batch, width, hidden_size)`` of the rows from `starts` ``(batch,)`` on; they see the whole canvas."""

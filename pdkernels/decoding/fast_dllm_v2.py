@@ -6,8 +6,8 @@ take the same forwards, draw the same tokens and fill the same positions.
 Blocks begin at multiples of their size in the text, and every row sees its own block and those before it. The prompt's whole
 blocks go through the model first. A block is filled small block by small block; when it is complete, one more forward writes
 its K and V, which are exact from then on, and gives the first token of the next block. In between, a forward takes the whole
-block, or only the rows of the small block, before what the others were at their last turn. All rows go to their positions
-in the KV cache, so that every sequence of a batch can be in a phase of its own.
+block, or only the rows of the small block, with the others as last computed. All rows go to their positions
+in the KV cache, so that every sequence of a batch can be in its own phase.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` block by block. What a place holds is never judged again.
+    """Fills `session` block by block. A filled position is never revised.
 
     Args:
-        block_size: places of a block; blocks are counted from the text's first token.
-        small_block_size: places of a block that are filled together, from left to right.
-        threshold: fill every place whose confidence is above it, and the surest one anyway.
-        block_cache: keep K and V of the block between its forwards, which then take the small block's rows alone, unless its
-            first place is open: that is predicted by the row before it. False: all take the whole block.
+        block_size: positions of a block; blocks are counted from the text's first token.
+        small_block_size: positions of a block that are filled together, from left to right.
+        threshold: fill every position whose confidence is above it, and always the most confident one.
+        block_cache: keep K and V of the block between its forwards, which then run only the small block's rows, unless its
+            first position is masked: that is predicted by the row before it. False: all run the whole block.
         temperature: of the guesses; their confidence is that of the distribution they are drawn from.
-        top_p: draw only from the most likely tokens of so much mass, at a temperature above 0.
+        top_p: draw only from the most likely tokens of this mass, at a temperature above 0.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     config = session.model.config
     kind = getattr(config, "attention", None), getattr(config, "predicts", None)
@@ -98,14 +98,14 @@ def decode(
 
 
 class Block:
-    """The block of a sequence, and what the next forward covers. Positions count from the text's first token.
+    """The block of a sequence, and what the next forward covers. Positions are relative to the text's first token.
 
     Attributes:
         start, end: of the block.
-        complete: it has no open position: the forward writes its final K and V and gives one more token.
-        whole: the forward takes the whole block, not the small one alone.
+        complete: it has no masked position: the forward writes its final K and V and gives one more token.
+        whole: the forward runs the whole block, not only the small one.
         rows: the first row of the forward, and the one after the last.
-        window: where the forward fills positions: in the small block, or the first one after the block.
+        window: positions that the forward fills: in the small block, or the first one after the block.
     """
 
     def __init__(self, start: int) -> None:
@@ -113,10 +113,10 @@ class Block:
         self.kept = False  # K and V of the block are in the cache
 
     def look(self, answer: list[int], mask: int, prompt: int, sizes: tuple[int, int], keep: bool) -> None:
-        """What the text, of which `answer` comes after `prompt` tokens, says of the next forward."""
+        """Determines the next forward from the text, where `answer` comes after `prompt` tokens."""
         size, small = sizes
         self.end = min(self.start + size, prompt + len(answer))
-        # Those of the prompt are part of it.
+        # The prompt's tokens are part of it.
         opens = (n for n in range(max(self.start, prompt), self.end) if answer[n - prompt] == mask)
         position = next(opens, None)
         self.complete = position is None
@@ -149,7 +149,7 @@ class Blocks:
         self._blocks = [Block(start // block_size * block_size) for start in canvas.starts]
 
     def prompts(self) -> bool:
-        """Run the whole blocks of the prompts, if there are any; after a prompt of nothing else the next token comes with them."""
+        """Runs the whole blocks of the prompts, if any; a prompt of whole blocks only also gives its next token."""
         session, canvas, starts = self._session, self._canvas, [block.start for block in self._blocks]
         width = max(starts)
         if width == 0:
@@ -181,7 +181,7 @@ class Blocks:
         )
 
     def move_on(self) -> None:
-        """After a forward: to the next block where this one was complete."""
+        """After a forward: moves to the next block if this one was complete."""
         for block in self._blocks:
             block.kept = (block.kept or block.whole) and not block.complete
             if block.complete:

@@ -1,4 +1,4 @@
-"""Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest anew.
+"""Jacobi decoding: verify a whole draft per forward, keep what the model agrees with, guess the rest again.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window); for drafts that
 are looked up, Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023).
@@ -27,20 +27,20 @@ Draft = Literal["model", "lookup"]
 
 
 class JacobiSteps(Steps):
-    """An entry: the next draft's length, what was accepted of the last one, the next draft, what the model said to the last.
+    """An entry: the next draft's length, what was accepted of the last one, the next draft, the predictions for the last one.
 
     Args:
         block_size: decode block after block of this many tokens (default 16): inside a block the draft only shrinks.
         window: keep a draft of this many tokens instead, refilled after every forward. Excludes `block_size`.
-        draft: where guesses come from. "model": from what the model said to the last draft, and random tokens of the text where it
-            said nothing; for models trained to jump ahead. "lookup": from what followed the last tokens where they occurred before,
+        draft: source of guesses. "model": the predictions for the last draft, and random tokens of the text where there
+            are none; for models trained to jump ahead. "lookup": what followed earlier occurrences of the last tokens,
             in the text or in rejected drafts; for any model, where the answer quotes its prompt or repeats itself. `block_size` and
-            `window` then both limit a draft, which is short after a short match, and no more than the known token without one.
-        temperature: of the draws; 0 is greedy. A draw's noise belongs to its position and seed, so the tokens are those that
+            `window` then both limit a draft, which is short after a short match, and only the known token without one.
+        temperature: of the draws; 0 is greedy. A draw's noise depends on its position and seed, so the tokens are those that
             `autoregressive` draws with the same seed, whatever was drafted.
         seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
-            not the tokens. One for all sequences or a list, as elsewhere; of a recurrent-depth model it is the seed of the
-            initial states too.
+            not the tokens. One for all sequences or a list, as elsewhere; for a recurrent-depth model also the seed of the
+            initial states.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class JacobiSteps(Steps):
         self.model, self.limit, self.windowed = sizes.model, sizes.max_new_tokens, window is not None
         self.temperature = temperature
         self.banned = banned_tokens(_OP, self.model, allow_mask_token)
-        # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
+        # The last requested token needs no forward, so no draft is longer than limit - 1.
         self.slots = max(1, min(length, self.limit - 1))
-        words = 100 * sizes.batch * self.limit * self.slots  # bytes of random words, what they are made with included
+        words = 100 * sizes.batch * self.limit * self.slots  # bytes of random words, temporaries included
         if draft == "model":
             check_memory(_OP, "block_size", length, words, torch.device("cpu"))
         self.cache = sizes.new_cache(page_size)
@@ -79,7 +79,7 @@ class JacobiSteps(Steps):
             self.history = torch.zeros(sizes.batch, width, dtype=torch.int64, device=device)
         else:
             self.history = self.lookup.text
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
         self.number = torch.zeros(1, dtype=torch.int64, device=device)  # of the step
         self.entry = self.remaining.new_zeros(sizes.batch, 2 + 2 * self.slots)
         self.draft_lengths, self.accepted = self.entry[:, 0], self.entry[:, 1]
@@ -89,7 +89,7 @@ class JacobiSteps(Steps):
         packed, prompt_lengths = session.packed_prompts(self.history.shape[1], self.cache.device)
         guesses = self.slots - 1
         if self.lookup is None:
-            # Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers.
+            # Prompt and first draft in one forward: the exact first token, and guesses based on fillers.
             self.history.copy_(packed)
             first_fillers = self.history.gather(1, self.words[:, 0, :guesses] % prompt_lengths[:, None])
             self.history.scatter_(1, prompt_lengths[:, None] + self.slot[:-1], first_fillers)
@@ -117,7 +117,7 @@ class JacobiSteps(Steps):
         positions = self.cache.lengths[:, None] + 1 + self.slot[:width]
         logits, predictions = self._said(self.draft[:, :width], counts, positions)
         self.predictions[:, :width] = predictions
-        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it count.
+        # Like its KV rows, a draft comes after the committed history at its own position: only a commit makes it part of it.
         committed = self.cache.lengths[:, None]  # grows in place with every commit
         if self.lookup is None:
             refill = self.history.gather(1, self.words.index_select(1, self.number)[:, 0] % committed)
@@ -130,8 +130,8 @@ class JacobiSteps(Steps):
         self.cache.commit_(verdict.accepted)
         self.number += 1
 
-        # A partly accepted block goes on with the rest of its draft; anything else starts from a full one. The model's
-        # next token stands in slot 0 either way. A finished sequence has nothing remaining, hence an empty draft.
+        # A partly accepted block continues with the rest of its draft; anything else starts from a full one. The model's
+        # next token is in slot 0 either way. A finished sequence has nothing remaining, so its draft is empty.
         broken = judged_by_nan(logits, predictions, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         rest = self.draft_lengths - verdict.accepted
@@ -158,7 +158,7 @@ class JacobiSteps(Steps):
     def _said(
         self, tokens: torch.Tensor, counts: torch.Tensor | None, positions: torch.Tensor, **rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits, and the tokens that they put at `positions`."""
+        """Logits, and the tokens drawn from them at `positions`."""
         logits = self.model(tokens, cache=self.cache, counts=counts, **rows, **self.latents)
         return logits, draw(logits, positions, self.temperature, self.seeds, OWN, self.banned)
 

@@ -1,4 +1,4 @@
-"""Jacobi decoding of several blocks at once, with rejected drafts tried again as branches of the same forward.
+"""Jacobi decoding of several blocks at once, with rejected drafts retried as branches of the same forward.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 The plain form is reference/jacobi_multiblock.py; both take the same forwards and accept the same tokens.
@@ -26,7 +26,7 @@ _OP = "decoding.jacobi_multiblock"
 # Branches are padded to a multiple of this many tokens, so that few plans serve all steps.
 BRANCH_STEP = 8
 
-Said = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens that logits put at positions
+Said = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # the tokens drawn from logits at positions
 
 
 def decode(
@@ -42,15 +42,15 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
-    """Fill `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are accepted.
+    """Fills `session` with the tokens of autoregressive decoding, several per forward where drafts or candidates are accepted.
 
     Args:
         block_size: tokens per block.
-        blocks: the most blocks under way, the one that is committed from included.
+        blocks: the most active blocks, the one being committed included.
         spawn_ratio: a block opens the next one when this share of its tokens is accepted.
-        pool_size: sequences that are kept to find candidates in, the oldest leaves first; 0 for no candidates.
+        pool_size: sequences kept to find candidates in, the oldest dropped first; 0 for no candidates.
         verification_size: the most rows tried per forward, the draft included; 1 for no candidates.
-        temperature: of the draws; 0 is greedy. A draw's noise belongs to its position and seed, so the tokens are those that
+        temperature: of the draws; 0 is greedy. A draw's noise depends on its position and seed, so the tokens are those that
             `autoregressive` draws with the same seed, whatever was drafted.
         seed: of the draws, and of the tokens that fill a draft before the model has guessed them, which change the forwards needed,
             never the tokens. One for all sequences or a list, as elsewhere.
@@ -61,7 +61,7 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return
-    # Of a longer block or pool nothing would ever be used.
+    # A longer block or pool would never be used in full.
     block_size, limits = min(block_size, limit), limits._replace(pool_size=min(pool_size, 2 * limit))
     model = session.model
     cache = session.new_cache(page_size, _room(limits, limit))
@@ -95,7 +95,7 @@ def decode(
         verdict = verify_draft(
             drafted, predictions[..., : step.width], draft_lengths=step.draft_lengths, end_tokens=ends
         )
-        # The winner's rows move to the front; a lone branch is there already.
+        # The winner's rows move to the front; a lone branch is already there.
         source = None if step.branches == 1 else verdict.row[:, None] * step.length + slot[: step.width]
         cache.commit_(verdict.accepted, source)
 
@@ -122,31 +122,29 @@ def decode(
 class _Step(NamedTuple):
     """A forward over branches that continue the same prefix, each a row of the real block with the pseudo blocks after it."""
 
-    drafts: list[list[list[int]]]  # per sequence, what stands in front of each branch
+    drafts: list[list[list[int]]]  # per sequence, the draft at the front of each branch
     branches: int
     length: int  # tokens of a branch
-    width: int  # of them, the first that a draft of the batch may take
+    width: int  # of them, the leading ones that a draft of the batch may use
     tokens: torch.Tensor  # (batch, branches * length)
-    rows: (
-        torch.Tensor | None
-    )  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks wait for
+    rows: torch.Tensor | None  # (batch, branches * R): per branch the draft's rows, then those the pseudo blocks need
     draft_lengths: torch.Tensor  # (batch,), 0 for a finished sequence
-    counts: torch.Tensor | None  # (batch,), None while all go on
+    counts: torch.Tensor | None  # (batch,), None while all continue
 
     @property
     def offsets(self) -> torch.Tensor:
-        """Where in its branch each row of `rows` is."""
+        """The position of each row of `rows` in its branch."""
         all_rows = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return (all_rows if self.rows is None else self.rows) % self.length
 
 
 def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
-    """What every sequence wants to try, as one rectangle, in one copy to the device."""
+    """What every sequence tries, as one rectangle, in one copy to the device."""
     following = [progress.following() if progress else ([], []) for progress in active]
     drafts: list[list[list[int]]] = [progress.rows if progress else [[]] for progress in active]
     branches = max(map(len, drafts))
     width = max(len(rows[0]) for rows in drafts)
-    # A sequence with fewer candidates tries its draft again: the first of equals wins, so nothing comes of it.
+    # A sequence with fewer candidates repeats its draft: the first of equals wins, so this has no effect.
     drafts = [rows + rows[:1] * (branches - len(rows)) for rows in drafts]
     length = max(len(rows[0]) + len(tokens) for rows, (tokens, _) in zip(drafts, following))
     if branches > 1:
@@ -179,13 +177,13 @@ def _packed(active: Sequence[Progress | None], device: torch.device) -> _Step:
 
 @lru_cache(maxsize=64)
 def _tail(branches: int, length: int, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
-    """What the tokens of a step see of each other, and their positions after the prefix."""
+    """The mask among the tokens of a step, and their positions after the prefix."""
     mask = candidates(branches, length)
     return mask.plan(32, 32, device), mask.positions.to(device)
 
 
 def _first_drafts(session: Session, cache: Any, words: torch.Tensor, slots: int, said: Said) -> list[list[int]]:
-    """Prompt and first draft in one forward: the first token exactly, and guesses that rest on fillers."""
+    """Prompt and first draft in one forward: the exact first token, and guesses based on fillers."""
     device = cache.lengths.device
     padded, lengths = session.packed_prompts(session.longest + slots - 1, device)
     slot = torch.arange(slots, device=device)

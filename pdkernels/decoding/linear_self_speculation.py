@@ -1,4 +1,4 @@
-"""Linear self-speculation: one model drafts a block by diffusion, then judges it autoregressively.
+"""Linear self-speculation: one model drafts a block by diffusion, then verifies it autoregressively.
 
 Source: "Nemotron-Labs-Diffusion", section 3.3. The plain form is reference/linear_self_speculation.py; both take the same
 forwards, draw the same tokens and accept the same part of every draft.
@@ -41,14 +41,14 @@ Verification = Literal["compare", "rejection"]
 
 class LinearSteps(Steps):
     """An entry: the next block's length; what was accepted of the last one, the token after it, the forwards it took; the last
-    block, what the verifier said to it.
+    block, the verifier's predictions for it.
 
     Args:
         block_size: the known token and the masks that are drafted after it; 1 is autoregressive decoding.
-        threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and the best
-            one anyway, until none is open. Only the confidences say whether another pass is needed, so the host asks after each
-            but the last possible one: the device is read once per forward, not once per step. A speculative pass would
-            cost a forward, which is more than the wait.
+        threshold: 0 fills a block in one draft pass. Above, a pass fills the slots whose confidence reaches it, and always the
+            best one, until none is masked. Only the confidences tell whether another pass is needed, so the host reads them
+            after each but the last possible pass: the device is read once per forward, not once per step. A speculative pass
+            would cost a forward, more than the wait.
         temperature: of draft and verifier; 0 is greedy.
         verification: "compare" accepts a draft token that equals the verifier's own draw, "rejection" accepts draft token x
             with probability ``min(1, p(x) / q(x))``: the same distribution, more accepted. It needs threshold 0.
@@ -86,7 +86,7 @@ class LinearSteps(Steps):
         self.banned = banned_tokens(_OP, self.model, allow_mask_token, self.mask_token)
         # At temperature 0 both verifications are the same.
         self.rejection = verification == "rejection" and temperature > 0 and block_size > 1
-        self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills a slot at least
+        self.most_passes = min(1, block_size - 1) if threshold == 0 else block_size - 1  # each fills at least one slot
         self.needs_host = "a threshold above 0" if self.most_passes > 1 else ""
 
         self.cache = sizes.new_cache(page_size)
@@ -95,8 +95,8 @@ class LinearSteps(Steps):
         self.ends = sizes.ends_on(device)
         self.slot = torch.arange(block_size, device=device)
         self.everything = full(block_size).plan(64, 64, device)
-        self.nothing = torch.zeros_like(self.cache.lengths)  # what a draft pass stores
-        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens still to come; 0 once a sequence is done
+        self.nothing = torch.zeros_like(self.cache.lengths)  # rows that a draft pass stores
+        self.remaining = torch.zeros_like(self.cache.lengths)  # tokens left; 0 once a sequence is done
         self.forward = torch.zeros_like(self.cache.lengths)  # number of each sequence's last forward
         self.entry = self.remaining.new_zeros(sizes.batch, 4 + 2 * block_size)
         self.draft_lengths, self.accepted, self.known, self.forwards = self.entry[:, :4].unbind(1)
@@ -138,7 +138,7 @@ class LinearSteps(Steps):
         verdict = verify_draft(draft, predictions, draft_lengths=self.draft_lengths, end_tokens=self.ends)
         self.cache.commit_(verdict.accepted)
 
-        # The verifier's next token is known, hence counted; a finished sequence has nothing remaining.
+        # The verifier's next token is known, so it counts; a finished sequence has nothing remaining.
         broken = judged_by_nan(judged, own, verdict.accepted)
         self.remaining.sub_(verdict.accepted).masked_fill_(verdict.ended | broken, 0)
         self.draft_lengths.copy_(self.remaining.clamp(max=self.block_size))
@@ -148,19 +148,19 @@ class LinearSteps(Steps):
         self.predictions[:, :width] = predictions
 
     def _draft(self) -> torch.Tensor | None:
-        """Fills the block after its known token; returns the last pass's logits where their distribution is asked for."""
+        """Fills the block after its known token; returns the last pass's logits if their distribution is needed."""
         self.block[:, 0] = self.known.clamp(min=0)  # -1 in a finished sequence
         masks = self.block[:, 1:].fill_(self.mask_token)
         drafting = (self.draft_lengths > 0).long()
         windows = torch.stack([self.nothing, drafting * (self.block_size - 1)], 1)
         for more in reversed(range(self.most_passes)):
             self.forward += drafting
-            # It only reads the cache: of a draft pass nothing but the draft survives.
+            # It only reads the cache: a draft pass leaves nothing but the draft.
             hidden = self.model.hidden(
                 self.block, cache=self.cache, counts=self.nothing, mask=self.everything, adapted=self.model.has_adapter
             )[:, 1:]
             positions, numbers = self.cache.lengths[:, None] + self.slot[1:], self.forward[:, None]
-            if self.rejection:  # which asks for the probabilities of all tokens
+            if self.rejection:  # which needs the probabilities of all tokens
                 logits = without_(self.model.logits(hidden), self.mask_token)
                 masks.copy_(draw(logits, positions, self.temperature, self.seeds, numbers))
                 return logits
@@ -190,14 +190,14 @@ class LinearSteps(Steps):
         """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
         All ``(batch, R)``, the logits ``(batch, R, V)``. Leviathan et al., "Fast inference from transformers via speculative
-        decoding", algorithm 1. It takes the probabilities of all tokens, and their difference, so fp64.
+        decoding", algorithm 1. It needs the probabilities of all tokens, and their difference, so fp64.
         """
         if self.banned:
             judged = without_(judged.clone(), self.mask_token)
         p, q = distribution(judged, self.temperature), distribution(drafted, self.temperature)
         u = uniforms(self.seeds[:, None], self.forward[:, None], positions, 1)[..., 0]
         at = guesses[..., None]
-        # No row where p equals q, but there the guess is right. Logarithms need no more digits than logits have.
+        # Empty where p equals q, but there the guess is accepted. Logarithms need no more digits than logits have.
         rest = (p - q).clamp(min=0).log().to(torch.promote_types(judged.dtype, torch.float32))
         others = draw(rest, positions, 1.0, self.seeds, OWN)
         return torch.where(u * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0], guesses, others)
@@ -216,7 +216,7 @@ class LinearSteps(Steps):
                 session.log_step(sequence, drafted, None, accepted=accepted, next_token=known)
                 if session.trace is not None:
                     session.trace[sequence].append(LinearStep(drafted, judged, accepted, forwards))
-        # The sequence that was drafted last took part in every forward.
+        # The sequence drafted last took part in every forward.
         session.forwards += max(taken_part)
         return sum(taken_part)
 

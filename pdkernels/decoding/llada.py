@@ -1,7 +1,7 @@
 """LLaDA's sampler: a fixed number of forwards fills a canvas, the most confident guesses first.
 
 Source: "Large Language Diffusion Models", section 2.4 and its released sampler. The plain form is reference/llada.py, which
-says where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
+notes where that code differs; both take the same forwards, draw the same tokens and fill the same positions.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ def decode(
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
-    """Fill `session` block by block, in a block wherever the model is surest. What a place holds is never judged again.
+    """Fills `session` block by block, the most confident positions of a block first. A filled position is never revised.
 
     Args:
-        block_size: new places that are filled together; None: all of them.
-        steps: forwards, shared evenly by the blocks; None: one for each token. More than a block has places are not run.
-        remasking: "low_confidence" fills the surest places, "random" any.
+        block_size: new positions that are filled together; None: all of them.
+        steps: forwards, shared evenly by the blocks; None: one per token. No more are run than a block has positions.
+        remasking: "low_confidence" fills the most confident positions, "random" any.
         guidance: w of classifier-free guidance, ``logits = without + (1 + w) (with - without)`` the prompt. Above 0 a forward
-            has two rows for each of a text.
+            has two rows for each position.
         no_end: end tokens are never guessed.
-        late_end: end tokens have confidence 0, so that they come last.
-        temperature: of the guesses; places are chosen by the confidence without it.
+        late_end: end tokens have confidence 0, so they come last.
+        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     canvas, blocks = begin(
         _OP,
@@ -127,7 +127,7 @@ def begin(
 
 
 def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
-    """The loop of the sampler with any forward: block after block, an equal share of its positions in each of its steps."""
+    """The loop of the sampler for any forward: block after block, an equal share of its positions in each of its steps."""
     if canvas.fills_prompts:
         return fill_all(canvas, forward, blocks, steps, random)
     for first, last in blocks:
@@ -147,7 +147,7 @@ def fill(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int 
 
 
 def fill_all(canvas: Canvas, forward: WholeCanvas, blocks: list[Window], steps: int | None, random: bool) -> int:
-    """`fill` where prompts have masks too: a block then has an own number of open positions, and of steps, in each sequence."""
+    """`fill` for prompts with masks: a block then has a different number of masked positions, and of steps, in each sequence."""
     for first, last in blocks:
         masks = canvas.open_counts(first, last)
         runs = [count if steps is None else min(count, steps // len(blocks)) for count in masks]

@@ -1,13 +1,13 @@
-"""Planned diffusion: a plan is written token by token, then the chunks that it asks for are filled in together, by confidence.
+"""Planned diffusion: a plan is written token by token, then the chunks that it requests are filled in together, by confidence.
 
 Source: "Planned Diffusion" and its released decoder. The plain form is reference/planned.py; both take the same forwards, draw the
 same tokens and fill the same positions.
 
-A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them. The finished
-ones enter the cache together with the sync token, whose forward starts the next plan: it is exact, and no forward more.
+A round's chunks are rows after the cached text that see it and, with `sparse`, only themselves; no step stores them. Finished
+chunks enter the cache together with the sync token, whose forward starts the next plan: exact, and without an extra forward.
 
-Sequences of a batch are in rounds of their own. Each step has a forward for those that plan, one for those whose finished chunks
-enter the cache, and one for those that fill chunks, as far as there are any, and one read of the device.
+Each sequence of a batch is in its own round. Each step has a forward for those that plan, one for those whose finished chunks
+enter the cache, and one for those that fill chunks, if there are any, and one read of the device.
 """
 
 from __future__ import annotations
@@ -83,29 +83,31 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` round by round. Not the tokens of autoregressive decoding: what a chunk holds is never judged again.
+    """Fills `session` round by round. Not the tokens of autoregressive decoding: a filled chunk is never revised.
 
     Args:
-        sparse: chunks of a round are blind to each other.
-        steps_ratio: steps of a round for each token of its longest chunk, above 0 and at most 1.
-        order: what the positions of a chunk are ranked by: the "entropy" of their distribution, the "confidence" in the guess, or the
+        sparse: chunks of a round do not see each other.
+        steps_ratio: steps of a round per token of its longest chunk, above 0 and at most 1.
+        order: score that ranks the positions of a chunk: the "entropy" of their distribution, the "confidence" in the guess, or the
             "margin" between the two likeliest tokens. None: entropy, or confidence if there is a threshold.
         threshold: fill by confidence, not by schedule.
-        rule: with a threshold: "threshold" fills all positions of a chunk that reach it, and the surest one anyway; "published" at
-            most the schedule's share and as many as were refused in the step before.
+        rule: with a threshold: "threshold" fills all positions of a chunk that reach it, and always the most confident one;
+            "published" at most the schedule's share plus as many as were rejected in the previous step.
         schedule: "published" as released, or "even" shares.
-        length_scale: factor of all lengths that plans ask for.
-        unit: tokens for each unit of a number in a plan; None: that of the model.
-        cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk takes part in no further step; "published":
-            later rounds, and of dense chunks the others too, see a chunk as it was before its last tokens were filled in.
-        parser: "last_number" reads the last number of an item; "published" the first two digits, and prompts are plans too.
+        length_scale: factor of all lengths that plans request.
+        unit: tokens per unit of a number in a plan; None: that of the model.
+        cache: "exact"; "drop_finished", for sparse chunks: the same, but a finished chunk is left out of further steps;
+            "published": later rounds, and with dense chunks the other chunks, see a chunk as it was before its last tokens were
+            filled in.
+        parser: "last_number" reads the last number of an item; "published" the first two digits, and prompts are parsed as
+            plans too.
         on_bad_plan: "stop" ends the text there, "raise" raises `BadPlan`.
-        max_rounds: end after so many rounds.
+        max_rounds: end after this many rounds.
         joiner: text between chunks; None: a line break before a digit, else a space.
         top_p, top_k: filters of all draws; None: none.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     tags = _checked_tags(session, mask_token)
     mask_token = checked_mask_token(_OP, session.model, mask_token)
@@ -141,7 +143,7 @@ def decode(
     )  # fmt: skip
     texts = [PlannedText(session, sequence, options) for sequence in range(session.batch)]
     guess = Guesses(session.model, seeds, temperature, top_p, top_k)
-    if session.max_new_tokens > 0:  # else there is nothing to make a cache for
+    if session.max_new_tokens > 0:  # else no cache is needed
         Rounds(session, options, guess, order or ("entropy" if threshold is None else "confidence"), page_size).run(
             texts
         )
@@ -175,7 +177,7 @@ class Guesses:
         self._top_p, self._top_k = top_p, top_k
 
     def to_(self, device: torch.device) -> None:
-        """Where the hidden states are: in a step, a copy from the host would wait."""
+        """To the device of the hidden states: a copy from the host within a step would wait."""
         self._seeds = self._seeds.to(device)
 
     def __call__(
@@ -186,7 +188,7 @@ class Guesses:
         positions: torch.Tensor,
         banned: tuple[int, ...],
     ) -> TokenStatistics:
-        """Of rows ``(batch, R, hidden_size)`` about `positions` ``(batch, R)`` of the texts, -1 where there is nothing to guess."""
+        """For rows ``(batch, R, hidden_size)`` at `positions` ``(batch, R)`` of the texts, -1 where there is nothing to guess."""
         row = torch.arange(positions.numel(), device=positions.device).view_as(positions)
         options: dict[str, Any] = {
             "row_index": row.masked_fill_(positions < 0, -1),
@@ -239,21 +241,21 @@ class Rounds:
                 text.planned(read.pop(0))
             width = len(read) // max(len(filling), 1)
             frozen = dict[int, list[int]]()
-            for place, text in enumerate(filling):
-                *row, broken = read[place * width : (place + 1) * width]
+            for index, text in enumerate(filling):
+                *row, broken = read[index * width : (index + 1) * width]
                 if broken:
                     self._session.fail_not_numbers(text.sequence)
                 contents, first = [], 0
-                for chunk in live[place]:
+                for chunk in live[index]:
                     length = len(text.chunks[chunk])
                     contents.append(row[first + 1 : first + 1 + length])
                     first += length + 2
-                frozen[text.sequence] = text.filled(live[place], contents, quotas[place])
+                frozen[text.sequence] = text.filled(live[index], contents, quotas[index])
             if any(frozen.values()):
                 self._freeze(frozen)
 
     def _freeze(self, rows: dict[int, list[int]]) -> None:
-        """Keeps these rows of the last step of each sequence."""
+        """Keeps the given rows of each sequence's last step."""
         width = max(map(len, rows.values()))
         lines = [
             [len(own), *own, *[0] * (width - len(own))]
@@ -263,13 +265,13 @@ class Rounds:
         self._cache.commit_(table[:, 0], table[:, 1:])
 
     def _group(self, texts: Sequence[PlannedText]) -> tuple[Any, torch.Tensor]:
-        """Their rows of the cache, and their numbers."""
+        """The cache rows of these sequences, and their numbers."""
         self._session.forwards += 1
         sequences = [text.sequence for text in texts]
         return rows_of(self._cache, sequences), sent([sequences], self._device)[0]
 
     def _plan(self, texts: Sequence[PlannedText]) -> torch.Tensor:
-        """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits were no numbers."""
+        """``(len(texts),)``: the tokens after their rows, which are stored; -1 where logits were NaN."""
         cache, sequences = self._group(texts)
         width = max(len(text.rows) for text in texts)
         lines = [
@@ -289,19 +291,19 @@ class Rounds:
     def _fill(
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]]
     ) -> torch.Tensor:
-        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess came from NaN, in
-        one row after the other."""
+        """One step of all chunks: the canvases ``(len(texts), width)`` with what was committed, and whether a guess came from NaN,
+        concatenated per row."""
         cache, sequences = self._group(texts)
         options, step = self._options, _StepTable(texts, live, quotas, self._options)
         table = sent(step.lines, self._device)
-        canvas, places, positions, offsets, segment, windows, quota, stored, number = table.split(step.widths, 1)
+        canvas, shifts, positions, offsets, segment, windows, quota, stored, number = table.split(step.widths, 1)
         layouts = tuple((lengths, False) for lengths in step.layouts)
         hidden = self._model.hidden(
             canvas,
             cache=cache,
             counts=stored[:, 0],
             mask=_tail(layouts, options.sparse, self._device),
-            positions=places if step.gaps else None,
+            positions=shifts if step.gaps else None,
         )
         shift = int(options.tags.predicts == "next")
         rows = (positions - shift).clamp(min=0)
@@ -317,7 +319,7 @@ class Rounds:
             sure = (scores.double() >= options.threshold) & there
             reached = torch.zeros_like(quota).scatter_add_(1, segment, sure.to(quota.dtype))
             limits = {"quota": torch.minimum(quota, reached).clamp_(min=1)}
-        canvas = canvas.clone()  # the op writes to no memory that it reads too
+        canvas = canvas.clone()  # the op must not write to memory that it reads
         unmask_(
             canvas,
             found.ids,
@@ -332,7 +334,7 @@ class Rounds:
 
 
 class _StepTable:
-    """What the host has to say of a step, a line for each text; see `Rounds._fill` for the columns."""
+    """The host's inputs of a step, a line per text; see `Rounds._fill` for the columns."""
 
     def __init__(
         self, texts: Sequence[PlannedText], live: Sequence[list[int]], quotas: Sequence[list[int]], options: PlanOptions
@@ -346,7 +348,7 @@ class _StepTable:
         self.lines = []
         for text, own, quota in zip(texts, live, quotas):
             canvas: list[int] = []
-            places: list[int] = []  # of these rows, from the cached length on
+            shifts: list[int] = []  # of these rows, from the cached length on
             positions: list[int] = []
             segment: list[int] = []
             windows: list[int] = []
@@ -355,14 +357,14 @@ class _StepTable:
                 content = text.chunks[chunk]
                 first = len(canvas) + 1
                 windows += [first, first + len(content)]
-                found = [first + place for place, token in enumerate(content) if token == mask]
+                found = [first + index for index, token in enumerate(content) if token == mask]
                 positions += found
                 segment += [number] * len(found)
                 canvas += [tags.chunk_open, *content, tags.chunk_close]
-                places += range(starts[chunk] - text.frozen, starts[chunk + 1] - text.frozen)
-            offsets = [text.cached + places[position] for position in positions]
+                shifts += range(starts[chunk] - text.frozen, starts[chunk + 1] - text.frozen)
+            offsets = [text.cached + shifts[position] for position in positions]
             spare, empty = most - len(positions), chunks - len(own)
-            line = [*canvas, *[tags.pad] * (rows - len(canvas)), *places, *[0] * (rows - len(places))]
+            line = [*canvas, *[tags.pad] * (rows - len(canvas)), *shifts, *[0] * (rows - len(shifts))]
             line += [*positions, *[-1] * spare, *offsets, *[-1] * spare, *segment, *[0] * spare]
             stored = len(canvas) if options.freezes else 0
             line += [*windows, *[0] * (2 * empty), *quota, *[0] * empty, stored, text.number + 1]
@@ -371,10 +373,10 @@ class _StepTable:
 
 @lru_cache(maxsize=64)
 def _tail(layouts: tuple[tuple[tuple[int, ...], bool], ...], sparse: bool, device: torch.device) -> TilePlan:
-    """What the rows of rounds see of each other: for each sequence the lengths of its chunks, and whether a sync token follows them."""
+    """The mask among the rows of rounds, from each sequence's lengths of chunks and whether a sync token follows them."""
     masks = [planned([Stage(0, chunks, sync)], sparse) for chunks, sync in layouts]
     length = max(mask.q_len for mask in masks)
-    # A forward of inference may make them, but training may come next.
+    # Inference may create them, but training may use them next.
     with torch.inference_mode(False):
         plans = [(mask if mask.q_len == length else pack([mask], length=length)).plan(64, 64, device) for mask in masks]
         return plans[0] if len(set(layouts)) == 1 else TilePlan.stack(plans)

@@ -1,10 +1,10 @@
-"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every position where judging may stop.
+"""Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where it may be rejected.
 
 Source: "Nemotron-Labs-Diffusion", appendix C. The plain form is reference/quadratic_self_speculation.py; both take the
 same forwards, draw the same tokens and accept the same part of every draft.
 
-Draft tokens come first and the groups of masks after them, so the cache keeps draft tokens alone and accepting them is a
-change of its lengths. The language model head runs twice, over the draft tokens and then over the group that goes on: it
+Draft tokens come first and the groups of masks after them, so the cache keeps only draft tokens and accepting them is a
+change of its lengths. The language model head runs twice, over the draft tokens and then over the group that continues: it
 never sees the masks of other groups.
 """
 
@@ -56,14 +56,14 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
-    """Fill `session` with the verifier's tokens, several per forward where drafts are accepted.
+    """Fills `session` with the verifier's tokens, several per forward where drafts are accepted.
 
     Args:
         block_size: tokens of a draft, the known first one included; 1 is autoregressive decoding.
-        masks_per_group: at least ``block_size - label_shift``, by default that.
-        label_shift: 0 where a mask's row is about its own position, 1 where it is about the next one.
+        masks_per_group: at least ``block_size - label_shift``, which is the default.
+        label_shift: 0 if a mask's row predicts its own position, 1 if it predicts the next.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
-        ensemble_weight: of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
+        ensemble_weight: weight of the autoregressive rows in the verifier, 0 .. 1; the rest is that of the first masks.
         ensemble: "probability" or "logit", what is averaged.
         temperature: of guesses and verifier; 0 is greedy.
     """
@@ -89,7 +89,7 @@ def decode(
     limit = session.max_new_tokens
     if limit == 0:
         return
-    # The last token asked for needs no forward of its own, so no draft is ever longer than limit - 1.
+    # The last requested token needs no forward, so no draft is longer than limit - 1.
     slots = max(1, min(block_size, limit - 1))
     rows_per_step = max(session.longest + masks, slots * (1 + masks))
     check(rows_per_step <= _MOST_ROWS, _OP, "block_size", f"keep a step within {_MOST_ROWS} rows", rows_per_step)
@@ -100,9 +100,9 @@ def decode(
     seeds = seeds.to(device)
     ends = session.ends_on(device)
     slot = torch.arange(slots, device=device)
-    guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows are about the next draft
+    guessing = 1 - label_shift + slot[:-1]  # masks of a group whose rows predict the next draft
 
-    # The prompt and one group after its last token, whose masks happen to be at their positions.
+    # The prompt and one group after its last token, whose masks are already at their positions.
     width = session.longest + masks
     tokens, prompt_lengths = session.packed_prompts(width, device)
     positions = prompt_lengths[:, None] + torch.arange(masks, device=device)
@@ -117,7 +117,7 @@ def decode(
     draft = torch.cat([first, draw(logits[:, 1:], positions, temperature, seeds, 1, suppress=(mask_token,))], 1)
     cache.commit_(prompt_lengths)
 
-    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens still to come; 0 once a sequence is done
+    remaining = torch.full_like(prompt_lengths, limit - 1)  # tokens left; 0 once a sequence is done
     if ends is not None:
         remaining.masked_fill_(is_end(first[:, 0], ends), 0)
     draft_lengths = remaining.clamp(max=slots)
@@ -128,7 +128,7 @@ def decode(
         session.record_first(sequence, row[0])
 
     while (width := max(host_lengths)) > 0:
-        # A shorter draft of another sequence is followed by rows that nothing of it sees.
+        # A shorter draft of another sequence is followed by rows that it does not see.
         plan, offsets = _layout(width, masks, in_group, device)
         tokens = torch.full((session.batch, len(offsets)), mask_token, device=device)
         tokens[:, :width] = draft[:, :width]
@@ -146,7 +146,7 @@ def decode(
             diffusion = without_(model.logits(hidden[:, width::masks]), mask_token)
             for token in banned:
                 without_(judge, token)
-            unmixed = ()  # a mixture has no such tokens either
+            unmixed = ()  # a mixture excludes such tokens too
             judge = _mixed(judge, diffusion, ensemble_weight, ensemble)
         predictions = draw(judge, lengths[:, None] + 1 + slot[:width], temperature, seeds, OWN, unmixed)
         verdict = verify_draft(draft[:, :width], predictions, draft_lengths=draft_lengths, end_tokens=ends)
@@ -157,7 +157,7 @@ def decode(
         hidden = hidden.gather(1, rows[..., None].expand(-1, -1, hidden.shape[-1]))
         draws = noise(temperature, seeds, session.forwards, lengths[:, None] + 1 + slot[:-1])
         guesses = statistics(model, hidden, suppress=mask_token, top_k=1, **draws).ids
-        # -1 in a finished sequence is no id.
+        # -1 in a finished sequence is not an id.
         draft = torch.cat([verdict.next_token.clamp(min=0)[:, None], guesses], 1)
         remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
         draft_lengths = remaining.clamp(max=slots)
@@ -183,13 +183,13 @@ def decode(
 
 @lru_cache(maxsize=64)
 def _layout(width: int, masks: int, in_group: InGroup, device: torch.device) -> tuple[TilePlan, torch.Tensor]:
-    """Plan and positions of a step; they know nothing of the prefix, so they serve all steps of their width."""
+    """Plan and positions of a step; they do not depend on the prefix, so they serve all steps of their width."""
     mask = quadratic(width, masks, in_group)
     return mask.plan(64, 64, device), mask.positions.to(device)
 
 
 def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torch.device) -> TilePlan | None:
-    """Each prompt causal, a group of masks after it that sees it all, then padding that is seen by none of them."""
+    """Each prompt causal, a group of masks after it that sees it all, then padding that none of them sees."""
     if masks == 0:
         return None
     width = max(lengths) + masks
@@ -204,10 +204,10 @@ def _prompt_plan(lengths: list[int], masks: int, in_group: InGroup, device: torc
 
 
 def _mixed(own: torch.Tensor, diffusion: torch.Tensor, weight: float, form: Ensemble) -> torch.Tensor:
-    """Logits of the verifier out of those of the draft tokens and of the first masks after them, fp64: the sum of two
-    distributions over the whole vocabulary, which no op gives."""
+    """Logits of the verifier from those of the draft tokens and of the first masks after them, fp64: the sum of two distributions
+    over the whole vocabulary, which no op computes."""
     if weight == 0:
-        return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
+        return diffusion.double()  # 0 times the -inf of an impossible token is NaN
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
     return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()

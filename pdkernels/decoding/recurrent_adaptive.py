@@ -1,9 +1,9 @@
-"""Autoregressive decoding of a recurrent-depth model that ends a token's recurrence when it has settled.
+"""Autoregressive decoding of a recurrent-depth model that ends a token's recurrence once it has settled.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.1, with the criteria and thresholds of the
 released code. The plain form is reference/recurrent_adaptive.py; both run the same recurrences and write the same tokens.
 
-In a batch a sequence that has settled keeps its state, and its rows stop counting, while the others go on.
+In a batch a sequence that has settled keeps its state, and its rows stop counting, while the others continue.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
-    """Fill `session` with one token per forward, each of as many recurrences as it needs.
+    """Fills `session` with one token per forward, each with as many recurrences as it needs.
 
-    Whether the core runs on is for the host to know, so the device is read once per check that counts (with a trace: per check). A
-    token has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed when
-    one more token has been begun, which is in the stats' seconds alone.
+    The host decides whether the core continues, so the device is read once per check that counts (with a trace: per check). A token
+    has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed after one more
+    token has been started, which affects only the stats' seconds.
 
     Args:
-        criterion: what is compared with the check before: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
-            cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of distributions without
-            unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a row that
-            count and have not changed the likeliest token; done at the threshold.
+        criterion: what is compared with the previous check: "latent-diff" ``|z - z_last| / |z|`` of the states, "cosine" 1 - their
+            cosine, "entropy-diff" the entropies of the next token's distributions, "kl" their divergence, "minp-kl" that of
+            distributions without unlikely tokens; a token is done below the threshold. "argmax-stability" counts checks in a
+            row that count and leave the likeliest token unchanged; done at the threshold.
         threshold: None: 0.03, 1e-3, 1e-3, 1e-3, 1e-5 and 5, in this order.
-        max_recurrences: of a token; None: `recurrences`. What is left after the last check runs without one.
-        min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first one counts too, and is
+        max_recurrences: of a token; None: `recurrences`. Those left after the last check run without one.
+        min_recurrences: a check counts only if what it is compared with has had this many. With 0 the first one counts too, and is
             compared with the initial state, an entropy of 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
         first_check: recurrences before the first check; None: `check_every`. ``first_check=n + 1`` with ``min_recurrences=0`` is
@@ -85,8 +85,8 @@ def decode(
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
-    active_rows, written = ~ended, token[:, 0]  # what the host reads of the token
-    unread: tuple[list[int], list[list[float]]] | None = None  # what is known of tokens that the host has not read yet
+    active_rows, written = ~ended, token[:, 0]  # what the host reads for the token
+    unread: tuple[list[int], list[list[float]]] | None = None  # facts about tokens that the host has not read yet
 
     for step in range(session.max_new_tokens - 1):
         if not any(active):
@@ -95,14 +95,14 @@ def decode(
         context = model.context(1, cache, counts)
         state, term = model.begin(model.prelude(token, context), context, sampling.seeds)
         divergence = Divergence(criterion, state)
-        open_rows, still_open = active_rows, list(active)  # whose recurrence goes on: on the device, and on the host
+        open_rows, still_open = active_rows, list(active)  # sequences still iterating: on the device, and on the host
         needed = [0] * session.batch
         values: list[list[float]] = [[] for _ in active]
         count, last, logits, polled = 0, 0, None, False  # `last`: recurrences at the last check
         while count < most and any(still_open):
             wanted = check_every if last else first_check
             run = min(wanted, most - count)
-            # A settled row runs too, but nothing of it is stored.
+            # A settled row runs too, but is not stored.
             current_context = (
                 context if still_open == active else context._replace(counts=open_rows.to(cache.lengths.dtype))
             )
@@ -110,7 +110,7 @@ def decode(
             for _ in range(run):
                 refined = model.core(refined, term, current_context)
             state = refined if still_open == active else torch.where(open_rows[:, None, None], refined, state)
-            counted = last >= min_recurrences  # what this check is compared with has had so many
+            counted = last >= min_recurrences  # what this check is compared with has had that many
             count += run
             needed = [count if is_open else before for is_open, before in zip(still_open, needed)]
             if run < wanted:
@@ -130,7 +130,7 @@ def decode(
             if counted:
                 open_rows = open_rows & ~done
             if counted or session.trace is not None:
-                # The one read of the device in a check; the first of a token brings the token before it.
+                # The one read of the device in a check; the first of a token also brings the previous token.
                 poll = torch.stack([written.double(), open_rows.double(), value.double()], 1).tolist()
                 polled = True
                 if unread is not None:
@@ -141,7 +141,7 @@ def decode(
                         values[sequence].append(number if counted else math.inf)
                         still_open[sequence] = is_open != 0
         if not any(active):
-            break  # begun before the host knew that nothing was to come
+            break  # started before the host knew that all were done
 
         if logits is None:
             logits = model.coda(state, context)
@@ -153,7 +153,7 @@ def decode(
         session.forwards += 1
         session.recurrences += count
         unread = needed, values
-        if not polled or step == session.max_new_tokens - 2:  # no check will bring the token
+        if not polled or step == session.max_new_tokens - 2:  # no check will read the token
             _record(session, active, written.tolist(), *unread)
             unread = None
 
@@ -161,7 +161,7 @@ def decode(
 def _record(
     session: Session, active: list[bool], tokens: list[int], needed: list[int], values: list[list[float]]
 ) -> None:
-    """Puts the next token of every sequence in `active` on record, and takes out of it those that end with theirs."""
+    """Records the next token of every sequence in `active`, and removes those that end with it."""
     for sequence, token in enumerate(tokens):
         if active[sequence]:
             known = session.tokens[sequence]
@@ -174,7 +174,7 @@ def _record(
 
 
 class Divergence:
-    """What a criterion compares between the checks of one token."""
+    """The quantity that a criterion compares between the checks of one token."""
 
     def __init__(self, criterion: Criterion, state: torch.Tensor) -> None:
         self.criterion = criterion
@@ -185,7 +185,7 @@ class Divergence:
 
     def measure(self, state: torch.Tensor, logits: torch.Tensor | None, counted: bool) -> torch.Tensor:
         """``(batch,)``: how far `state` ``(batch, 1, E)`` or `logits` ``(batch, 1, V)`` moved since the last call; or the checks
-        without a new argmax, of those that are `counted`.
+        without a new argmax, among those that are `counted`.
         """
         if logits is None:
             now, then = _wide(state[:, 0]), _wide(self.state[:, 0])

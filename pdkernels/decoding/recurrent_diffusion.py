@@ -1,8 +1,8 @@
-"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences after the one before.
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the previous one.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
 and 2, equations 1 to 3. The plain form is reference/recurrent_diffusion.py; both take the same steps, draw the same tokens and
-freeze the same rows. Where the paper and its code part ways is said there.
+freeze the same rows. Differences between the paper and its code are described there.
 """
 
 from __future__ import annotations
@@ -50,30 +50,32 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` from a wave of positions: a step refines all of them, freezes those in front that are ready, appends new ones.
+    """Fills `session` from a wave of positions: a step refines all of them, freezes those at the front that are ready, appends
+    new ones.
 
     Args:
         inner_recurrence: recurrences of a step.
-        threshold: a row is ready if its state has moved by less since the last step, relative to its norm.
+        threshold: a row is ready if its state moved by less than this since the last step, relative to its norm.
         exit: what makes a row ready: "latent-diff" that distance; "latent-acceleration" the second difference of three steps;
             "token-stability" a prediction that has stayed the same for `stability` steps; "fixed" its `recurrences` (Algorithm 1).
         noise: share of new noise that a step mixes into a state.
-        schedule: how that share falls with a position's recurrences: "linear" (None), down to 0 after `recurrences`, "harmonic",
+        schedule: how that share decays with a position's recurrences: "linear" (None), down to 0 after `recurrences`, "harmonic",
             "root", or "constant" not at all.
         mixer: "linear" or "sqrt", which keeps the variance.
-        momentum: share of the last step's embedding in a row's.
+        momentum: share of the last step's embedding in a row's embedding.
         headway: positions that a step appends.
-        max_wavefront: most positions under way. 1 is autoregressive decoding with adaptive exits.
-        rule: "prefix" freezes rows up to the first that is not ready, "last" all up to the last that is.
-        new_state: a new row starts "fresh" from the state of its position or "copied" from that of the row before it.
-        guard: freeze no row whose input changed in this very step: its K and V belong to the token it was.
+        max_wavefront: most active positions. 1 is autoregressive decoding with adaptive exits.
+        rule: "prefix" freezes rows before the first that is not ready, "last" all up to the last that is.
+        new_state: a new row starts "fresh" from the state of its position or "copied" from that of the previous row.
+        guard: freeze no row whose input changed in this step: its K and V belong to the old token.
         recurrences: of the prompt; None: those the model was trained for.
-        max_recurrences: a row is ready at the latest after so many; None: 4 * `recurrences`; 0: never, if the model does not settle.
+        max_recurrences: a row is ready at the latest after this many; None: 4 * `recurrences`; 0: never, if the model does not
+            settle.
         stability: None: ``recurrences // inner_recurrence + 1``.
         seed: of states, noise, draws and guesses.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
@@ -81,7 +83,7 @@ def decode(
     for name, size in (("inner_recurrence", inner_recurrence), ("headway", headway), ("max_wavefront", max_wavefront)):
         checked_size(_OP, name, size)
     checked_name(_OP, "exit", exit, get_args(Exit))
-    headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more has no room in the wave
+    headway = min(headway, max_wavefront, max(1, session.max_new_tokens))  # more does not fit in the wave
     if max_recurrences is not None:
         check_type(type(max_recurrences) is int, _OP, "max_recurrences", "be an int", type(max_recurrences).__name__)
         check(max_recurrences >= 0, _OP, "max_recurrences", "be at least 0", max_recurrences)
@@ -114,7 +116,7 @@ def decode(
 
 
 def run(session: Session, wave: Wave, widths: list[int]) -> int:
-    """Steps until all sequences have finished; `widths` is the host's copy of the wave's."""
+    """Steps until all sequences have finished; `widths` is the host's copy of the wave's widths."""
     taken_part = session.batch
     cursors = [len(prompt) for prompt in session.prompts]
     while (rows := max(widths)) > 0:
@@ -129,7 +131,7 @@ def run(session: Session, wave: Wave, widths: list[int]) -> int:
         facts = torch.stack([wave.advance, wave.width], 1)
         if inputs is None:
             poll = torch.cat([facts, predictions], 1).tolist()
-        else:  # fp64 holds them all: distances as they are, and whole numbers up to 2**53
+        else:  # fp64 holds them all exactly: distances, and integers up to 2**53
             poll = torch.cat([part.double() for part in (facts, predictions, inputs, distance)], 1).tolist()
         for sequence, row in enumerate(poll):
             if (width := widths[sequence]) == 0:

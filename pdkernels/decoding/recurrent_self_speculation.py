@@ -1,4 +1,4 @@
-"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, all of them judge the draft at once.
+"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, the full number verifies the draft at once.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 6.3. The plain form is
 reference/recurrent_self_speculation.py; both take the same forwards and accept the same part of every draft.
@@ -30,20 +30,20 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> int:
-    """Fill `session` with the tokens of forwards over whole drafts; a draft needs no model and no cache of its own.
+    """Fills `session` with the tokens of forwards over whole drafts; drafting needs no extra model or cache.
 
-    Its K and V lie behind the cursor, where the forward that judges it writes over them. That forward reads the rows of the draft
-    after as many recurrences as it has run itself; `recurrent_static` reads them after all of them. So the tokens are the same
-    where states have converged, and not by construction.
+    Its K and V lie past the cursor, where the verifying forward overwrites them. That forward reads the rows of the draft
+    after as many recurrences as it has run itself; `recurrent_static` reads them after all recurrences. So the tokens are equal
+    where states have converged, not by construction.
 
     Args:
         block_size: most tokens of a draft, one recurrent forward each; 0 is `recurrent_static`.
         draft_recurrences: of these forwards.
-        recurrences: of the prompt and of the forwards that judge; None: those the model was trained for.
-        temperature: of drafts and judge, who draw a position's token with the same numbers; 0 is greedy.
+        recurrences: of the prompt and of the verifying forwards; None: those the model was trained for.
+        temperature: of drafts and verifier, which draw a position's token with the same numbers; 0 is greedy.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
@@ -56,14 +56,12 @@ def decode(
         return 0
     cache, first, ended, ends, _, active = prefill(session, recurrences, sampling, page_size)
     lengths = cache.lengths  # grows in place with every commit
-    # No row for tokens that nobody asked for.
+    # No row for tokens that were not requested.
     slots = max(1, min(1 + block_size, limit - 1))
     slot = torch.arange(slots, device=lengths.device)
     block = torch.zeros(session.batch, slots, dtype=torch.int64, device=lengths.device)
     block[:, :1] = first
-    remaining = torch.full_like(lengths, limit - 1).masked_fill_(
-        ended, 0
-    )  # tokens still to come; 0 once a sequence is done
+    remaining = torch.full_like(lengths, limit - 1).masked_fill_(ended, 0)  # tokens left; 0 once a sequence is done
     draft_lengths = remaining.clamp(max=slots)
 
     host_lengths = [slots if more else 0 for more in active]
@@ -72,10 +70,10 @@ def decode(
         cursor = lengths.clone()
         for row in range(width - 1):
             logits = model(block[:, row : row + 1], cache=cache, recurrences=draft_recurrences, seed=sampling.seeds)
-            # For a while the draft counts as text. A sequence whose draft is complete goes through the model too.
+            # While drafting, the draft counts as text. A sequence whose draft is complete goes through the model too.
             cache.commit_((draft_lengths > row + 1).to(lengths.dtype))
             block[:, row + 1 : row + 2] = sampling.draw(logits, (cursor + row + 1)[:, None])
-        kv_trim_(lengths, cursor)  # not the cache's own, which would give pages back
+        kv_trim_(lengths, cursor)  # not the cache's own, which would release pages
 
         draft = block[:, :width]
         counts = None if min(host_lengths) == width else draft_lengths
@@ -86,7 +84,7 @@ def decode(
         session.forwards += width
         session.recurrences += (width - 1) * draft_recurrences + recurrences
 
-        # The judge's next token is known, hence counted; a finished sequence has nothing remaining.
+        # The verifier's next token is known, so it counts; a finished sequence has nothing remaining.
         remaining = (remaining - verdict.accepted).masked_fill_(verdict.ended, 0)
         draft_lengths = remaining.clamp(max=slots)
 
@@ -98,7 +96,7 @@ def decode(
         poll = torch.cat(columns, 1).tolist()
         for sequence, (accepted, _, next_token, *tokens) in enumerate(poll):
             if (length := host_lengths[sequence]) > 0:
-                taken_part += length  # its draft's forwards and the one that judged
+                taken_part += length  # its drafting forwards and the verifying one
                 judged = tokens[width:][:length] if session.trace is not None else None
                 session.log_step(sequence, tokens[:length], judged, accepted=accepted, next_token=next_token)
         host_lengths = [row[1] for row in poll]

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences: what its parallel samplers approach.
+"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences, which its parallel samplers approximate.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning", section 3. The plain form is
 reference/recurrent_static.py.
@@ -27,9 +27,9 @@ def decode(
     seed: Seed = 0,
     page_size: int | None = None,
 ) -> None:
-    """Fill `session` with one token per forward.
+    """Fills `session` with one token per forward.
 
-    The cache keeps one row per position, whatever the recurrences: later tokens read the last one's in all of theirs.
+    The cache keeps one row per position, whatever the recurrences: later tokens read that of the last recurrence in all of theirs.
     """
     model = checked_model(_OP, session)
     recurrences = checked_recurrences(_OP, "recurrences", model, recurrences)
@@ -37,7 +37,7 @@ def decode(
     if session.max_new_tokens == 0:
         return
     cache, token, ended, ends, current, active = prefill(session, recurrences, sampling, page_size)
-    active_rows = (~ended).to(cache.lengths.dtype)  # 1 while a sequence goes on, then 0: its cache stands still
+    active_rows = (~ended).to(cache.lengths.dtype)  # 1 while a sequence continues, then 0: its cache does not change
 
     for step in range(session.max_new_tokens - 1):
         if not any(active):

@@ -1,4 +1,4 @@
-"""What a decoder hands back."""
+"""What a decoder returns."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from pdkernels.decoding._replay import Source, write_page
 from pdkernels.decoding.traces import Trace
 
 # on_tokens(batch index, new token ids, how many of them, from the front, were accepted drafts); a `ChunkTokens` instead of a list
-# comes when its chunk is complete, maybe before chunks that are in front of it in the text
+# comes when its chunk is complete, possibly before earlier chunks of the text
 OnTokens = Callable[[int, list[int], int], None]
 
 
 class ChunkTokens(list[int]):
-    """A finished chunk, its two tags included, as `on_tokens` gets it."""
+    """A finished chunk, its two tags included, as passed to `on_tokens`."""
 
     def __init__(self, ids: list[int], chunk: int) -> None:
         super().__init__(ids)
         self.chunk = chunk
-        """Which one of the whole text; they are numbered from 0 in the order of the text."""
+        """Its number in the whole text, from 0 in text order."""
 
 
 class PlanRound(NamedTuple):
     """One round of planned diffusion."""
 
     plan: list[int]
-    """Its tokens, without the one that ended it."""
+    """The plan's tokens, without the one that ended it."""
     topics: list[list[int]]
-    """Of each item, without its number."""
+    """Topic of each item, without its number."""
     lengths: list[int]
     """Tokens of each chunk, without tags."""
     steps: int
     """Forwards that filled the chunks."""
     stop: str
-    """What ended the plan: "sync", "end", or "length" where there was no room for more of it."""
+    """What ended the plan: "sync", "end", or "length" if there was no room for more."""
 
 
 class PlanReport(NamedTuple):
-    """What became of one sequence of planned diffusion."""
+    """Report on one sequence of planned diffusion."""
 
     rounds: list[PlanRound]
     reason: str
     """What ended the text: "end" (token), "length", "rounds", or what was wrong with its last plan (`BAD_PLANS`)."""
     forwards: dict[str, int]
-    """In which it took part: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to the cache and
-    starts the next plan."""
+    """Forwards it took part in: "plan" (the prompt's included), "chunks", and "refresh", which adds finished chunks to the
+    cache and starts the next plan."""
     rows: dict[str, int]
     """Tokens that went through the model in these forwards."""
 
     @property
     def critical_path(self) -> int:
-        """Forwards that had to wait for each other."""
+        """Forwards on the critical path."""
         return sum(self.forwards.values())
 
 
 @dataclass(frozen=True)
 class DecodeStats:
-    """What a generation cost.
+    """The cost of a generation.
 
     Attributes:
         method: name of the decoding method.
@@ -73,13 +73,13 @@ class DecodeStats:
             part in none), so that the figure of a sequence is the same alone and in a batch; 1.0 is autoregressive.
         seconds: wall time from the first allocation to the last token on the host, without the time spent in
             `on_tokens`.
-        accepted: per sequence, the draft tokens committed by each forward that judged a draft, the always right first
-            one included; in block diffusion and masked diffusion the places that each forward filled; in recurrent diffusion
+        accepted: per sequence, the draft tokens committed by each forward that verified a draft, the always right first
+            one included; in block diffusion and masked diffusion the positions that each forward filled; in recurrent diffusion
             the tokens that each step froze. One list per sequence, also for a single prompt.
-        trace: per sequence, one `TraceStep` (or the method's own form of it) per judged draft; None unless asked for.
+        trace: per sequence, one `TraceStep` (or the method's own form of it) per verified draft; None unless requested.
         recurrences: times that the core of a recurrent-depth model ran over the batch, whatever its rows; the prompt's count.
-            None for a method that does not decide about them.
-        plans: per sequence, what it planned and how that went; None for methods without plans.
+            None for a method that does not control them.
+        plans: per sequence, what it planned and the outcome; None for methods without plans.
     """
 
     method: str
@@ -104,12 +104,12 @@ Text = TypeVar("Text", bound=str | list[str], default=str | list[str])
 
 @dataclass(frozen=True)
 class DecodeResult(Generic[Tokens, Text]):
-    """New tokens, without the prompt. Of one prompt it is a ``DecodeResult[Tensor, str]``, of a batch one of lists.
+    """New tokens, without the prompt. For one prompt it is a ``DecodeResult[Tensor, str]``, for a batch one of lists.
 
     Attributes:
         tokens: int64 ``(length,)`` on the CPU, or a list of those for a batch. An end token that stopped a
             sequence is its last token.
-        text: the decoded tokens, special ones left out; None where the model has no tokenizer.
+        text: the decoded tokens, special ones left out; None if the model has no tokenizer.
         stats: see `DecodeStats`.
     """
 
@@ -122,8 +122,8 @@ class DecodeResult(Generic[Tokens, Text]):
         """Writes a page that replays the generation step by step, for any browser; it loads nothing from elsewhere.
 
         Tokens have the colour of the step that wrote them. Accepted drafts are underlined, rejected ones and predictions that may
-        still change are pale, places that are still masked are boxes, and chunks that were written side by side are lanes. Below is
-        every step as a line of a chart.
+        still change are pale, masked positions are boxes, and chunks that were written in parallel are lanes. Below is
+        a chart with a line per step.
 
         Args:
             path: of the page.

@@ -1,12 +1,12 @@
-"""SlowFast Sampling: explore until the position is stable up to which the model is sure, then fill everything before it quickly.
+"""SlowFast Sampling: explore until the end of the model's confident span is stable, then fill everything before it quickly.
 
 Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3 and equations 7 to 10, and its
-released code. The plain form is reference/slowfast.py, which says where they differ; both take the same forwards, draw the
+released code. The plain form is reference/slowfast.py, which notes where they differ; both take the same forwards, draw the
 same tokens and fill the same positions.
 
-A cycle starts at some position. Its slow steps fill the surest positions after it, one forward after the other, and note how far
-the model has an opinion. Where that settles, the span ends; fast steps fill the span, all sure positions at once, and the next
-cycle starts after it. Every sequence of a batch is in its own cycle.
+A cycle starts at some position. Its slow steps fill the most confident positions after it, one forward after another, and note
+how far the model is confident. Once that settles, the span ends; fast steps fill the span, all confident positions at once, and
+the next cycle starts after it. Every sequence of a batch is in its own cycle.
 """
 
 from __future__ import annotations
@@ -69,27 +69,27 @@ def decode(
     mask_token: int | None = None,
     seed: Seed = 0,
 ) -> int:
-    """Fill `session` span by span, each explored slowly and filled fast. What a place holds is never judged again.
+    """Fills `session` span by span, each explored slowly and filled fast. A filled position is never revised.
 
     Args:
-        block_size: new places that are filled before those behind them; None: all of them.
+        block_size: new positions that are filled before those after them; None: all of them.
         max_exploration: K_max, most slow steps of a cycle. 0: every span is a whole block.
         window: W_hist, how many of the last candidates for the span's end are compared.
         variance: sigma^2; the end is stable if their variance is less.
         tau_min: the last position with more confidence than this is the candidate of a slow step.
-        tau_high: a fast step fills all places with more confidence than this.
-        k_slow: places that a slow step fills.
-        k_fast: places that a fast step fills where none is sure.
+        tau_high: a fast step fills all positions with more confidence than this.
+        k_slow: positions that a slow step fills.
+        k_fast: positions that a fast step fills if none is confident.
         cycle: where the span ends: "last" at the last candidate once that is stable, else at their mean; "mean" at the mean, as
-            equation 9 says; "published" as the released code, which always takes all `max_exploration` steps, fills sure
-            places in those too, and counts confidences that equal a threshold.
-        drop_suffix: fast steps after the first leave out what stands behind the span, as the released code does.
-        prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then does the forwards;
-            without a `prompt_interval` nothing is kept from one to the next.
-        temperature: of the guesses; places are chosen by the confidence without it.
+            equation 9 says; "published" as the released code, which always takes all `max_exploration` steps, fills confident
+            positions in those too, and counts confidences that equal a threshold.
+        drop_suffix: fast steps after the first leave out everything after the span, as the released code does.
+        prompt_interval, gen_interval, transfer_ratio: those of `dllm_cache`, whose feature cache then runs the forwards;
+            without a `prompt_interval` nothing is cached.
+        temperature: of the guesses; positions are chosen by the confidence at temperature 1.
 
     Returns:
-        Forwards that the sequences took part in, all together.
+        Forwards that the sequences took part in, summed.
     """
     mask_token = checked_masked_model(_OP, session, mask_token)
     if block_size is not None:
@@ -139,9 +139,9 @@ def decode(
     published = cycle == "published"
     while canvas.unfinished:
         canvas.begin()
-        # A canvas that is done costs little.
+        # A finished canvas costs little.
         ends = [start + on * span.shown() for start, on, span in zip(canvas.starts, canvas.active, spans, strict=True)]
-        # No number of sure positions lets a slow step of the paper fill more than its few.
+        # A slow step of the paper never fills more than its few, however many positions are confident.
         need = [1 if published or span.fast else limit + 1 for span in spans]
         quota = [k_fast if span.fast else k_slow for span in spans]
         step = canvas.open([span.window for span in spans], [ends, need, quota])
@@ -164,13 +164,13 @@ def decode(
 
 
 class Span:
-    """A sequence's cycle; positions count from the end of its prompt.
+    """A sequence's cycle; positions are relative to the end of its prompt.
 
     Attributes:
         start, end: the span: where the cycle started, and where its fast steps end.
         last: the end of the block.
         fast: whether the next step is a fast one.
-        taken: steps of this kind that the cycle has had.
+        taken: steps of this kind in the cycle so far.
     """
 
     def __init__(self, limit: int, options: Options) -> None:
@@ -179,7 +179,7 @@ class Span:
         self.last = self.end = min(options.block_size, limit)
         self.fast = options.max_exploration == 0
         self._settled = False
-        self._candidates: list[int] = []  # of the cycle's slow steps, as many as are compared
+        self._candidates: list[int] = []  # from the cycle's slow steps, as many as are compared
 
     @property
     def window(self) -> Window:
@@ -191,7 +191,7 @@ class Span:
         return self.end if self._options.drop_suffix and self.fast and self.taken > 0 else self._limit
 
     def step(self, furthest: int, is_open: Callable[[int, int], bool]) -> None:
-        """Moves on after a step. `furthest` is the last position with an opinion, if there is one."""
+        """Advances after a step. `furthest` is the last confident position, if any."""
         options = self._options
         self.taken += 1
         if not self.fast:

@@ -1,4 +1,4 @@
-"""What a trace holds: a step of each kind of decoder."""
+"""The contents of a trace: a step of each kind of decoder."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ class LinearStep(NamedTuple):
 class DenoiseStep(NamedTuple):
     """One forward of block diffusion over an unfinished block, as one sequence of the batch saw it."""
 
-    block: list[int]  # open slots hold the mask token
+    block: list[int]  # masked slots hold the mask token
     committed: dict[int, int]  # slot -> token
 
 
 class MaskedStep(NamedTuple):
-    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions count from the prompt's start."""
+    """One forward of a masked-diffusion decoder, as one sequence of the batch saw it. Positions are relative to the start of
+    the prompt."""
 
-    tokens: list[int]  # the canvas before; open places hold the mask token
-    committed: dict[int, int]  # place -> token
-    confidence: dict[int, float]  # place -> score that places were chosen by, of all that had a guess
-    window: tuple[int, int]  # places that could be committed: the first, and the one behind the last
+    tokens: list[int]  # the canvas before; masked positions hold the mask token
+    committed: dict[int, int]  # position -> token
+    confidence: dict[int, float]  # position -> score used to choose positions, for all with a guess
+    window: tuple[int, int]  # positions that could be committed: the first, and one past the last
 
 
 class AdaptiveStep(NamedTuple):
@@ -52,17 +53,18 @@ class RecurrentStep(NamedTuple):
     """One step of a recurrent-depth decoder, as one sequence of the batch saw it: rows i at positions ``cursor + i``."""
 
     cursor: int  # everything before it is frozen
-    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
-    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
-    distance: list[float]  # what the exit test measured of each row; inf where it measured nothing
-    frozen: int  # predictions[:frozen] became text, and the cursor moved by as much
+    tokens: list[int]  # inputs of the rows; tokens[0] is already in the text
+    predictions: list[int]  # predictions[i] is the token at position cursor + i + 1
+    distance: list[float]  # measured by the exit test for each row; inf if not measured
+    frozen: int  # predictions[:frozen] became text, and the cursor moved by that many
 
 
 class ChunkStep(NamedTuple):
-    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All counts start at 0."""
+    """One forward of planned diffusion over the chunks of a round, as one sequence of the batch saw it. All numbering starts at
+    0."""
 
     round: int
-    canvas: list[list[int]]  # the chunks' contents before, without their tags; open positions hold the mask token
+    canvas: list[list[int]]  # the chunks' contents before, without their tags; masked positions hold the mask token
     committed: dict[tuple[int, int], int]  # (chunk, position) -> token
 
 

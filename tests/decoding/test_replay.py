@@ -70,7 +70,7 @@ def test_masks_inside_a_prompt() -> None:
     result = pd.decoding.generate(model, prompt, "llada", max_new_tokens=4, infill=True, trace=True)
     source = result._source
     frames = _replay.frames(result.stats.trace[0], source.prompts[0], source.tokens[0])
-    written = {write.place: write.token for frame in frames for write in frame.writes}
+    written = {write.position: write.token for frame in frames for write in frame.writes}
     assert [written[place] for place in range(len(source.tokens[0]))] == source.tokens[0]
     assert source.prompts[0] + source.tokens[0] == result.tokens.tolist()
 
