@@ -34,7 +34,7 @@ from pdkernels.cli._demo import demo
 from pdkernels.cli._reproduce import reproduce
 from pdkernels.cli._sweep import run_sweep
 from pdkernels.cli._tables import evaluation_table, generation_table
-from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_told, use_threads, visible
+from pdkernels.cli._terminal import ACCEPTED, LEGEND, PROMPT, Stream, errors_reported, use_threads, visible
 from pdkernels.config import show_config
 from pdkernels.decoding._method import SHARED
 from pdkernels.decoding.methods import METHODS
@@ -53,7 +53,7 @@ app = typer.Typer(
 
 
 def _help(option: str) -> str:
-    """What an option of `generate` means, in the words of the decoders that have it."""
+    """The help of an option of `generate`, from the decoders that have it."""
     texts: dict[str, list[str]] = {}
     for name, method in METHODS.items():
         if option in method.options:
@@ -68,16 +68,16 @@ def generate(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="Decoding method, or 'all' that the model can run; by default 'jacobi' or 'llada'. May be given several times."
+            help="Decoding method, or 'all' for all that the model can run; by default 'jacobi' or 'llada'. May be given several times."
         ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most; an end token stops earlier.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens; an end token stops earlier.")] = 128,
     block_size: Annotated[int | None, typer.Option(help=_help("block_size"))] = None,
     window: Annotated[int | None, typer.Option(help=_help("window"))] = None,
     seed: Annotated[int | None, typer.Option(help=SHARED["seed"])] = None,
     page_size: Annotated[int | None, typer.Option(help=SHARED["page_size"])] = None,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else what torch takes.")
+        int | None, typer.Option(min=1, help="CPU threads; by default one for a tiny model, else torch's default.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare with greedy autoregressive decoding; exit code 1 if different.")
@@ -91,7 +91,7 @@ def generate(
     console = Console(highlight=False)
     given = {"block_size": block_size, "window": window, "seed": seed, "page_size": page_size}
     options = {name: value for name, value in given.items() if value is not None}
-    with errors_told():
+    with errors_reported():
         language_model = models.load(model)
         usual = next(name for name in METHODS if name != "autoregressive" and METHODS[name].supports(language_model))
         methods = _methods(method or [usual], options, language_model)
@@ -136,7 +136,7 @@ def generate(
 
 
 def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str, dict[str, Any]]:
-    """The options of each method asked for. An option that none of them takes is an error, not ignored."""
+    """The options of each requested method. An option that none of them takes is an error, not ignored."""
     if "all" in names:
         fills_masks = model.mask_token is not None
         names = [
@@ -157,12 +157,12 @@ def _methods(names: list[str], options: dict[str, Any], model: Any) -> dict[str,
 def _run(
     console: Console, model: Any, prompt: str, method: str, max_new_tokens: int, options: dict[str, Any]
 ) -> DecodeResult[torch.Tensor, str]:
-    # A few tokens behind a short prompt unseen first, so that no method pays for the start of the process.
+    # A few unseen tokens after a short prompt first, so that no method pays for the start of the process.
     chosen = decoding.find(method)
     decoding.generate(model, prompt[:100], chosen, max_new_tokens=min(4, max_new_tokens), **options)
     console.rule(Text(method, "bold"), align="left", style="dim")
     console.print(Text(visible(prompt), PROMPT), end="", soft_wrap=True)
-    if chosen.plans:  # their tokens do not come in the order of the text, and not all are text
+    if chosen.plans:  # their tokens do not come in text order, and not all are text
         result = decoding.generate(model, prompt, chosen, max_new_tokens=max_new_tokens, **options)
         console.print(Text(visible(result.text or ""), ACCEPTED), soft_wrap=True)
         return result
@@ -182,7 +182,7 @@ def evaluate(
     family: Annotated[
         str,
         typer.Option(
-            help="'transformer', 'recurrent', 'masked' or 'planned': which tiny models and tasks stand for what is not given."
+            help="'transformer', 'recurrent', 'masked' or 'planned': selects the default tiny models and tasks."
         ),
     ] = "transformer",
     model: Annotated[
@@ -198,7 +198,7 @@ def evaluate(
     width: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="Tokens of a block or draft. May be given several times; by default what supports the method."
+            min=1, help="Tokens of a block or draft. May be given several times; by default what suits the method."
         ),
     ] = None,
     task: Annotated[
@@ -208,19 +208,19 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts per generation.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the choice of prompts.")] = 0,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else what torch takes.")
+        int | None, typer.Option(min=1, help="CPU threads; by default one for tiny models, else torch's default.")
     ] = None,
     sweep: Annotated[
         list[str] | None,
         typer.Option(
             metavar="OPTION=VALUE,...",
-            help="Try values of an option of the methods, or METHOD.OPTION=...; all combinations if given several times.",
+            help="Values to try for an option of the methods, or METHOD.OPTION=...; all combinations if given several times.",
         ),
     ] = None,
     most_rows: Annotated[
-        int | None, typer.Option(min=1, help="Of a sweep, leave out what has more rows in a forward.")
+        int | None, typer.Option(min=1, help="In a sweep, leave out candidates with more rows in a forward.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the sweep that --json names.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the sweep in the file of --json.")] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -233,14 +233,14 @@ def evaluate(
         Path | None, typer.Option("--json", dir_okay=False, writable=True, help="Write the figures into this file.")
     ] = None,
 ) -> None:
-    """Compare decoding methods: answers that are right, tokens per forward, and speed against autoregressive decoding.
+    """Compare decoding methods: right answers, tokens per forward, and speed against autoregressive decoding.
 
-    Under torchrun the prompts are dealt out to its processes.
+    Under torchrun the prompts are shared by its processes.
     """
     console = Console(highlight=False)
-    with errors_told(), evaluation.launched_group() as group:
+    with errors_reported(), evaluation.launched_group() as group:
         console.quiet = not evaluation.is_first(group)
-        # What would only fail after minutes fails now.
+        # Fail now rather than after minutes.
         alone = group is None or not (sweep or family == "planned")
         demand(alone, "eval", "--sweep and --family planned", "be run by one process", "several of torchrun")
         if sweep and plot == Path("frontier"):
@@ -339,7 +339,8 @@ def evaluate(
 
 
 def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int, threads: int | None) -> dict[str, Any]:
-    """Orders carried out by models that plan, under several settings, and by others token by token: printed, and for a file."""
+    """Scores of orders carried out by models that plan, under several settings, and by others token by token; printed, and for
+    a file."""
     loaded, absent = _load_all(names)
     demand(bool(loaded), "eval", "--model", "name at least one model that is there", "; ".join(absent))
     use_threads(threads, list(loaded.values()))
@@ -369,7 +370,7 @@ def _make_folder(command: str, option: str, path: Path) -> None:
 
 
 def _load_all(names: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Models by name, and a line for each of the package's models that has not been trained here."""
+    """Models by name, and a line for each of the package's models that is missing here."""
     ours = {"tiny-planned", *(name for family in evaluation.FAMILIES.values() for name in family.models)}
     absent = [name for name in dict.fromkeys(names) if name in ours and name not in models.available()]
     loaded = {name: models.load(name) for name in dict.fromkeys(names) if name not in absent}
@@ -390,7 +391,7 @@ def list_methods(
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    with errors_told():
+    with errors_reported():
         for method in [decoding.find(name) for name in names] if names else METHODS.values():
             table.add_row(Text(method.name, "bold"), Text(method.summary))
             for option in method.options.values() if names else ():
@@ -408,12 +409,12 @@ def list_models() -> None:
 @app.command()
 def doctor() -> None:
     """Show versions, what was compiled and what each op uses on each device."""
-    with errors_told():
+    with errors_reported():
         typer.echo(show_config())
 
 
 def main() -> None:
     """Entry point of the console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # generated text may hold characters that this output cannot
+        sys.stdout.reconfigure(errors="replace")  # generated text may have characters that this output cannot encode
     app(prog_name="pdkernels")

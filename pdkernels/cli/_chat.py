@@ -15,14 +15,14 @@ from rich.text import Text
 
 from pdkernels import decoding, models
 from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import LEGEND, Stream, errors_told, is_ours, tell, use_threads, visible
+from pdkernels.cli._terminal import LEGEND, Stream, errors_reported, is_ours, report, use_threads, visible
 from pdkernels.decoding._method import SHARED
 
 COMMANDS = "Commands: /reset forgets the chat, /exit or Ctrl-D ends it; Ctrl-C stops an answer."
 
 
 class Chat:
-    """A model, how it decodes, and what has been said. Every turn reads the whole chat anew."""
+    """A model, its decoding options, and the messages so far. Every turn reads the whole chat again."""
 
     def __init__(
         self, model: Any, method: str, options: dict[str, Any], max_new_tokens: int, system: str | None
@@ -35,7 +35,7 @@ class Chat:
         self.messages = list(self._opening)
 
     def answer(self, console: Console, question: str) -> str:
-        """Prints the model's answer to a question as it comes, and returns a line of figures. What an interrupt stopped is kept."""
+        """Prints the model's answer to a question as it comes, and returns a line of figures. An interrupted answer is kept."""
         asked = [*self.messages, {"role": "user", "content": question}]
         prompt = self.model.tokenizer.encode_chat(asked)
         stream, written = Stream(console, self.model.tokenizer), list[int]()
@@ -44,7 +44,7 @@ class Chat:
         interrupts = 0
 
         def interrupt(*_: Any) -> None:
-            """The first one waits for the end of a forward, so that no line is torn; a second one does not."""
+            """The first interrupt waits for the end of a forward, so that no line is torn; a second one does not."""
             nonlocal interrupts
             interrupts += 1
             if interrupts > 1:
@@ -73,7 +73,7 @@ class Chat:
         return figures
 
     def _room(self, tokens: int) -> int:
-        """New tokens that the model's positions leave room for."""
+        """New tokens that fit into the model's positions."""
         most = getattr(self.model.config, "max_positions", None)
         if most is None:
             return self.max_new_tokens
@@ -95,18 +95,18 @@ def chat(
     ),
     method: Annotated[str, typer.Option(help="Decoding method.")] = "jacobi",
     draft: Annotated[
-        str, typer.Option(help="Of 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead.")
+        str, typer.Option(help="For 'jacobi': 'lookup' for any model, 'model' for one that was trained to jump ahead.")
     ] = "lookup",
     block_size: Annotated[int | None, typer.Option(help="Tokens of a draft or block; by default the method's.")] = None,
     temperature: Annotated[float, typer.Option(help=SHARED["temperature"])] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
-    system: Annotated[str | None, typer.Option(help="What the chat opens with, in the role of the system.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 512,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system message that opens the chat.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
 ) -> None:
-    """Chat with a model. Tokens that came as accepted drafts are in colour; each answer ends in a line of figures."""
+    """Chat with a model. Accepted drafts are in colour; each answer ends with a line of figures."""
     console = Console(highlight=False)
-    with errors_told():
+    with errors_reported():
         language_model: Any = models.load(model)
         use_threads(threads, [language_model])
         demand(
@@ -120,7 +120,7 @@ def chat(
         known = decoding.method_options(method)
         given = {"draft": draft, "block_size": block_size, "temperature": temperature, "seed": seed}
         options = {name: value for name, value in given.items() if name in known and value is not None}
-        # A first answer unseen: it takes the start of the process, and what cannot work is refused before the first question.
+        # A first, unseen answer: it absorbs the start-up cost, and what cannot work is refused before the first question.
         first = [{"role": "user", "content": "Hi"}]
         decoding.generate(language_model, first, decoding.find(method), max_new_tokens=1, **options)
         talk(console, Chat(language_model, method, options, max_new_tokens, system))
@@ -148,11 +148,11 @@ def talk(console: Console, chat: Chat) -> None:
                 if not is_ours(error):
                     raise
                 chat.messages = before
-                tell(error)
+                report(error)
 
 
 def questions(console: Console) -> Iterator[str]:
-    """Lines from the terminal, with its editing where Python has that; or those of a pipe, each shown before its answer."""
+    """Lines from the terminal, with its editing where Python has that; or those of a pipe, each echoed before its answer."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
             console.print(Text(f"> {visible(line.strip())}", "bold"), soft_wrap=True)
@@ -165,7 +165,7 @@ def questions(console: Console) -> Iterator[str]:
     while True:
         try:
             yield input("> ")
-        except KeyboardInterrupt:  # of a line that is being written
+        except KeyboardInterrupt:  # while a line is being typed
             console.print()
         except EOFError:
             console.print()

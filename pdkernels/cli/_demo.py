@@ -1,4 +1,4 @@
-"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with looked-up drafts, and in transformers."""
+"""``python -m pdkernels demo``: a pretrained model answers questions token by token, with lookup drafts, and in transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdkernels import decoding, models
-from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_told, use_threads, visible
+from pdkernels.cli._terminal import LEGEND, PROMPT, Stream, errors_reported, use_threads, visible
 from pdkernels.models.packaged import PACKAGED, packaged
 from pdkernels.models.zoo import WEIGHTS
 
@@ -30,11 +30,11 @@ QUESTIONS = (
     "Explain why the sky is blue.",
 )
 GREEDY = "autoregressive"
-ADAPTER = WEIGHTS / "smollm2-jacobi"  # a LoRA trained by Jacobi Forcing, where there is one
+ADAPTER = WEIGHTS / "smollm2-jacobi"  # a LoRA trained by Jacobi Forcing, if there is one
 
 
 class Answer(NamedTuple):
-    """What a competitor wrote, and what that took."""
+    """What a competitor wrote, and its cost."""
 
     tokens: list[int]
     forwards: int
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
 
 
 class Competitor(NamedTuple):
-    """Someone who answers ``(prompt, max_new_tokens)``; `greedy` names the one whose tokens must come out."""
+    """A function that answers ``(prompt, max_new_tokens)``; `greedy` names the competitor whose tokens it must give."""
 
     answer: Callable[[list[int], int], Answer]
     greedy: str
@@ -56,16 +56,16 @@ def demo(
         list[str] | None,
         typer.Option(help="May be given several times; by default one whose answer quotes it, and one other."),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer at most.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each, of which the median counts.")] = 3,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default what torch takes.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Most tokens of an answer.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each; the median counts.")] = 3,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads; by default torch's choice.")] = None,
 ) -> None:
-    """Answer questions in every way that gives the same tokens, and show what each way takes.
+    """Answer questions in every way that gives the same tokens, and show the cost of each.
 
-    The ways take turns, so that what else the machine does meets all of them.
+    The ways take turns, so that other load on the machine affects all of them.
     """
     console, same = Console(highlight=False), True
-    with errors_told():
+    with errors_reported():
         language_model: Any = models.load(model)
         use_threads(threads, [language_model])
         competitors = _competitors(model, language_model)
@@ -99,7 +99,7 @@ def demo(
 def _measured(
     competitors: dict[str, Competitor], prompt: list[int], max_new_tokens: int, rounds: int
 ) -> dict[str, Answer]:
-    """Each one's answer with the median of its times; everyone warms up first."""
+    """Each one's answer with the median of its times, after a warm-up."""
     for known in competitors.values():
         known.answer(prompt, 2)
     runs = [{name: known.answer(prompt, max_new_tokens) for name, known in competitors.items()} for _ in range(rounds)]
@@ -110,13 +110,13 @@ def _measured(
 
 
 def _competitors(name: str, model: Any) -> dict[str, Competitor]:
-    """All that can compete here, by the names in the table."""
+    """Everything that can compete here, by the names in the table."""
     found = {
         GREEDY: Competitor(_ours(model), GREEDY),
         "jacobi, looked up": Competitor(_ours(model, draft="lookup"), GREEDY),
     }
     if name == PACKAGED[0] and ADAPTER.is_dir():
-        # Another model, whose own greedy tokens count.
+        # A different model, compared with its own greedy tokens.
         forced = models.load(name, adapter=ADAPTER)
         own = "autoregressive, adapted"
         found |= {own: Competitor(_ours(forced), own), "jacobi, adapted": Competitor(_ours(forced, draft="model"), own)}
@@ -141,7 +141,7 @@ def _theirs(file: Path, end_tokens: tuple[int, ...]) -> Callable[[list[int], int
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar of progress in the middle of ours
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bar would interrupt our output
         model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     model.eval()
 

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from pdkernels._validation import check as demand
-from pdkernels.cli._terminal import errors_told, use_threads
+from pdkernels.cli._terminal import errors_reported, use_threads
 from pdkernels.evaluation import papers
 
 _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
@@ -21,25 +21,26 @@ _COLUMNS = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), 
 
 def reproduce(
     paper: Annotated[str | None, typer.Argument(help=f"{', '.join(papers.PAPERS)}; none: what there is.")] = None,
-    figure: Annotated[str | None, typer.Argument(help="Name of a table; none: all of the paper.")] = None,
+    figure: Annotated[str | None, typer.Argument(help="Name of a table; none: all tables of the paper.")] = None,
     problems: Annotated[
-        int | None, typer.Option(min=1, help="Prompts, where a table has any; by default what it is made for.")
+        int | None,
+        typer.Option(min=1, help="Prompts, for tables that have any; by default those of the committed table."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(file_okay=False, help="Write a JSON file for each table into this folder.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Leave out tables whose file is there.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip tables whose file exists.")] = False,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
     pages: Annotated[
         Path | None,
         typer.Option(
-            file_okay=False, exists=True, help="Measure nothing, put the files in FOLDER/results into the pages there."
+            file_okay=False, exists=True, help="Measure nothing; put the files in FOLDER/results into the pages there."
         ),
     ] = None,
 ) -> None:
     """Measure tables of the papers on the tiny models."""
     console = Console(highlight=False)
-    with errors_told():
+    with errors_reported():
         if pages is not None:
             for found in sorted(pages.glob("*.md")):
                 found.write_text(papers.page(found.read_text(encoding="utf-8"), pages / "results"), encoding="utf-8")

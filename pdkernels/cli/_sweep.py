@@ -1,4 +1,5 @@
-"""`eval --sweep`: combinations of options on the same prompts, kept as they come, so that a long one can be interrupted and resumed."""
+"""`eval --sweep`: combinations of options on the same prompts, saved as they come, so that a long sweep can be interrupted and
+resumed."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def run_sweep(
     resume: bool,
     plot: Path | None,
 ) -> None:
-    """Measure, print, write JSON and draw. What `path` holds of the same sweep is not measured again if `resume`."""
+    """Measure, print, write JSON and draw. With `resume` what `path` holds of the same sweep is not measured again."""
     candidates = evaluation.sweep_candidates(loaded, [evaluation.parse_sweep(text) for text in swept], methods)
     if most_rows is not None:
         candidates, left_out = evaluation.without_many_rows(candidates, most_rows)
@@ -76,8 +77,8 @@ def run_sweep(
     fronts = evaluation.fronts(listed)
     console.print(_table(rows, comparisons, fronts))
     console.print(
-        "Forwards and seconds are per prompt. Speed: seconds of the cheapest baseline that is as often right (at most 3 points less) "
-        "over the row's own; none where no baseline is. * is on the front of right answers over forwards, ° over seconds. 95 % intervals."
+        "Forwards and seconds are per prompt. Speed: seconds of the cheapest baseline that is right as often (at most 3 points less) "
+        "over the row's own; none if no baseline is. * is on the front of right answers over forwards, ° over seconds. 95 % intervals."
     )
     if path is not None:
         found = {"rows": listed, "fronts": fronts, "comparisons": [vars(one) for one in comparisons]}
@@ -112,7 +113,7 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """As a whole or not at all."""
+    """Writes the file as a whole or not at all."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Tables of what methods cost."""
+"""Tables of the cost of methods."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def evaluation_table(rows: list[evaluation.Row]) -> Table:
             if watched:
                 cells.append("-" if row.extra_memory is None else f"{row.extra_memory / 1e6:.2f}")
             label = row.label
-            if row.settings and row.method == method:  # the method stands above
+            if row.settings and row.method == method:  # the method is in the line above
                 label = " " + label.removeprefix(f"{method}, ")
             method = row.method
             table.add_row(f" {label}", *cells, Text(row.verdict, "bold red" if row.broken else ""))

@@ -1,4 +1,4 @@
-"""What the commands share: text as it comes, errors in one sentence, threads."""
+"""Shared by the commands: text as it comes, errors in one sentence, threads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GIVEN = "default"
 PROMPT = "dim"
 LEGEND = Text.assemble(("accepted drafts", ACCEPTED), ", ", ("given by the model itself", GIVEN))
 
-# Below this many parameters handing work to other threads costs more than they save.
+# Below this many parameters other threads cost more than they save.
 _TINY = 20_000_000
 
 
 class Stream:
-    """Prints tokens as they come: what was drafted and accepted in colour, what the model had to give itself plain."""
+    """Prints tokens as they come: accepted drafts in colour, the model's own tokens plain."""
 
     def __init__(self, console: Console, tokenizer: Tokenizer) -> None:
         self._console = console
@@ -34,7 +34,7 @@ class Stream:
         self._print(self._text.feed(ids[accepted:]), GIVEN)
 
     def finish(self) -> None:
-        """Print what waited for the rest of a character, and end the line."""
+        """Prints what waited for the rest of a character, and ends the line."""
         self._print(self._text.flush(), GIVEN)
         self._console.print()
 
@@ -45,7 +45,7 @@ class Stream:
 
 
 def visible(text: str) -> str:
-    """`text` without characters that would steer the terminal: models may write those too."""
+    """`text` without characters that control the terminal: models may write those too."""
     return "".join(
         character if character.isprintable() or character in "\n\t" else "\N{REPLACEMENT CHARACTER}"
         for character in text
@@ -53,30 +53,30 @@ def visible(text: str) -> str:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether an error is about the input, in our words; any other is a fault of ours."""
+    """Whether an error is one of ours about the input; any other is a bug."""
     kinds = (ValueError, TypeError, NotImplementedError, ImportError)
     return isinstance(error, kinds) and str(error).startswith(("pdkernels.", "pdkernels: "))
 
 
-def tell(error: BaseException) -> None:
-    """An error's sentence, on stderr."""
+def report(error: BaseException) -> None:
+    """Prints an error's sentence to stderr."""
     Console(stderr=True, highlight=False).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
-    """What the user can mend is one sentence and exit code 2."""
+def errors_reported() -> Iterator[None]:
+    """Errors that the user can fix become one sentence and exit code 2."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError, ImportError) as error:
         if not is_ours(error):
             raise
-        tell(error)
+        report(error)
         raise typer.Exit(2) from None
 
 
 def use_threads(threads: int | None, language_models: Sequence[Any]) -> None:
-    """As many as asked for; one for tiny models, else what torch takes."""
+    """Sets the requested number of threads; by default one for tiny models, else torch's default."""
     tiny = all(sum(parameter.numel() for parameter in model.parameters()) < _TINY for model in language_models)
     if threads is not None or tiny:
         torch.set_num_threads(threads or 1)

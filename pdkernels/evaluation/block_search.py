@@ -1,7 +1,7 @@
-"""How few forwards fill one block: searches over a function from blocks to guesses, which they call by yielding.
+"""The fewest forwards that fill one block: searches over a function from blocks to guesses, which they call by yielding.
 
-A search yields a block (a tuple of ids) and is sent the guesses for it, so that a driver can answer those of many searches in one
-forward. Answers are remembered: simulations meet the same blocks again and again.
+A search yields a block (a tuple of ids) and is sent the guesses for it, so a driver can answer many searches in one
+forward. Answers are cached: simulations meet the same blocks repeatedly.
 
 Source: Nemotron-Labs-Diffusion, section 4. The plain form is reference/speed_of_light.py.
 """
@@ -15,18 +15,18 @@ from typing import NamedTuple, TypeAlias
 from pdkernels._validation import check
 
 SCHEMES = ("serial", "greedy", "first_all", "exhaustive", "binary")
-"""What a block can be filled by: recursive compaction goes by the name of its search.
+"""The schemes that fill a block; recursive compaction is named after its search.
 
-"first_all" tries all right places, then prefixes by bisection; "exhaustive" tries every prefix, the longest first; "binary", the paper's,
-is bisection alone. Safety is not monotone, so bisection may miss the longest safe prefix. Plain bisection may even commit an untested
-place of a block that serial denoising never meets, and end in another text; the other two are always exact.
+"first_all" tries all right positions, then prefixes by bisection; "exhaustive" tries every prefix, the longest first; "binary",
+the paper's, is bisection alone. Safety is not monotone, so bisection may miss the longest safe prefix. Plain bisection may even
+commit an untested position of a block that serial denoising never meets, and end in another text; the other two are always exact.
 """
 
 Block: TypeAlias = "tuple[int, ...]"
 
 
 class Guesses(NamedTuple):
-    """What a forward says about every place of a block."""
+    """The result of a forward for every position of a block."""
 
     tokens: Sequence[int]
     probs: Sequence[float]
@@ -40,10 +40,10 @@ class Filling:
     """How a scheme filled a block.
 
     Attributes:
-        committed: places filled after each forward, surest first.
+        committed: positions filled after each forward, most confident first.
         exact: whether the block ends as serial denoising ends.
         simulated: forwards that were computed only to decide what to commit.
-        unsafe: iterations that committed one place because no budget was left to simulate.
+        unsafe: iterations that committed one position because no budget was left to simulate.
     """
 
     committed: list[list[int]]
@@ -58,13 +58,13 @@ class Filling:
 
 @dataclass(frozen=True)
 class BlockLimit:
-    """A block, what serial denoising fills in, and what other schemes needed for it.
+    """A block, the result of serial denoising, and what other schemes needed for it.
 
     Attributes:
         target: the whole block after serial denoising.
-        order: its places in the order in which they were filled.
+        order: its positions in the order in which they were filled.
         fillings: by scheme.
-        length: of the block's tokens, how many belong to the text: those after an end token do not.
+        length: how many of the block's tokens belong to the text: those after an end token do not.
     """
 
     target: Block
@@ -84,13 +84,13 @@ class _Searcher:
         self.mask, self.budget = mask, budget
         self.known: dict[Block, Guesses] = {}
         self.simulated = 0
-        self.asked: set[Block] = set()  # by the present scheme, whose cost must not depend on what other schemes asked
+        self.asked: set[Block] = set()  # by the current scheme, whose cost must not depend on what other schemes asked
 
     def begin(self, order: Sequence[int], target: Block) -> None:
-        """A new scheme, which knows the blocks of serial denoising alone."""
+        """Starts a new scheme, which knows only the blocks of serial denoising."""
         self.simulated = 0
         self.asked = {
-            tuple(self.mask if place in order[count:] else token for place, token in enumerate(target))
+            tuple(self.mask if position in order[count:] else token for position, token in enumerate(target))
             for count in range(len(order))
         }
 
@@ -105,9 +105,9 @@ class _Searcher:
         return self.known[block]
 
     def ranked(self, block: Block, probs: Sequence[float]) -> list[int]:
-        """Open places, surest first, the first of equals first."""
-        places = [place for place, token in enumerate(block) if token == self.mask]
-        return sorted(places, key=lambda place: (-probs[place], place))
+        """Masked positions, most confident first, the lower one on ties."""
+        positions = [position for position, token in enumerate(block) if token == self.mask]
+        return sorted(positions, key=lambda position: (-probs[position], position))
 
     def serial(self, block: Block) -> Generator[Block, Guesses, tuple[Block, list[int]]]:
         order = []
@@ -120,12 +120,12 @@ class _Searcher:
     def greedy(
         self, block: Block, target: Block, *, simulation: bool = False
     ) -> Generator[Block, Guesses, tuple[bool, list[list[int]]]]:
-        """Whether it ends in the target, and what it committed; a simulation ends with the first wrong place."""
+        """Whether it ends in the target, and what it committed; a simulation stops at the first wrong position."""
         committed = []
         while self.mask in block:
             tokens, probs = yield from self.guesses(block, simulation=simulation)
             ranked = self.ranked(block, probs)
-            right = [place for place in ranked if tokens[place] == target[place]]
+            right = [position for position in ranked if tokens[position] == target[position]]
             if simulation and not right:
                 break
             committed.append(right or ranked[:1])
@@ -133,14 +133,14 @@ class _Searcher:
         return block == target, committed
 
     def recursive(self, block: Block, target: Block, search: str) -> Generator[Block, Guesses, Filling]:
-        """While only surest places were committed, the block is one of serial denoising, whose next place is right. Once a longer
-        prefix was found safe, all right places are, because that is what `greedy` fills next."""
+        """While only the most confident positions were committed, the block is one of serial denoising, whose next position is
+        right. Once a longer prefix was found safe, all right positions are safe, because that is what `greedy` fills next."""
         committed: list[list[int]] = []
         unsafe, verified = 0, False
         while self.mask in block:
             tokens, probs = yield from self.guesses(block)
             ranked = self.ranked(block, probs)
-            right = [place for place in ranked if tokens[place] == target[place]]
+            right = [position for position in ranked if tokens[position] == target[position]]
             count = len(right)
             if not verified or search == "binary":
                 try:
@@ -148,7 +148,7 @@ class _Searcher:
                     verified = verified or found
                 except _Budget:
                     count, unsafe = 1, unsafe + 1
-            # Only plain bisection meets a block without a right place.
+            # Only plain bisection meets a block without a right position.
             committed.append(right[:count] or ranked[:1])
             block = _filled(block, committed[-1], tokens)
         return Filling(committed, block == target, self.simulated, unsafe)
@@ -156,7 +156,7 @@ class _Searcher:
     def safe_prefix(
         self, block: Block, right: list[int], tokens: Sequence[int], target: Block, search: str
     ) -> Generator[Block, Guesses, tuple[int, bool]]:
-        """How many of `right` to commit, and whether `greedy` was seen to end in the target from there."""
+        """How many of `right` to commit, and whether `greedy` was found to end in the target from there."""
 
         def safe(count: int) -> Generator[Block, Guesses, bool]:
             found, _ = yield from self.greedy(_filled(block, right[:count], tokens), target, simulation=True)
@@ -179,10 +179,10 @@ class _Searcher:
         return max(best, 1), best > 0
 
 
-def _filled(block: Block, places: Sequence[int], tokens: Sequence[int]) -> Block:
+def _filled(block: Block, positions: Sequence[int], tokens: Sequence[int]) -> Block:
     changed = list(block)
-    for place in places:
-        changed[place] = tokens[place]
+    for position in positions:
+        changed[position] = tokens[position]
     return tuple(changed)
 
 
@@ -196,7 +196,7 @@ def searching(
     for scheme in schemes:
         searcher.begin(order, target)
         if scheme == "serial":
-            fillings[scheme] = Filling([[place] for place in order], True)
+            fillings[scheme] = Filling([[position] for position in order], True)
         elif scheme == "greedy":
             exact, committed = yield from searcher.greedy(block, target)
             fillings[scheme] = Filling(committed, exact)
@@ -215,16 +215,16 @@ def limit_of_block(
     """What schemes need for one block of a model that is a function.
 
     Args:
-        model: gives a guess, never the mask, and its probability for every place of a block. Filled places do not matter.
-        block: ids, the mask where it is open.
-        mask: the id.
-        schemes: of `SCHEMES`.
-        budget: simulated forwards for each scheme; repeated ones are free.
+        model: returns a guess, never the mask, and its probability for every position of a block. Filled positions are ignored.
+        block: ids, with the mask at open positions.
+        mask: the mask id.
+        schemes: names from `SCHEMES`.
+        budget: simulated forwards per scheme; repeated ones are free.
 
     Raises:
         ValueError: an unknown scheme, a negative budget.
 
-    Example: the second guess becomes another one as soon as the first place is filled.
+    Example: the second guess changes once the first position is filled.
         >>> def model(block):
         ...     return ([1, 2], [0.9, 0.8]) if block[0] == 0 else ([1, 3], [1.0, 0.5])
         >>> limit = limit_of_block(model, (0, 0), 0, ("serial", "greedy", "first_all"))

@@ -1,4 +1,4 @@
-"""Who takes part in a comparison."""
+"""The candidates of a comparison."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from pdkernels.decoding.methods import METHODS
 
 
 def colours_of(family: str, *colours: str) -> dict[str, str]:
-    """A colour for each method of a family, in the registry's order; grey for those that come after the last colour."""
+    """A colour for each method of a family, in the registry's order; grey after the last colour."""
     names = [name for name, method in METHODS.items() if method.family == family]
     return dict(zip_longest(names, colours[: len(names)], fillvalue="#bbbbbb"))
 
 
 class Candidate(NamedTuple):
-    """A model's name, a method, its width, and further options of it.
+    """A model's name, a method, its width, and further options.
 
-    The width is the `block_size`. None: the method has none, or it is to be found out.
+    The width is the `block_size`. None: the method has none, or the fastest is to be found.
     """
 
     model: str
@@ -40,11 +40,11 @@ class Candidate(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `decoding.generate` takes."""
+        """The options for `decoding.generate`."""
         width = {} if self.width is None else {"block_size": self.width}
         return {**width, **dict(self.settings)}
 
     @property
     def is_lossless(self) -> bool:
-        """Whether it promises the tokens of its model's baseline: a lossless method that is not told to think less or more."""
+        """Whether it promises the tokens of its model's baseline: a lossless method with the default number of recurrences."""
         return decoding.is_lossless(self.method) and "recurrences" not in dict(self.settings)

@@ -1,4 +1,4 @@
-"""Candidates on the same prompts, their answers compared before their cost is told. `docs/evaluation.md` says how."""
+"""Candidates on the same prompts, their answers compared before their cost is reported. See `docs/evaluation.md`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OP = "evaluation"
 
 _Results = DecodeResult[list[torch.Tensor], list[str]]
 
-# What is shown of the trained transformers.
+# The methods shown for the trained transformers.
 DEFAULT_METHODS = {
     model: tuple(name for name, method in METHODS.items() if method.shown and model in method.models)
     for model in dict.fromkeys(model for method in METHODS.values() if method.shown for model in method.models)
@@ -34,7 +34,7 @@ DEFAULT_METHODS = {
 
 
 class Defaults(NamedTuple):
-    """What `eval` takes where nothing is given."""
+    """The defaults of `eval`."""
 
     models: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -44,23 +44,23 @@ class Defaults(NamedTuple):
 
 FAMILIES: dict[str, Defaults] = {
     "transformer": Defaults(tuple(DEFAULT_METHODS), TASKS),
-    # On source text nothing is right or wrong, and these methods are about how much thinking it takes to be right.
+    # On source text nothing is right or wrong, and these methods are about the compute needed to be right.
     "recurrent": Defaults((MODELS["recurrent"].example,), ("sums",)),
     "masked": Defaults((MODELS["masked"].example,), ("sums",), canvas=128),
 }
 
-# Widths that are tried on prompts that are not counted where the fastest one is wanted, so that no model is held to a width that
+# To find the fastest width these are tried on prompts that are not counted, so that no model is held to a width that
 # suits another one.
 _TRIED = (4, 8, 16, 32)
-# New tokens of a generation whose memory is watched.
+# New tokens of a generation whose memory is measured.
 _WATCHED_TOKENS = 160
-# Two logits closer than this many rounding steps of the largest one may change places when a forward has more rows.
+# Two logits closer than this many rounding steps of the largest one may swap when a forward has more rows.
 _TIE = 64
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a candidate did on a task.
+    """The result of a candidate on a task.
 
     Attributes:
         task: its name.
@@ -71,22 +71,22 @@ class Row:
         problems: how many prompts.
         batch_size: prompts per generation.
         tokens: new tokens, all prompts together.
-        right: prompts whose answer is exactly right; None where there is no right or wrong.
-        baseline: whether the model's other candidates are compared with this one, greedy autoregressive decoding.
+        right: prompts whose answer is exactly right; None if there is no right or wrong.
+        baseline: whether this is greedy autoregressive decoding, with which the model's other candidates are compared.
         identical: prompts whose tokens are those of the baseline in the same run.
-        ties: of the others, those that part at two tokens between which the model does not decide, up to rounding.
+        ties: of the others, those that diverge at two tokens whose logits are equal up to rounding.
         lossless: whether the candidate promises the baseline's tokens.
         tokens_per_forward: `tokens` over the forwards in which their sequences took part, those over prompts included.
         tokens_per_second: `tokens` over the seconds of all generations.
         speedup: median over the batches: tokens per second over those of the baseline on the same batch.
         speedup_quartiles: the first and the third quartile of the same.
-        tokens_per_cycle: new tokens for each judged draft. That is two forwards in linear self-speculation, one in the other
-            methods; None for methods that judge no drafts.
-        accepted_per_cycle: of them, those that had been drafted; the other one the judge gave itself.
-        extra_memory: the most bytes of tensors that a generation of 160 tokens held at once, weights apart; None: not watched.
+        tokens_per_cycle: new tokens per verified draft. That is two forwards in linear self-speculation, one in the other
+            methods; None for methods without drafts.
+        accepted_per_cycle: those of them that had been drafted; the other one is the verifier's own.
+        extra_memory: the most bytes of tensors that a generation of 160 tokens held at once, without weights; None: not measured.
         seconds: of each batch.
 
-    A method that broke its promise has no figures of cost: all from `tokens_per_forward` to `accepted_per_cycle` are None.
+    A method that broke its promise has no cost figures: all from `tokens_per_forward` to `accepted_per_cycle` are None.
     """
 
     task: str
@@ -118,12 +118,12 @@ class Row:
 
     @property
     def broken(self) -> bool:
-        """Whether the method promised greedy decoding's tokens and gave others."""
+        """Whether the method promised the tokens of greedy decoding and gave others."""
         return self.lossless and self.identical + self.ties < self.problems
 
     @property
     def verdict(self) -> str:
-        """Whether the tokens are greedy decoding's, in a word or two."""
+        """Whether the tokens are those of greedy decoding, in a word or two."""
         if self.baseline:
             return "is greedy"
         if self.identical == self.problems:
@@ -134,19 +134,19 @@ class Row:
 
 
 def baseline_of(model: Any) -> str:
-    """The method that the candidates of a model begin with, as it is: its tokens and its speed are what the others are compared with."""
+    """The first method of a model's candidates, with default options: the others are compared with its tokens and its speed."""
     return next(name for name, method in METHODS.items() if method.family == family_of(model))
 
 
 def candidates(
     models: Mapping[str, Any], methods: Sequence[str] = (), widths: Sequence[int] = ()
 ) -> tuple[list[Candidate], list[str]]:
-    """Who competes, first of all every model's token-by-token decoding, and a line for each who cannot.
+    """The candidates, every model's token-by-token decoding first, and a line for each that cannot run.
 
     Args:
         models: by name.
         methods: none: those of `DEFAULT_METHODS`, or for other models all that they can run.
-        widths: none: those that the methods are shown with.
+        widths: none: the default widths of the methods.
 
     Raises:
         ValueError, NotImplementedError: no such method, a width below 1.
@@ -192,25 +192,25 @@ def evaluate(
     group: Any = None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[Row]:
-    """Let all candidates work on the same prompts.
+    """Runs all candidates on the same prompts.
 
-    Batch after batch every candidate takes its turn, so that all of them meet the same moments of a machine that others use
-    too; who begins changes with each batch.
+    In every batch each candidate takes its turn, so that other load on the machine affects all of them
+    alike; the first one changes with each batch.
 
     Args:
         models: by name, with tokenizers.
-        competing: as `candidates` gives them.
-        task: as `make_task` gives it.
+        competing: as returned by `candidates`.
+        task: as returned by `make_task`.
         batch_size: prompts per generation.
-        memory: also watch the memory of a generation of 160 tokens that is not counted, in the worst case: see `with_full_wave`.
-        group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: this process alone.
-        progress: called with what comes next and the share of the task that is done.
+        memory: also measure the memory of an extra generation of 160 tokens in the worst case: see `with_full_wave`.
+        group: a `torch.distributed.ProcessGroup` whose ranks share the batches; each has all models. None: only this process.
+        progress: called with what comes next and the fraction of the task done.
 
     Returns:
-        A row for each candidate, in their order, on every rank. On several ranks all figures but those of time are those of one.
+        A row for each candidate, in their order, on every rank. On several ranks all figures except times are those of one rank.
 
     Raises:
-        ValueError: a batch size below 1, a model without a tokenizer, no autoregressive decoding of a model to compare with.
+        ValueError: a batch size below 1, a model without a tokenizer, a model without autoregressive decoding to compare with.
 
     Example:
         >>> import pdkernels as pd
@@ -321,7 +321,7 @@ def _run(models: Mapping[str, Any], candidate: Candidate, task: Task, prompts: l
 
 
 def _fastest_width(models: Mapping[str, Any], candidate: Candidate, task: Task) -> int:
-    """The tokens are the same for every width, so seconds can be compared. The first prompt warms the widths up."""
+    """The tokens are the same for every width, so seconds can be compared. The first prompt is a warm-up."""
     seconds = {
         width: [_run(models, candidate._replace(width=width), task, [prompt]).stats.seconds for prompt in task.warm_up]
         for width in _TRIED
@@ -370,7 +370,7 @@ def _row(
         cost["speedup"], cost["speedup_quartiles"] = statistics.median(ratios), _quartiles(ratios)
         accepted = [count for result in results for sequence in result.stats.accepted for count in sequence]
         if accepted and decoding.find(candidate.method).judges:
-            # The first token of a sequence comes from the prompt's forward, and the first of a draft is known already.
+            # The first token of a sequence comes from the prompt's forward, and the first of a draft is already known.
             cost["tokens_per_cycle"] = (tokens - len(texts)) / len(accepted)
             cost["accepted_per_cycle"] = sum(accepted) / len(accepted) - 1
     return Row(
@@ -392,13 +392,13 @@ def _row(
 
 @torch.inference_mode()
 def _is_tie(model: Any, prompt: str, ours: torch.Tensor, greedy: torch.Tensor) -> bool:
-    """Whether they part at two tokens whose logits are equal up to rounding. Where one just stops early there is no tie."""
-    place = next((i for i, (a, b) in enumerate(zip(ours.tolist(), greedy.tolist())) if a != b), None)
-    if place is None:
+    """Whether they diverge at two tokens whose logits are equal up to rounding. If one just stops early it is not a tie."""
+    index = next((i for i, (a, b) in enumerate(zip(ours.tolist(), greedy.tolist())) if a != b), None)
+    if index is None:
         return False
-    ids = torch.tensor([model.tokenizer.encode(prompt) + greedy[:place].tolist()], device=model.device)
+    ids = torch.tensor([model.tokenizer.encode(prompt) + greedy[:index].tolist()], device=model.device)
     logits = model(ids, rows=[-1])[0, 0]
-    gap = (logits[ours[place]] - logits[greedy[place]]).abs()
+    gap = (logits[ours[index]] - logits[greedy[index]]).abs()
     return bool(gap <= _TIE * torch.finfo(logits.dtype).eps * logits.abs().max())
 
 

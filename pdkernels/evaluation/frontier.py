@@ -1,4 +1,4 @@
-"""What a sweep shows: fronts of accuracy against cost, and every candidate beside the cheapest baseline that is as often right."""
+"""Results of a sweep: fronts of accuracy against cost, and every candidate next to the cheapest baseline that is right as often."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pdkernels.evaluation.sweep import SweepRow
 _OP = "evaluation.frontier"
 _RESAMPLED = 2000
 TOLERANCE = 0.03
-"""A baseline that is right this much less often counts as equally accurate."""
+"""A baseline that is right less often by up to this much counts as equally accurate."""
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Which of (cost, gain) are not dominated, from the cheapest to the best: nobody else costs at most as much and gains at least as
-    much, and of equal points only the first is kept.
+    """Which of (cost, gain) are not dominated, from the cheapest to the best: no other costs at most as much and gains at least as
+    much, and only the first of equal points is kept.
 
     >>> pareto([(3, 0.9), (1, 0.5), (2, 0.4), (4, 0.9)])
     [1, 0]
@@ -33,7 +33,7 @@ def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[float, float, float]:
-    """How much more often ours are right on the same prompts, and its 95 % interval (Agresti and Min's, of matched pairs).
+    """How much more often ours are right on the same prompts, with a 95 % interval (Agresti and Min, for matched pairs).
 
     Raises:
         ValueError: answers to other numbers of prompts, or to none.
@@ -54,7 +54,7 @@ def paired_difference(ours: Sequence[bool], theirs: Sequence[bool]) -> tuple[flo
 
 
 def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
-    """Their sum over ours, and its 95 % interval: a bootstrap over the pairs, whose draws are the same in every call.
+    """Their sum over ours, with a 95 % interval: a bootstrap over the pairs, with the same draws in every call.
 
     >>> paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
     (2.0, 2.0, 2.0)
@@ -71,16 +71,16 @@ def paired_ratio(theirs: Sequence[float], ours: Sequence[float]) -> tuple[float,
 
 @dataclass(frozen=True)
 class Comparison:
-    """A candidate beside baselines of its model, on the same prompts.
+    """A candidate next to baselines of its model, on the same prompts.
 
     Attributes:
         label: of the candidate.
-        baseline: label of the cheapest baseline, in seconds, that is right as often, up to `TOLERANCE`; None: no baseline is.
-        difference: share of prompts that the candidate has right and this baseline has not, less the other way round, with its 95 %
+        baseline: label of the cheapest baseline, in seconds, that is right as often, up to `TOLERANCE`; None: there is none.
+        difference: share of prompts that only the candidate has right minus those that only this baseline has right, with a 95 %
             interval.
         speedup: seconds of this baseline over the candidate's, with its 95 % interval.
-        own_baseline: label of the baseline as it comes, the papers' own.
-        own_speedup: the same against that one.
+        own_baseline: label of the default baseline, as in the papers.
+        own_speedup: the speedup against that one.
     """
 
     model: str
@@ -93,12 +93,12 @@ class Comparison:
 
 
 def compare(rows: Sequence[SweepRow], tolerance: float = TOLERANCE) -> list[Comparison]:
-    """Every row that is no baseline, beside the cheapest baseline of its model that is as often right and beside the default one.
+    """Every row that is not a baseline, next to the cheapest baseline of its model that is right as often and to the default one.
 
-    A speed-up against a needlessly slow baseline says little: fewer recurrences, or fewer steps, may be as often right.
+    A speedup over a needlessly slow baseline says little: fewer recurrences, or fewer steps, may be right as often.
 
     Args:
-        rows: of `sweep`; the first of each model is its baseline as it comes.
+        rows: of `sweep`; the first of each model is its default baseline.
     """
     found = []
     for row in rows:
@@ -125,11 +125,11 @@ COSTS: dict[str, Callable[[Mapping[str, Any]], float]] = {
     "forwards": lambda row: row["forwards"] / row["problems"],
     "seconds": lambda row: row["seconds"] / row["problems"],
 }
-"""Of a row in JSON, per prompt."""
+"""Costs of a JSON row, per prompt."""
 
 
 def fronts(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[str]]]:
-    """For each model and each of `COSTS` the labels on the front of right answers against that cost, from the cheapest on.
+    """For each model and each of `COSTS` the labels on the front of right answers against that cost, cheapest first.
 
     Args:
         rows: `SweepRow.as_json` of each.
@@ -151,7 +151,7 @@ def plot_frontier(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Right answers against forwards and against seconds, with 95 % intervals; a line joins the front, whose points are numbered.
 
     Args:
-        rows: `SweepRow.as_json` of each; one row of panels for each model.
+        rows: `SweepRow.as_json` of each; one row of panels per model.
         path: of the PNG.
 
     Raises:
@@ -222,9 +222,9 @@ def _panel(
     )
     key = []
     for number, row in enumerate(front, 1):
-        place = (of(row), 100 * row["right"] / row["problems"])
+        point = (of(row), 100 * row["right"] / row["problems"])
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
-        axis.annotate(str(number), place, (6, 4), textcoords="offset points", fontsize=8, bbox=white)
+        axis.annotate(str(number), point, (6, 4), textcoords="offset points", fontsize=8, bbox=white)
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in row["settings"].items())
         key.append(f"{number}  {row['method'].replace('_', ' ')}{': ' * bool(settings)}{settings}")
     axis.text(0, -0.17, "\n".join(key), transform=axis.transAxes, va="top", fontsize=7.5, color="#444444")

@@ -1,4 +1,4 @@
-"""Which machine and versions figures are from."""
+"""The machine and versions that figures are from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pdkernels._version import __version__
 
 
 def facts() -> dict[str, Any]:
-    """What every file of figures says."""
+    """The facts in every file of figures."""
     return {
         "device": processor(),
         "threads": torch.get_num_threads(),

@@ -1,4 +1,4 @@
-"""What is shown of a masked-diffusion model: who competes, and the pictures.
+"""The evaluation of a masked-diffusion model: candidates and pictures.
 
 Source: "Accelerating Diffusion Large Language Models with SlowFast Sampling", tables 1 to 4 and figures 2 and 3, in miniature.
 """
@@ -16,10 +16,10 @@ from pdkernels._validation import check
 from pdkernels.decoding.traces import MaskedStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 
-# Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, stand first.
+# Thresholds at which the tiny model is right about as often as one token at a time; the papers' own, for large models, come first.
 _SURE = {"tau_min": 0.9, "tau_high": 0.97, "max_exploration": 1, "window": 1}
 _SURER = {"tau_min": 0.97, "tau_high": 0.99, "max_exploration": 1, "window": 1}
-# Everybody but the baseline, which fills one place a forward wherever it is surest.
+# All except the baseline, which fills the most confident position in each forward.
 _COMPETING: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llada", {"block_size": 16}),
     ("llada", {"steps": 32}),
@@ -42,13 +42,13 @@ _COLOURS = colours_of("masked", "#777777", "#b279a2", "#4c78a8", "#e39c37", "#54
 
 
 def masked_candidates(name: str) -> list[Candidate]:
-    """The sampler of the model called `name` one token a forward, in blocks and with fewer steps, and the faster ones."""
+    """The sampler of model `name` at one token per forward, in blocks and with fewer steps, and the faster ones."""
     others = [Candidate(name, method, settings=tuple(settings.items())) for method, settings in _COMPETING]
     return [Candidate(name, "llada"), *others]
 
 
 def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Speed and forwards of all candidates, and what they get right.
+    """Speed, forwards and accuracy of all candidates.
 
     Args:
         rows: the ``extra_info`` of `as_json` of a masked-diffusion model on sums.
@@ -71,16 +71,16 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         1, 2, figsize=(12.5, 1.4 + 0.3 * len(rows)), sharey=True, layout="constrained"
     )
     for axis, figure_of, form, title in (
-        (speed, "speedup", "{:.1f}x", "speed: 1 is one token a forward"),
+        (speed, "speedup", "{:.1f}x", "speed: 1 is one token per forward"),
         (forwards, "tokens_per_forward", "{:.2f}", "tokens per forward"),
     ):
         largest = max(row[figure_of] for row in rows)
-        for place, row in enumerate(rows):
-            axis.barh(place, row[figure_of], height=0.75, color=_COLOURS[row["method"]])
+        for position, row in enumerate(rows):
+            axis.barh(position, row[figure_of], height=0.75, color=_COLOURS[row["method"]])
             text = form.format(row[figure_of])
             if axis is speed:
                 text += f"   {row['right'] / row['problems']:.0%} right"
-            axis.text(row[figure_of] + 0.015 * largest, place, text, va="center", fontsize=8)
+            axis.text(row[figure_of] + 0.015 * largest, position, text, va="center", fontsize=8)
         axis.set(xlim=(0, 1.28 * largest), ylim=(len(rows) - 0.4, -0.6))
         axis.set_title(title, fontsize=10, loc="left")
         axis.spines[["top", "right", "left"]].set_visible(False)
@@ -94,16 +94,16 @@ def plot_masked(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
 def plot_canvas(
     trace: Sequence[MaskedStep], path: Path, *, tokenizer: Any = None, mask_token: int | None = None
 ) -> None:
-    """How a canvas was filled in: forwards from top to bottom, places from left to right, colours for confidence.
+    """How a canvas was filled in: forwards from top to bottom, positions from left to right, colours for confidence.
 
-    A coloured cell is a guess and how sure the model was of it; a framed one was committed in that forward and shows its token. Places
-    that are filled stay white. The lines at both ends of a row are the window that could be committed in.
+    A coloured cell is a guess and its confidence; a framed one was committed in that forward and shows its token. Positions
+    already filled are white. The lines at both ends of a row mark the window that could be committed.
 
     Args:
         trace: ``stats.trace`` of one sequence of a masked-diffusion method with ``trace=True``.
         path: of the PNG.
         tokenizer: turns ids into text; None: ids are shown.
-        mask_token: the model's; where it is given, the picture starts at the first place that was open.
+        mask_token: the model's; if given, the picture starts at the first masked position.
 
     Raises:
         ValueError: an empty trace.
@@ -120,8 +120,8 @@ def plot_canvas(
     columns = len(trace[0].tokens) - first
     grid = torch.full((len(trace), columns), torch.nan)
     for number, step in enumerate(trace):
-        for place, sure in step.confidence.items():
-            grid[number, place - first] = sure
+        for position, sure in step.confidence.items():
+            grid[number, position - first] = sure
     cell = 0.14
     figure, axis = plt.subplots(
         figsize=(max(6, cell * columns + 2), max(3, cell * len(trace) + 1.2)), layout="constrained"
@@ -131,15 +131,15 @@ def plot_canvas(
     for number, step in enumerate(trace):
         for edge in step.window:
             axis.plot([edge - first - 0.5] * 2, [number - 0.5, number + 0.5], color="#c44e52", linewidth=1.4)
-        for place, token in step.committed.items():
+        for position, token in step.committed.items():
             axis.add_patch(
-                Rectangle((place - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9)
+                Rectangle((position - first - 0.5, number - 0.5), 1, 1, fill=False, edgecolor="#c44e52", linewidth=0.9)
             )
             text = str(token) if tokenizer is None else tokenizer.decode([token])
             if text.isprintable() and columns <= 140:
-                dark = grid[number, place - first] > 0.6
+                dark = grid[number, position - first] > 0.6
                 axis.text(
-                    place - first,
+                    position - first,
                     number,
                     text,
                     ha="center",
@@ -147,7 +147,7 @@ def plot_canvas(
                     fontsize=6,
                     color="#222222" if dark else "white",
                 )
-    axis.set(xlabel="new places", ylabel="forward", title="Framed: committed in this forward")
+    axis.set(xlabel="new positions", ylabel="forward", title="Framed: committed in this forward")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

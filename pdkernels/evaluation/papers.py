@@ -1,7 +1,7 @@
 """Tables of the papers in miniature: what each shows, how ours is measured, and its rows as plain values and as Markdown.
 
 `python -m pdkernels reproduce` runs them. A result is a dict of JSON values with `rows`, a list of dicts with the same keys, and the
-facts that they depend on, so that pages are made of committed files alone.
+facts that they depend on, so that pages are built only from committed files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Figure(NamedTuple):
     shows: str
     """What the paper shows with it, in a sentence."""
     run: Callable[[int, Progress], dict[str, Any]]
-    """Takes the number of problems, and is told how far it is."""
+    """Takes the number of problems and a progress callback."""
     problems: int = 100
     """By default."""
 
@@ -55,7 +55,7 @@ PAPERS = {
 
 
 def _limits(problems: int, progress: Progress) -> dict[str, Any]:
-    """Masks a forward by block size, in the oracle's schemes and in methods that do not know the text."""
+    """Masks per forward by block size, in the oracle's schemes and in methods that do not know the text."""
     model: Any = models.load("tiny-trimode")
     task = make_task("sums", problems)
     schemes, rows = ("greedy", "first_all", "exhaustive", "binary"), []
@@ -168,7 +168,7 @@ def _knob(option: str) -> Callable[[int, Progress], dict[str, Any]]:
 
 
 def _swept(name: str, family: str, swept: Sequence[str], problems: int, progress: Progress) -> dict[str, Any]:
-    """Right answers and forwards of a sweep. Seconds belong to one machine at one time, and are the sweep command's."""
+    """Right answers and forwards of a sweep. Seconds depend on the machine and moment, and are left to the sweep command."""
     from pdkernels.evaluation.comparison import FAMILIES
 
     loaded, task = {name: models.load(name)}, make_task("sums", problems, canvas=FAMILIES[family].canvas)
@@ -314,9 +314,9 @@ def as_table(result: Mapping[str, Any]) -> str:
 
 
 def page(text: str, results: Path) -> str:
-    """A page with what stands between ``<!-- figure: PAPER NAME -->`` and ``<!-- /figure -->`` made anew of the files in a folder.
+    """A page with the parts between ``<!-- figure: PAPER NAME -->`` and ``<!-- /figure -->`` rebuilt from the files in a folder.
 
-    Figures without a file are told as not measured, with the command that measures them.
+    Figures without a file are marked as not measured, with the command that measures them.
     """
 
     def filled(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a model that plans gets right of orders, and how long it took.
+"""The share of orders that a planning model gets right, and its cost.
 
 Source: Planned Diffusion, section 5 (quality against critical path, ablations), in miniature.
 """
@@ -21,7 +21,7 @@ from pdkernels.evaluation.machine import facts
 from pdkernels.training.lists import PICK, PICKED, Orders, orders
 
 KINDS = ("lists", "picks", "lists of picks")
-"""What orders are: lists of a digit in the prompt, picks of a digit, lists of the picked digit."""
+"""Kinds of orders: lists of a digit in the prompt, picks of a digit, lists of the picked digit."""
 PLANNED_SETTINGS: tuple[dict[str, Any], ...] = tuple(
     {"sparse": sparse, **settings}
     for sparse in (False, True)
@@ -32,27 +32,27 @@ PLANNED_SETTINGS: tuple[dict[str, Any], ...] = tuple(
         {"threshold": 0.9, "temperature": 1.0},
     )
 )
-"""Options that an evaluation shows. Lists of picks mean most where picks are drawn: two greedy guesses agree by themselves."""
+"""Options that an evaluation shows. Lists of picks are most informative with drawn picks: two greedy guesses agree anyway."""
 _LIMIT = 320
-"""New tokens at most, plans and pads included: two rounds of four chunks of 32 would fit."""
+"""Most new tokens, plans and pads included: two rounds of four chunks of 32 would fit."""
 
 
 @dataclass(frozen=True)
 class PlannedScore:
-    """What came of some orders.
+    """The result on some orders.
 
     Attributes:
         settings: options of the method.
         problems: prompts.
-        right: of each of `KINDS`, how many orders were right and how many there were.
+        right: for each of `KINDS`, how many orders were right and how many there were.
         valid_plans: prompts whose plans name every order once, those of the picked digit after the round of the pick; None for
             methods without plans.
-        critical_path: forwards that had to wait for each other, mean over the prompts.
-        forwards: of them by phase ("plan", "chunks", "refresh"), means; empty for methods without plans.
+        critical_path: forwards on the critical path, mean over the prompts.
+        forwards: those by phase ("plan", "chunks", "refresh"), means; empty for methods without plans.
         rounds: mean.
         reasons: what ended the texts, and how often.
-        tokens: new tokens, all prompts together, plans and pads included.
-        characters: of the answers, without tags and pads, all prompts together.
+        tokens: new tokens, over all prompts, plans and pads included.
+        characters: of the answers, without tags and pads, over all prompts.
         seconds: of all generations.
     """
 
@@ -103,7 +103,7 @@ def interval(right: int, count: int) -> tuple[float, float]:
 
 
 def held_out_orders(problems: int, seed: int = 0) -> list[Orders]:
-    """Different prompts that no model was trained on, the same whenever the seed is.
+    """Distinct prompts that no model was trained on, determined by the seed.
 
     >>> len({problem.prompt for problem in held_out_orders(20)})
     20
@@ -126,14 +126,14 @@ def score_orders(
     advance: Callable[[int], None] = lambda count: None,
     **options: Any,
 ) -> PlannedScore:
-    """Let a model carry out orders.
+    """Lets a model carry out orders.
 
     Args:
         model: with a tokenizer; for "planned" one with `plan_tokens`.
         problems: of `held_out_orders`.
-        method: "planned", or another one for a model that was trained on the same answers without plans.
+        method: "planned", or another method for a model trained on the same answers without plans.
         batch_size: prompts per generation.
-        advance: called after each generation with how many prompts it had.
+        advance: called after each generation with its number of prompts.
         options: of the method.
 
     Raises:
@@ -193,12 +193,12 @@ def evaluate_planned(
     batch_size: int = 1,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> dict[str, PlannedScore]:
-    """Scores under each of the settings that are shown, by label; of a model without `plan_tokens`, of autoregressive decoding.
+    """Scores by label under each of the evaluated settings; for a model without `plan_tokens`, of autoregressive decoding.
 
     Args:
         name: of the model, for `progress`.
-        model, problems, batch_size: as of `score_orders`.
-        progress: called with what comes next and the share that is done.
+        model, problems, batch_size: as in `score_orders`.
+        progress: called with what comes next and the fraction done.
     """
     plans = getattr(model, "plan_tokens", None) is not None
     competing = [Candidate(name, "planned", settings=tuple(each.items())) for each in PLANNED_SETTINGS]
@@ -215,7 +215,7 @@ def evaluate_planned(
 
 
 def planned_json(scores: Mapping[str, Mapping[str, PlannedScore]], batch_size: int) -> dict[str, Any]:
-    """The scores of models by name, in the form of the other benchmarks, with the interval of the right orders.
+    """The scores of models by name, in the form of the other benchmarks, with the interval of the share of right orders.
 
     >>> score = PlannedScore({}, 1, {"lists": (3, 4)}, 1, 20.0, {"plan": 12.0}, 1.0, {"end": 1}, 80, 60, 2.0)
     >>> (row,) = planned_json({"tiny": {"planned": score}}, 1)["benchmarks"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from pdkernels._validation import check
 
-# One colour for each model, and a lighter one for its autoregressive decoding, which is the baseline.
+# One colour per model, and a lighter one for its autoregressive decoding, the baseline.
 _COLOURS = (
     ("#4c78a8", "#b7c9de"),
     ("#54a24b", "#bbdab7"),
@@ -20,10 +20,10 @@ _TITLES = {"sums": "Sums worked out digit by digit", "source": "Source text cont
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Tokens per forward at the left, speed at the right, a row of panels for each task, bars grouped by model.
+    """Tokens per forward on the left, speed on the right, a row of panels per task, bars grouped by model.
 
     Args:
-        rows: the ``extra_info`` of `as_json`. Those without figures of cost are left out.
+        rows: the ``extra_info`` of `as_json`. Those without cost figures are left out.
         path: of the PNG.
 
     Raises:
@@ -58,20 +58,20 @@ def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         forwards.text(0, 1.01, "tokens per forward", transform=forwards.transAxes, fontsize=9)
         speed.text(0, 1.01, "speed: 1 is the same model, one token at a time", transform=speed.transAxes, fontsize=9)
         speed.set_yticklabels([])
-    figure.supxlabel("The number behind a method is its width: tokens of a block or draft.", fontsize=8.5)
+    figure.supxlabel("The number after a method is its width: tokens of a block or draft.", fontsize=8.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
 
 def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], models: Sequence[str], figure: str, form: str) -> None:
     """One panel: for each model its name and below it a bar per candidate."""
-    places, names = [], []
+    ticks, names = [], []
     y, largest = 0.0, max(row[figure] for row in rows)
     for model in models:
         strong, light = _COLOURS[models.index(model) % len(_COLOURS)]
         own = [row for row in rows if row["model"] == model]
         if own:
-            places.append(y)
+            ticks.append(y)
             names.append(model)
             y += 1
         for row in own:
@@ -81,11 +81,11 @@ def _bars(axis: Any, rows: Sequence[Mapping[str, Any]], models: Sequence[str], f
                 text += f"   {row['right'] / row['problems']:.0%} right"
             white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
             axis.text(row[figure] + 0.015 * largest, y, text, va="center", fontsize=8, bbox=white)
-            places.append(y)
+            ticks.append(y)
             names.append(row["candidate"])
             y += 1
     axis.axvline(1, color="#444444", linewidth=0.8, linestyle=":")
-    axis.set(xlim=(0, 1.3 * largest), ylim=(y - 0.3, -0.6), yticks=places)
+    axis.set(xlim=(0, 1.3 * largest), ylim=(y - 0.3, -0.6), yticks=ticks)
     axis.set_yticklabels(names, fontsize=8.5)
     for label in axis.get_yticklabels():
         if label.get_text() in models:

@@ -13,9 +13,9 @@ from pdkernels.decoding.traces import ChunkStep
 def plot_chunks(
     trace: Sequence[ChunkStep], path: Path, *, tokenizer: Any = None, topics: Sequence[Sequence[str]] = ()
 ) -> None:
-    """When each token of the chunks was written: a lane for each chunk, positions from left to right, colours for forwards.
+    """When each token of the chunks was written: a lane per chunk, positions from left to right, colours for forwards.
 
-    Chunks of a round share its forwards, so lanes of one colour scale were filled in side by side. A round begins after the one
+    Chunks of a round share its forwards, so lanes of one colour scale were filled in parallel. A round begins after the one
     above it has ended.
 
     Args:

@@ -15,11 +15,11 @@ _PLAIN = {"steps_ratio": 1.0}
 
 
 def plot_planned(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, factors of lengths.
+    """Right orders against the critical path, the critical path by phase, models with and without topics and syncs, length factors.
 
     Args:
         rows: the ``extra_info`` of `planned_json`. The model with the most settings comes first if several models plan: the
-            others are drawn beside it, as ablations. Models without plans are the autoregressive baseline.
+            others are drawn next to it, as ablations. Models without plans are the autoregressive baseline.
         path: of the PNG.
 
     Raises:
@@ -57,7 +57,7 @@ def _share(row: Mapping[str, Any]) -> float:
 
 
 def _spread(row: Mapping[str, Any]) -> list[list[float]]:
-    """Of the interval, below and above the share, as error bars want it."""
+    """The interval below and above the share, for error bars."""
     low, high = (100 * end for end in row["interval"])
     return [[_share(row) - low], [high - _share(row)]]
 
@@ -126,7 +126,7 @@ def _phases(axis: Any, own: Sequence[Mapping[str, Any]], plain: Sequence[Mapping
 
 
 def _ablations(axis: Any, planned: Sequence[Mapping[str, Any]], models: Sequence[str]) -> None:
-    """Kinds of orders side by side: a model without topics loses lists, one without a sync loses lists of picks."""
+    """Kinds of orders next to each other: a model without topics loses lists, one without a sync loses lists of picks."""
     kinds = list(planned[0]["right"])
     sampled: Callable[[Mapping[str, Any]], bool] = lambda row: row["settings"].get("temperature") == 1.0  # noqa: E731
     shown = [row for row in planned if sampled(row)] or [row for row in planned if _is_plain(row)]
@@ -160,6 +160,6 @@ def _lengths(axis: Any, own: Sequence[Mapping[str, Any]]) -> None:
             if not sparse:
                 axis.annotate(f"{row['critical_path']:.0f} forwards", (x, _share(row)), (5, -12 if _share(row) > 20 else 6),
                               textcoords="offset points", fontsize=7.5)  # fmt: skip
-    axis.set(xlabel="lengths, times those that the plan asks for", ylabel="orders right, %", ylim=(0, 105))
+    axis.set(xlabel="lengths, as multiples of those in the plan", ylabel="orders right, %", ylim=(0, 105))
     axis.set_title("Factor of lengths (Figure 3 middle)", loc="left", fontsize=11)
     axis.legend(fontsize=8, frameon=False, loc="lower right")

@@ -1,4 +1,4 @@
-"""The picture of `pdkernels.evaluation.theory`: what width costs a prefill, and how wide decoding becomes."""
+"""The picture of `pdkernels.evaluation.theory`: the cost of width in a prefill, and the width of decoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plot_theory(
     Args:
         path: of the PNG.
         factor, hidden: of `prefill_cost`.
-        recurrences, inner: of `decode_budget`; a line for each value of `inner`.
+        recurrences, inner: of `decode_budget`; a line per value of `inner`.
 
     Raises:
         ImportError: no matplotlib.
@@ -33,8 +33,8 @@ def plot_theory(
     for number, (name, colour) in enumerate(zip(("depth", "width, shared K/V", "width, all copies"), _COLOURS)):
         ratios = [flops[number] / flops[0] for flops in costs]
         prefill.plot(lengths, ratios, color=colour, linestyle="--" if number == 1 else "-")
-        place = (lengths[-1], ratios[-1] + (0.0, -0.22, 0.0)[number])
-        prefill.annotate(name, place, (-4, 6), textcoords="offset points", color=colour, ha="right", fontsize=9)
+        end = (lengths[-1], ratios[-1] + (0.0, -0.22, 0.0)[number])
+        prefill.annotate(name, end, (-4, 6), textcoords="offset points", color=colour, ha="right", fontsize=9)
     prefill.set_xscale("log", base=2)
     prefill.set(xlabel="tokens of the prompt", ylabel="FLOPs over those of depth", ylim=(0, None))
     prefill.set_title(f"Prefill, {factor} applications, width {hidden}", loc="left", fontsize=11)

@@ -1,4 +1,4 @@
-"""Work that is dealt out to the ranks of a `torch.distributed` group, and results that all of them get."""
+"""Work shared by the ranks of a `torch.distributed` group, with results on all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @contextmanager
 def launched_group() -> Iterator[Any]:
-    """The group of all processes that `torchrun` started, in gloo; None where this process is alone."""
+    """The group of all processes that `torchrun` started, in gloo; None if this process is alone."""
     if not (dist.is_available() and dist.is_torchelastic_launched()):
         yield None
         return
@@ -25,12 +25,12 @@ def launched_group() -> Iterator[Any]:
 
 
 def is_first(group: Any) -> bool:
-    """Whether this process speaks for all."""
+    """Whether this process prints for all."""
     return group is None or dist.get_rank(group) == 0
 
 
 def own_numbers(count: int, group: Any) -> range:
-    """Of the numbers below `count`, every so many: those of this rank.
+    """This rank's share of the numbers below `count`, strided by the number of ranks.
 
     >>> list(own_numbers(3, None))
     [0, 1, 2]
@@ -39,7 +39,7 @@ def own_numbers(count: int, group: Any) -> range:
 
 
 def of_first(value: T, group: Any) -> T:
-    """The first rank's `value`, on all."""
+    """The first rank's `value`, on all ranks."""
     if group is None:
         return value
     held = [value]
@@ -48,7 +48,7 @@ def of_first(value: T, group: Any) -> T:
 
 
 def in_order(own: Sequence[T], count: int, group: Any) -> list[T]:
-    """The results of all numbers below `count`, of each rank's results of its `own_numbers`."""
+    """The results for all numbers below `count`, from each rank's results for its `own_numbers`."""
     if group is None:
         return list(own)
     everywhere: list[Any] = [None] * dist.get_world_size(group)

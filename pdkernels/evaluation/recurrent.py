@@ -1,4 +1,4 @@
-"""What is shown of a recurrent-depth model: who competes, what a wavefront costs in memory, and the pictures.
+"""The evaluation of a recurrent-depth model: candidates, the memory of a wavefront, and the pictures.
 
 Source: "Efficient parallel samplers for recurrent-depth models", Table 1 and figures 2 and 4 to 8, in miniature.
 """
@@ -19,7 +19,7 @@ from pdkernels._validation import check
 from pdkernels.decoding.traces import RecurrentStep
 from pdkernels.evaluation.candidate import Candidate, colours_of
 
-# What is swept, one thing at a time, around the defaults.
+# Swept options, one at a time, around the defaults.
 _RECURRENCES = (1, 2, 4, 8, 32)
 _SAMPLER: dict[str, tuple[Any, ...]] = {
     "inner_recurrence": (1, 2, 8),
@@ -32,7 +32,7 @@ _COLOURS = colours_of("recurrent", "#777777", "#e39c37", "#b279a2", "#4c78a8")
 
 
 def recurrent_candidates(name: str) -> list[Candidate]:
-    """Static decoding of the model called `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
+    """Static decoding of model `name` at several depths, adaptive exits, self-speculation, and the sampler's options."""
     found = [Candidate(name, "recurrent_static")]
     found += [Candidate(name, "recurrent_static", settings=(("recurrences", count),)) for count in _RECURRENCES]
     found += [
@@ -50,9 +50,9 @@ def recurrent_candidates(name: str) -> list[Candidate]:
 
 
 def with_full_wave(candidate: Candidate) -> dict[str, Any] | None:
-    """Options for the most memory that a candidate may take: the sampler, where nothing settles before its wavefront is full.
+    """Options for a candidate's peak memory: the sampler, with nothing settling before its wavefront is full.
 
-    None for samplers that differ in other things than the wavefront: they take as much.
+    None for samplers that differ in something other than the wavefront: they use the same.
 
     >>> with_full_wave(Candidate("tiny-recurrent", "recurrent_diffusion", settings=(("max_wavefront", 8),)))
     {'max_wavefront': 8, 'threshold': 0.0, 'max_recurrences': 32}
@@ -67,7 +67,7 @@ def with_full_wave(candidate: Candidate) -> dict[str, Any] | None:
 
 
 class _Live(TorchDispatchMode):
-    """Bytes of the memory that ops made and that is still alive, and the most there ever were."""
+    """Bytes allocated by ops that are still alive, and their maximum."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -88,7 +88,7 @@ class _Live(TorchDispatchMode):
 
 
 def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
-    """The most bytes of tensors that a generation holds at once, weights apart: its caches, its states and what its ops make.
+    """Peak bytes of tensors in a generation, without weights: its caches, its states and results of its ops.
 
     Args:
         model: see `pdkernels.decoding.generate`, which takes all arguments.
@@ -100,7 +100,7 @@ def extra_memory(model: Any, prompt: str, method: str, **options: Any) -> int:
         >>> 0 < few < many
         True
     """
-    # What a first call makes and keeps, such as rotation tables, is the model's, not the generation's.
+    # What a first call creates and keeps, such as rotation tables, belongs to the model, not the generation.
     chosen = decoding.find(method)
     decoding.generate(model, prompt, chosen, **options)
     live = _Live()
@@ -135,7 +135,7 @@ def plot_recurrent(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     sampler = [row for row in rows if row["method"] == "recurrent_diffusion"]
     for axis, option in zip(grid.flat[1:], options):
         _sweep(axis, sampler, option)
-    figure.suptitle(f"Recurrent depth on {rows[0]['problems']} sums: what is right, and how fast", fontweight="bold")
+    figure.suptitle(f"Recurrent depth on {rows[0]['problems']} sums: accuracy and speed", fontweight="bold")
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -173,14 +173,14 @@ def _cloud(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _sweep(axis: Any, rows: Sequence[Mapping[str, Any]], option: str) -> None:
-    """The rows that differ from the default in `option` alone, and the default."""
+    """The rows that differ from the default only in `option`, and the default."""
     default = decoding.default_option("recurrent_diffusion", option)
     points = sorted((row["settings"].get(option, default), row) for row in rows if set(row["settings"]) <= {option})
     names = [f"{value:g}" for value, _ in points]
     axis.bar(names, [row["tokens_per_second"] for _, row in points], color="#b7c9de", width=0.6)
-    for place, (_, row) in enumerate(points):
+    for index, (_, row) in enumerate(points):
         if option == "max_wavefront" and row["extra_memory"] is not None:
-            axis.text(place, 0, f"{row['extra_memory'] / 1e6:.2f} MB", ha="center", va="bottom", fontsize=6.5)
+            axis.text(index, 0, f"{row['extra_memory'] / 1e6:.2f} MB", ha="center", va="bottom", fontsize=6.5)
     axis.set(xlabel=option, ylabel="tokens/s (bars)", title=option.replace("_", " "))
     right = axis.twinx()
     right.plot(names, [_share(row) for _, row in points], color="#c44e52", marker="o", linewidth=1.2)
@@ -194,14 +194,14 @@ def plot_wave(
 ) -> None:
     """A run of the sampler as a picture: steps from top to bottom, positions from left to right, colours for distances.
 
-    A cell is a row of the wave in a step, with the token it stood for if there is room for text; its colour says how far its state
-    moved. The line at the left of the cells is the cursor: what lies left of it is frozen.
+    A cell is a row of the wave in a step, with its token if there is room for text; its colour shows how far its state
+    moved. The line to the left of the cells is the cursor: everything left of it is frozen.
 
     Args:
         trace: ``stats.trace`` of one sequence of a `recurrent_diffusion` with ``trace=True``.
         path: of the PNG.
         tokenizer: turns ids into text; None: ids are shown.
-        threshold: the distance below which a row is settled, marked in the colour bar.
+        threshold: the distance below which a row has settled, marked in the colour bar.
 
     Raises:
         ValueError: an empty trace.
@@ -225,7 +225,7 @@ def plot_wave(
         figsize=(max(6, cell * columns + 2.4), max(3, cell * len(trace) + 1.3)), layout="constrained"
     )
     drawn = axis.imshow(grid.numpy(), aspect="auto", cmap="viridis_r", norm=LogNorm(1e-3, 2), interpolation="none")
-    bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="distance of the state from the step before")
+    bar = figure.colorbar(drawn, ax=axis, pad=0.01, fraction=0.03, label="distance of the state from the previous step")
     if threshold is not None:
         bar.ax.axhline(threshold, color="#c44e52", linewidth=2)
     for number, step in enumerate(trace):
@@ -234,13 +234,13 @@ def plot_wave(
         if step.frozen:
             axis.plot([start - 0.5, start + step.frozen - 0.5], [number + 0.5] * 2, color="#c44e52", linewidth=1.6)
         if columns <= 140 and len(trace) <= 160:
-            for place, token in enumerate(step.tokens):
+            for index, token in enumerate(step.tokens):
                 text = str(token) if tokenizer is None else tokenizer.decode([token])
                 text = text if text.isprintable() else "·"
-                colour = "#222222" if step.distance[place] < 0.01 else "white"
-                axis.text(start + place, number, text, ha="center", va="center", fontsize=6.5, color=colour)
+                colour = "#222222" if step.distance[index] < 0.01 else "white"
+                axis.text(start + index, number, text, ha="center", va="center", fontsize=6.5, color=colour)
     axis.set(
-        xlabel="position behind the prompt",
+        xlabel="position after the prompt",
         ylabel="step of the sampler",
         title="The wave: frozen rows leave at the red line",
     )

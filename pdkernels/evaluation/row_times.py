@@ -1,7 +1,7 @@
-"""What a forward over more rows costs on the device at hand: seconds against rows, and the knee where rows stop being free.
+"""The cost of a forward over more rows on this device: seconds against rows, and the knee where rows stop being free.
 
-Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the rows that a forward computes at the price
-of one. `pdkernels.evaluation.theory.tensor_budget` is the same figure from a data sheet.
+Source: "Jacobi Forcing", appendix D (figure 5): block size times candidates is bounded by the rows that a forward computes at
+the cost of one. `pdkernels.evaluation.theory.tensor_budget` is the same figure from a data sheet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class RowTimes(NamedTuple):
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    """Median of each."""
+    """Median of each size."""
     flat: float
     start: float
     slope: float
@@ -41,7 +41,7 @@ class RowTimes(NamedTuple):
         return max(1.0, (self.flat - self.start) / self.slope) if self.slope > 0 else math.inf
 
     def budget(self, slack: float = 0.1) -> int:
-        """The most rows that were measured, all smaller numbers included, to cost at most ``1 + slack`` times the first.
+        """The most rows for which this and all smaller measured numbers cost at most ``1 + slack`` times the first.
 
         >>> fit_row_times([1, 2, 4, 8], [1.0, 1.05, 1.2, 1.05]).budget()
         2
@@ -54,7 +54,7 @@ class RowTimes(NamedTuple):
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, the knee and the budget included, as plain values; an infinite knee is None."""
+        """All fields, the knee and the budget as plain values; an infinite knee is None."""
         knee = self.knee if math.isfinite(self.knee) else None
         return {**self._asdict(), "knee": knee, "budget": self.budget()}
 
@@ -64,7 +64,7 @@ def fit_row_times(rows: Sequence[int], seconds: Sequence[float]) -> RowTimes:
 
     Args:
         rows: ascending.
-        seconds: of one forward over as many rows.
+        seconds: of one forward over that many rows.
 
     Raises:
         ValueError: fewer than two points, rows that do not ascend, a time that is not positive.
@@ -90,12 +90,12 @@ def fit_row_times(rows: Sequence[int], seconds: Sequence[float]) -> RowTimes:
 
 
 def _lines(rows: Sequence[int], seconds: Sequence[float], last: int, flat: float) -> list[tuple[float, float]]:
-    """Candidates for the line behind a floor that ends at `last`: by least squares, and the one from the floor's end."""
+    """Candidates for the line after a floor that ends at `last`: by least squares, and the one from the floor's end."""
     if not rows:
         return [(flat, 0.0)]
     found = []
     if len(rows) > 1:
-        # Relative errors, so that the largest times do not decide alone.
+        # Relative errors, so that the largest times do not dominate.
         weights = [1 / second**2 for second in seconds]
         total = sum(weights)
         mean = sum(w * x for w, x in zip(weights, rows)) / total
@@ -113,13 +113,13 @@ def measure_row_times(
 ) -> RowTimes:
     """Median seconds of forwards of a transformer over `rows` new rows that see each other and a cached prefix, logits included.
 
-    Sizes take turns, so that all of them meet the same moments of a machine that others use too.
+    Sizes take turns, so that other load on the machine affects all of them alike.
 
     Args:
-        model: a `Transformer`; its text does not matter.
+        model: a `Transformer`; tokens do not matter.
         prefix: tokens in the cache.
-        repeats: forwards of each size, after one that is not counted.
-        batch: sequences, each with as many rows.
+        repeats: forwards of each size, after a warm-up.
+        batch: sequences, each with that many rows.
 
     Example:
         >>> import pdkernels as pd

@@ -1,7 +1,9 @@
-"""What a decoding step of a large model moves and computes on one to many devices, and at which batch parallel decoding stops paying.
+"""Data moved and computed by a decoding step of a large model on one to many devices, and the batch where parallel decoding
+stops paying.
 
-A roofline, not a measurement: weights and caches are read once a forward, products run at the device's peak, and exchanges between ranks
-cost their bytes and a latency each; nothing overlaps. The exchanges are those of `pdkernels.distributed` (docs/distributed.md).
+A roofline, not a measurement: weights and caches are read once per forward, products run at the device's peak, and exchanges
+between ranks cost their bytes and a latency each; nothing overlaps. The exchanges are those of `pdkernels.distributed`
+(docs/distributed.md).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ _OP = "evaluation.scaling"
 _NUMBER = 2
 """Bytes of a weight, of an activation and of a cached number."""
 _SMALL = 1 << 16
-"""Bytes up to which a sum over ranks is one exchange of whole tensors."""
+"""Up to this many bytes a sum over ranks is one exchange of whole tensors."""
 
 
 class Shape(NamedTuple):
@@ -33,7 +35,7 @@ class Shape(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Weights that every row meets: those of the layers and of the head."""
+        """Weights used by every row: those of the layers and of the head."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return self.layers * (attention + 3 * self.hidden * self.intermediate) + self.hidden * self.vocabulary
 
@@ -43,25 +45,25 @@ EIGHT_BILLION = Shape(4096, 32, 32, 8, 128, 14336, 128_256)
 
 
 class Link(NamedTuple):
-    """What connects ranks."""
+    """The interconnect of ranks."""
 
     bandwidth: float
     """Bytes per second that a rank receives."""
     latency: float
-    """Seconds of an exchange of nothing."""
+    """Seconds of an empty exchange."""
 
 
 NVLINK = Link(450e9, 10e-6)
-"""Of an H100 or H200, from the data sheet; the latency is assumed."""
+"""NVLink of an H100 or H200, from the data sheet; the latency is assumed."""
 
 
 class Recipe(NamedTuple):
-    """How a method spends forwards."""
+    """The rows and gain of a method's forward."""
 
     rows: int
-    """Of a sequence in a forward."""
+    """Rows of a sequence in a forward."""
     tokens: Fraction
-    """That a forward gains, on average."""
+    """Tokens that a forward gains, on average."""
 
 
 # Tokens are those that the papers report for their models of 7 to 14 billion parameters; see docs/theory.md.
@@ -82,7 +84,7 @@ class StepCost(NamedTuple):
     flops: int
     exchanges: int
     exchanged_bytes: int
-    """Received from other ranks."""
+    """Bytes received from other ranks."""
     seconds: float
 
 
@@ -126,7 +128,7 @@ def step_cost(
 
 
 def _exchanged(shape: Shape, rows: int, ranks: int) -> tuple[int, int]:
-    """Two sums a layer, one for the embedding, and a record of 104 bytes a row for its token."""
+    """Two sums per layer, one for the embedding, and a record of 104 bytes per row for its token."""
     if ranks == 1:
         return 0, 0
     sums, size = 2 * shape.layers + 1, rows * shape.hidden * _NUMBER
@@ -146,7 +148,7 @@ def tokens_per_second(
     ranks: int = 1,
     link: Link = NVLINK,
 ) -> float:
-    """Of all sequences together.
+    """Tokens per second over all sequences.
 
     >>> h200 = DEVICES["H200"]
     >>> [round(tokens_per_second(recipe, EIGHT_BILLION, h200)) for recipe in RECIPES.values()]
@@ -166,7 +168,7 @@ def largest_batch(
     link: Link = NVLINK,
     batches: Iterable[int] = tuple(range(1, 513)),
 ) -> int:
-    """The largest of `batches` up to which a method gives more tokens per second than one row a forward; 0: none.
+    """The largest of `batches` up to which a method gives more tokens per second than one row per forward; 0: none.
 
     >>> largest_batch(RECIPES["linear self-speculation, 32"], EIGHT_BILLION, DEVICES["H200"])
     26
@@ -192,7 +194,7 @@ def table(
     prefix: int = 1024,
     link: Link = NVLINK,
 ) -> str:
-    """Predicted tokens per second in Markdown: a row for each method and number of ranks, a column for each batch, and the last
+    """Predicted tokens per second in Markdown: a row per method and number of ranks, a column per batch, and the last
     batch at which the method gains.
 
     >>> print(table(batches=(1,), ranks=(1,)).splitlines()[2])

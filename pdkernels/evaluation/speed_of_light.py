@@ -1,6 +1,6 @@
-"""Speed of light of block diffusion: how few forwards could give the text that filling one place a forward gives.
+"""Speed of light of block diffusion: the fewest forwards that give the text of filling one position per forward.
 
-No sampler that ends in that text can do with fewer tokens per forward lost to caution: the searches know the text in advance. They
+No sampler that ends in that text loses fewer tokens per forward to caution: the searches know the text in advance. They
 say nothing about schemes with another target, such as self-speculation, which ends in the text of autoregressive decoding.
 
 Source: Nemotron-Labs-Diffusion, section 4.
@@ -25,12 +25,12 @@ _OP = "evaluation.speed_of_light"
 
 @dataclass(frozen=True)
 class SpeedOfLight:
-    """The blocks of some texts, and what they needed.
+    """The blocks of some texts, and the forwards they needed.
 
     Attributes:
         texts: for each prompt the ids that serial denoising wrote, up to the first end token.
         blocks: of each text.
-        places: masks of a block: all of its tokens, or all but the first where that comes from the forward before.
+        places: masks of a block: all of its tokens, or all but the first if that comes from the previous forward.
     """
 
     texts: list[list[int]]
@@ -42,12 +42,13 @@ class SpeedOfLight:
         return [(self.places, one.iterations, one.exact, one.simulated, one.unsafe) for _, one in found]
 
     def acceptance(self, scheme: str) -> float:
-        """Masks filled in a forward, mean over blocks: the paper's acceptance rate, which leaves out a forward per block for K and V."""
+        """Masks filled per forward, mean over blocks: the paper's acceptance rate, which leaves out a forward per block for K
+        and V."""
         rates = [places / iterations for places, iterations, *_ in self._fillings(scheme)]
         return sum(rates) / len(rates)
 
     def tokens_per_forward(self, scheme: str) -> float:
-        """Tokens of the blocks over all forwards, the refreshing one of each block included."""
+        """Tokens of the blocks over all forwards, the refresh of each block included."""
         found = self._fillings(scheme)
         size = len(self.blocks[0][0].target)
         return size * len(found) / sum(iterations + 1 for _, iterations, *_ in found)
@@ -58,12 +59,12 @@ class SpeedOfLight:
         return sum(exact for _, _, exact, *_ in found) / len(found)
 
     def simulated(self, scheme: str) -> float:
-        """Forwards per block that only served the search, repeated ones counted once."""
+        """Forwards per block used only by the search, repeated ones counted once."""
         found = self._fillings(scheme)
         return sum(simulated for *_, simulated, _ in found) / len(found)
 
     def unsafe(self, scheme: str) -> int:
-        """Iterations that had no budget left to simulate, all blocks together."""
+        """Iterations without budget left to simulate, over all blocks."""
         return sum(unsafe for *_, unsafe in self._fillings(scheme))
 
 
@@ -79,17 +80,17 @@ def speed_of_light(
     end_tokens: Sequence[int] | None = None,
     budget: int = 5000,
 ) -> SpeedOfLight:
-    """Fill blocks serially, and find how few forwards the schemes need for the same.
+    """Fills blocks serially, and finds how few forwards the schemes need for the same text.
 
-    All prompts are worked on in one batch: a forward answers a question of every search that has one.
+    All prompts are processed in one batch: a forward answers one query of every active search.
 
     Args:
         model: with a mask token and a KV cache, such as "tiny-trimode".
         prompts: as `pdkernels.decoding.generate` takes a batch of them.
         block_size: tokens of a block. Blocks are always filled to their end.
-        schemes: of `pdkernels.evaluation.SCHEMES`.
-        max_new_tokens: no block begins behind so many.
-        refresh: of `block_diffusion`: "causal" also gives the first token of every block.
+        schemes: names from `pdkernels.evaluation.SCHEMES`.
+        max_new_tokens: no block begins after this many.
+        refresh: as in `block_diffusion`: "causal" also gives the first token of every block.
         end_tokens: a text ends with the block that holds one. None: those of the model.
         budget: simulated forwards per block and scheme; the paper's 5000.
 

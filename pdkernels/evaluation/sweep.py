@@ -1,4 +1,4 @@
-"""Every combination of some options' values on the same prompts: what is right, and what it cost in forwards and in seconds.
+"""Every combination of some options' values on the same prompts: accuracy, and cost in forwards and in seconds.
 
 Source: the sweeps of SlowFast sampling (figures 4 and 5), the configuration search of Jacobi Forcing (appendix E) and the
 threshold curves of Nemotron-Labs-Diffusion (figure 8), as one command: `python -m pdkernels eval --sweep`.
@@ -32,7 +32,7 @@ class Swept(NamedTuple):
 
 
 def parse_sweep(text: str) -> Swept:
-    """Of the form ``option=value,value`` or ``method.option=value,value``; values are numbers, true, false, none or words.
+    """Parses ``option=value,value`` or ``method.option=value,value``; values are numbers, true, false, none or words.
 
     Raises:
         ValueError: another form.
@@ -65,11 +65,11 @@ def _value(text: str) -> Any:
 
 
 def sweep_candidates(models: Mapping[str, Any], swept: Sequence[Swept], methods: Sequence[str] = ()) -> list[Candidate]:
-    """For each model its baseline as it is, then every combination of values for every method that takes any of the options.
+    """For each model its default baseline, then every combination of values for every method that takes any of the options.
 
     Args:
         models: by name.
-        swept: options; a method ignores those that it does not have.
+        swept: options; a method ignores those it does not have.
         methods: none: all that the models can run and that have one of the options.
 
     Raises:
@@ -123,10 +123,10 @@ def _can(method: Method, model: Any) -> bool:
 
 
 def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[Candidate], list[str]]:
-    """Leaves out candidates whose forwards have more than `most` rows a sequence, and says which.
+    """Leaves out candidates whose forwards have more than `most` rows per sequence, and lists them.
 
-    Rows beyond the knee of a device cost time, so a search that starts from `RowTimes.knee` may skip blocks of more than twice as
-    many.
+    Rows past the knee of a device cost time, so a search that starts from `RowTimes.knee` may skip blocks of more than twice
+    that.
 
     >>> few, many = Candidate("m", "jacobi", settings=(("block_size", 8),)), Candidate("m", "jacobi", settings=(("block_size", 64),))
     >>> without_many_rows([few, many], 16)
@@ -143,8 +143,8 @@ def without_many_rows(candidates: Sequence[Candidate], most: int) -> tuple[list[
 
 
 def rows_of(candidate: Candidate) -> int:
-    """The most rows of a decoding forward, as far as options tell: a block, times its blocks and candidates, or a group of masks for
-    each token, or a wavefront. 1 for others.
+    """The most rows of a decoding forward, judging by the options: a block, times its blocks and candidates, or a group of
+    masks for each token, or a wavefront. 1 for others.
 
     >>> [rows_of(Candidate("m", method, 8)) for method in ("autoregressive", "jacobi", "quadratic_self_speculation")]
     [1, 8, 72]
@@ -170,17 +170,17 @@ def rows_of(candidate: Candidate) -> int:
 
 @dataclass(frozen=True)
 class SweepRow:
-    """What a combination of options did.
+    """The result of a combination of options.
 
     Attributes:
-        model, method, settings: who.
-        baseline: whether this is its model's method token by token, with any settings.
+        model, method, settings: the candidate.
+        baseline: whether this is its model's token-by-token method, with any settings.
         problems: prompts.
-        right: of them, those whose answer is exactly right.
+        right: those whose answer is exactly right.
         interval: 95 %, of the share that is right.
         answers: for each prompt whether it is right.
-        tokens: new ones, all prompts together.
-        forwards: those in which each sequence took part, all together.
+        tokens: new ones, over all prompts.
+        forwards: those each sequence took part in, summed.
         seconds: of all generations.
         batches: seconds of each.
     """
@@ -208,7 +208,7 @@ class SweepRow:
         return Candidate(self.model, self.method, settings=tuple(self.settings.items())).label
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, and the quotients that are read most."""
+        """All fields, and the most used quotients."""
         return {
             **asdict(self),
             "label": self.label,
@@ -218,11 +218,11 @@ class SweepRow:
 
 
 Measured = dict[str, dict[str, Any]]
-"""What was measured, by candidate and by number of the batch (as a string, so that it is the same behind JSON)."""
+"""What was measured, by candidate and by number of the batch (as a string, so that it survives JSON)."""
 
 
 def key_of(candidate: Candidate) -> str:
-    """A name of its own for each candidate."""
+    """A unique name of the candidate."""
     return f"{candidate.model}: {candidate.label}"
 
 
@@ -236,16 +236,16 @@ def sweep(
     keep: Callable[[Measured], None] = lambda measured: None,
     progress: Callable[[str, float], None] = lambda what, share: None,
 ) -> list[SweepRow]:
-    """Let all candidates work on the same prompts, in turns that begin with another one for each batch.
+    """Runs all candidates on the same prompts, in turns that begin with a different one in each batch.
 
     Args:
         models: by name, with tokenizers.
-        candidates: as `sweep_candidates` gives them.
+        candidates: as returned by `sweep_candidates`.
         task: one whose answers are right or wrong.
         batch_size: prompts per generation.
-        measured: what an interrupted sweep of the same task kept; it is added to.
-        keep: called with everything that is measured after each generation.
-        progress: called with what comes next and the share that is done.
+        measured: what an interrupted sweep of the same task saved; it is extended.
+        keep: called after each generation with everything measured.
+        progress: called with what comes next and the fraction done.
 
     Raises:
         ValueError: a task without right and wrong, a batch size below 1.

@@ -1,4 +1,4 @@
-"""What the candidates work on: sums that are right or wrong, and source text, where only the cost of going on counts."""
+"""The tasks of candidates: sums, which are right or wrong, and source text, where only the cost of continuing counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASKS = ("sums", "source")
 _SUMS_LIMIT = 360
 _SOURCE_PROMPT, _SOURCE_LIMIT = 128, 64
 _WARM_UP = 5
-# Problems looked at for each that is wanted: of short ones there are few.
+# Problems searched for each one wanted: short ones are rare.
 _LONGEST_SEARCH = 1000
 
 
@@ -27,22 +27,22 @@ class Task(NamedTuple):
     warm_up: list[str]
     """Prompts of the same kind that are not counted."""
     limit: int
-    """New tokens at most."""
+    """Most new tokens."""
     end_tokens: tuple[int, ...] | None
-    """None: those of the model."""
+    """End tokens; None: those of the model."""
     problems: list[Problem] | None
-    """One for each prompt, where answers are right or wrong."""
+    """One per prompt, if answers are right or wrong."""
 
 
 def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = None) -> Task:
-    """`problems` prompts that no model was trained on, the same whenever the seed is (and, for "source", the Python version).
+    """`problems` prompts that no model was trained on, determined by the seed (and, for "source", the Python version).
 
     Args:
-        name: "sums": `pdkernels.training.arithmetic`, to be worked out to the end. "source": 128 bytes out of a held-out file of
+        name: "sums": `pdkernels.training.arithmetic`, to be solved completely. "source": 128 bytes from a held-out file of
             the standard library, to be continued by 64 tokens.
         problems: how many.
         seed: of the choice.
-        canvas: of sums, those alone whose solution and end token fit into so many tokens, which all candidates may write. None: any.
+        canvas: only sums whose solution and end token fit into this many tokens, the limit of all candidates. None: any.
 
     Raises:
         ValueError: no such task, fewer than one problem, a canvas for too few of them, an interpreter without source files.
@@ -57,7 +57,7 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
     count = _WARM_UP + problems
     if name == "sums":
         sums: dict[str, Problem] = {}
-        for problem in islice(arithmetic(seed, held_out=True), _LONGEST_SEARCH * count):  # small ones come again
+        for problem in islice(arithmetic(seed, held_out=True), _LONGEST_SEARCH * count):  # small ones repeat
             if canvas is None or len(problem.steps) < canvas:
                 sums[problem.prompt] = problem
             if len(sums) == count:
@@ -74,5 +74,5 @@ def make_task(name: str, problems: int, seed: int = 0, *, canvas: int | None = N
         start = chance.randrange(len(text) - _SOURCE_PROMPT - _SOURCE_LIMIT)
         # A window may begin or end inside a character.
         prompts.append(text[start : start + _SOURCE_PROMPT].decode("utf-8", errors="ignore"))
-    # No end token: all candidates write equally much.
+    # No end token: all candidates write the same amount.
     return Task(name, prompts[_WARM_UP:], prompts[:_WARM_UP], _SOURCE_LIMIT, (), None)

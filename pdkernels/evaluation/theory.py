@@ -1,11 +1,11 @@
-"""What width, depth and block size can gain, on paper: costs of prefilling and decoding with recurrent depth, and roofline budgets.
+"""Theoretical gains of width, depth and block size: costs of prefilling and decoding with recurrent depth, and roofline budgets.
 
 Counts are exact integers. Times are in units of one forward over one row unless a device is given; they are models, not measurements
 (`pdkernels.evaluation.row_times` measures).
 
 Sources: "Efficient parallel samplers for recurrent-depth models", theorems 4.2 and 4.4, remarks 4.3 and A.1 (counts are derived from
 its definitions of the layouts, since the theorems are informal);
-"Jacobi Forcing", appendix D (tokens per forward that a device computes at the price of one).
+"Jacobi Forcing", appendix D (tokens per forward that a device computes at the cost of one).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ class Device(NamedTuple):
     flops: float
     """Dense 16-bit products, operations per second."""
     bandwidth: float
-    """Of its memory, bytes per second."""
+    """Memory bandwidth, bytes per second."""
 
     @property
     def knee(self) -> float:
-        """Rows at which a product of 16-bit weights is bound by arithmetic instead of memory: each weight is 2 bytes and 2 FLOPs a row.
+        """Rows at which a product of 16-bit weights is bound by arithmetic instead of memory: each weight is 2 bytes and 2
+        FLOPs per row.
 
         >>> {name: int(device.knee) for name, device in DEVICES.items()}
         {'H200': 206, 'A100-40GB': 200, 'A100-80GB': 153, 'B200': 281}
@@ -47,14 +48,14 @@ DEVICES = {
 
 
 class PrefillCost(NamedTuple):
-    """Result of `prefill_cost`, one field for each way to think s times about L tokens."""
+    """Result of `prefill_cost`, one field per way to apply a block s times to L tokens."""
 
     rows: int
-    """Rows that run through the block, in every scheme."""
+    """Rows through the block, the same in every scheme."""
     pairs: tuple[int, int, int]
     """Visible pairs of a query and a key: depth, width with shared K/V, width without."""
     flops: tuple[int, int, int]
-    """Of products and attention, in the same order."""
+    """FLOPs of products and attention, in the same order."""
     cached_rows: tuple[int, int, int]
     """Rows of K/V that later tokens need, in the same order."""
 
@@ -62,16 +63,16 @@ class PrefillCost(NamedTuple):
 def prefill_cost(length: int, factor: int, hidden: int, params: int | None = None) -> PrefillCost:
     """Exact work of a prefill that applies the recurrent block `factor` times to every token.
 
-    *Depth* passes over the prompt `factor` times. The *width* schemes put that many copies of every token side by side: with
+    *Depth* passes over the prompt `factor` times. The *width* schemes put that many copies of every token next to each other: with
     shared K/V a copy sees the last copy of each earlier token, and the copies of its own token up to itself; without, all
     copies of earlier tokens. With c = 2 params FLOPs per row and a = 4 hidden per pair the differences are
-    ``a L s (s - 1) / 2`` and ``a s (s - 1) L (L - 1) / 2``: depth is never dearer, shared K/V hardly dearer than depth.
+    ``a L s (s - 1) / 2`` and ``a s (s - 1) L (L - 1) / 2``: depth is never more expensive, shared K/V hardly more than depth.
 
     Args:
         length: L, tokens of the prompt.
         factor: s, applications of the block.
         hidden: width of the model.
-        params: of the block; None: 12 hidden², a plain one.
+        params: of the block; None: 12 hidden², a plain block.
 
     Raises:
         ValueError: a number below 1.
@@ -104,9 +105,9 @@ def prefill_cost(length: int, factor: int, hidden: int, params: int | None = Non
 
 
 def width_advantage(length: int, factor: int, knee: int) -> Fraction:
-    """How much sooner width scaling ends a prefill than depth scaling, if rows up to `knee` cost as much as one.
+    """Speedup of a prefill by width scaling over depth scaling, if rows up to `knee` cost as much as one.
 
-    It is `factor` for short prompts, 1 from the knee on: the ratio ``factor²`` of the theorem is one of width to depth, not of times.
+    It is `factor` for short prompts, 1 from the knee on: the theorem's ratio ``factor²`` is of width to depth, not of times.
 
     Raises:
         ValueError: a number below 1.
@@ -124,7 +125,7 @@ def width_advantage(length: int, factor: int, knee: int) -> Fraction:
 
 
 def depth_preferred(lengths: Sequence[int], knee: int) -> Fraction:
-    """Share of prompts so long that depth scaling is as fast as width scaling.
+    """Share of prompts long enough that depth scaling is as fast as width scaling.
 
     Raises:
         ValueError: no lengths.
@@ -143,26 +144,26 @@ class DecodeBudget(NamedTuple):
     """Result of `decode_budget`."""
 
     wave: int
-    """Tokens in work at once, once the wavefront is full: ceil(r / r')."""
+    """Tokens processed at once when the wavefront is full: ceil(r / r')."""
     tokens: tuple[int, int]
-    """Finished by autoregressive decoding and by the sampler."""
+    """Tokens finished by autoregressive decoding and by the sampler."""
     widths: tuple[int, ...]
     """Rows of the sampler in each application of the block; 1 for autoregressive decoding. Its sum is the states processed."""
     products: Fraction
     """FLOPs of products per token over those of autoregressive decoding, if prelude and coda together cost one block."""
     limit: Fraction
-    """Tokens over those of autoregressive decoding for endless budgets."""
+    """Tokens over those of autoregressive decoding for infinite budgets."""
 
 
 def decode_budget(steps: int, recurrences: int, inner: int, knee: int | None = None) -> DecodeBudget:
-    """What the diffusion-forcing sampler finishes in a budget of `steps` block applications, beside autoregressive decoding.
+    """Tokens that the diffusion-forcing sampler and autoregressive decoding finish in a budget of `steps` block applications.
 
     Both go `steps` deep. The sampler advances a wavefront by `inner` applications before the next token enters, so its width is
     ``min(1 + floor((t - 1) / inner), wave)`` at application t, and it finishes ``floor(steps / inner) - wave + 1`` tokens
-    against ``floor(steps / recurrences)``. It is ahead but where the wave is one token wide, and at the very start.
+    against ``floor(steps / recurrences)``. It is ahead unless the wave is one token wide, and except at the very start.
 
     Args:
-        steps: T, applications of the block, one after the other.
+        steps: T, sequential applications of the block.
         recurrences: r of a finished token.
         inner: r' of a sampler's step; a divisor of `recurrences` or not, at most as large.
         knee: rows that cost as much as one; a wider wave takes longer, and the sampler's budget shrinks accordingly. None: the
@@ -171,7 +172,7 @@ def decode_budget(steps: int, recurrences: int, inner: int, knee: int | None = N
     Raises:
         ValueError: a number below 1, or `inner` above `recurrences`.
 
-    Source: theorem 4.4, remark A.1. Nothing settles early here, and no token changes late.
+    Source: theorem 4.4, remark A.1. Here nothing settles early, and no token changes late.
 
     Example:
         >>> [decode_budget(steps, 32, 4).tokens for steps in (32, 64, 128, 320)]
@@ -201,7 +202,7 @@ def row_cost(rows: int, device: Device, params: float, *, cached_bytes: float = 
 
     Args:
         params: of the model, 2 bytes and 2 FLOPs per row each.
-        cached_bytes: of K/V that each row reads by itself; 0 for rows of one sequence, which share them.
+        cached_bytes: of K/V that each row reads separately; 0 for rows of one sequence, which share them.
 
     Example:
         >>> h200 = DEVICES["H200"]
@@ -213,7 +214,7 @@ def row_cost(rows: int, device: Device, params: float, *, cached_bytes: float = 
 
 
 def tensor_budget(device: Device, slack: float = 0.0) -> int:
-    """The most rows whose forward costs at most ``1 + slack`` times one row's: what a block times its candidates may have.
+    """The most rows whose forward costs at most ``1 + slack`` times one row's: the limit of a block times its candidates.
 
     Source: Jacobi Forcing, appendix D, which measured 256 (H200, B200) and 128 (A100).
 
@@ -226,7 +227,7 @@ def tensor_budget(device: Device, slack: float = 0.0) -> int:
 
 
 def expected_speedup(tokens_per_forward: float, rows: int, knee: float) -> float:
-    """Speed against decoding token by token, if rows up to the knee are free and cost grows linearly from there.
+    """Speed relative to decoding token by token, if rows up to the knee are free and cost grows linearly from there.
 
     Example:
         >>> round(expected_speedup(4.21, 256, 206), 2), expected_speedup(4.21, 256, 281)

@@ -16,9 +16,9 @@ from torch import Tensor
 from pdkernels._validation import check, check_type
 from pdkernels.models.tokenizers import ByteTokenizer
 
-# One problem, and one file, in so many is kept from training.
+# One problem, and one file, in this many is held out from training.
 HELD_OUT_EVERY = 25
-# Tests repeat themselves, encodings and pydoc_data are tables, the rest is no code of the library proper.
+# Tests are repetitive, encodings and pydoc_data are tables, the rest is not code of the library proper.
 _SKIPPED = {
     "test",
     "tests",
@@ -40,7 +40,7 @@ class Problem(NamedTuple):
     prompt: str
     """The question, one line."""
     steps: str
-    """Digit by digit from the right, a line for each, and the result in the last line."""
+    """Digit by digit from the right, a line each, and the result in the last line."""
     result: int
 
     def is_solved_by(self, text: str) -> bool:
@@ -91,7 +91,7 @@ def standard_library() -> tuple[list[bytes], list[bytes]]:
     root = Path(sysconfig.get_path("stdlib"))
     files = []
     for folder, folders, names in os.walk(root):
-        # Pruned here: one of those left out holds all installed packages.
+        # Pruned here: one of the excluded folders holds all installed packages.
         folders[:] = [name for name in folders if not _skipped(name)]
         files += [Path(folder, name) for name in names if name.endswith(".py") and not _skipped(name)]
     files.sort(key=lambda path: path.relative_to(root).as_posix())
@@ -107,7 +107,7 @@ def _skipped(name: str) -> bool:
 
 
 def as_ids(texts: list[bytes]) -> Tensor:
-    """(n,) int16 byte ids of the texts one after the other, each closed by the end token.
+    """(n,) int16 byte ids of the concatenated texts, each followed by the end token.
 
     >>> as_ids([b"a", b"bc"]).tolist()
     [97, 256, 98, 99, 256]
@@ -141,13 +141,13 @@ def _number(numbers: random.Random) -> int:
 
 
 def _worked(a: int, sign: str, b: int) -> tuple[int, list[str]]:
-    """The result, and a line for each digit of it: what is left of both numbers, their last digits, and the result so far."""
+    """The result, and a line per digit: what is left of both numbers, their last digits, and the result so far."""
     lines, carried, result = [], 0, ""
     while True:
         x, y = a % 10, b if sign == "*" else b % 10
         total = {"+": x + y + carried, "-": x - y - carried, "*": x * y + carried}[sign]
         result = str(total % 10) + result
-        # A product's carry is added, a difference's borrow taken away.
+        # The carry of a product is added, the borrow of a difference subtracted.
         rest = f" {'-' if sign == '-' else '+'} {carried}" if carried else ""
         lines.append(f"{a} {sign} {b}{rest}: {x} {sign} {y}{rest} = {total} so {result}")
         a, b, carried = a // 10, b if sign == "*" else b // 10, abs(total // 10)

@@ -1,4 +1,4 @@
-"""The adapter that makes a tri-mode model draft what it will accept: fresh pairs, and the loss that trains them."""
+"""The adapter that makes a tri-mode model draft what it will accept: initial pairs, and the loss that trains them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DrafterLoss(NamedTuple):
     matching: Tensor
     """How far the drafter's distribution is from the verifier's: the LK hybrid of KL divergence and total variation."""
     cross_entropy: Tensor
-    """Of the verifier's best token under the drafter."""
+    """Cross-entropy of the verifier's best token under the drafter."""
 
 
 def drafter_loss(
@@ -32,12 +32,12 @@ def drafter_loss(
     eta: float = 0.5,
     ce_weight: float = 1.0,
 ) -> DrafterLoss:
-    """Make drafts agree with the verifier where they are verified: on the accepted tokens and the first rejected one.
+    """Makes drafts agree with the verifier where they are verified: on the accepted tokens and the first rejected one.
 
     Args:
         draft_logits: ``(blocks, k, vocab)``; row j of a block predicts draft token j. Only these get a gradient.
         verifier_logits: ``(blocks, k, vocab)``; row j predicts the same token: it is the causal row of the previous token.
-        accepted: ``(blocks,)`` int32 or int64, how many draft tokens equal the verifier's, 0 .. k, without the known token in
+        accepted: ``(blocks,)`` int32 or int64, how many draft tokens equal the verifier's, 0 .. k, without the known token at
             front of the draft. The loss reads rows 0 .. min(accepted, k - 1). -1 leaves out a block.
         temperature: of both distributions in `matching`.
         top_k: a row's support is the union of the `top_k` best tokens of either distribution.
@@ -49,13 +49,13 @@ def drafter_loss(
         gradient through it), `matching` is ``lam * KL(p || q) + (1 - lam) * sum |p - q| / 2``; `cross_entropy` is that of the
         verifier's argmax on the same support at temperature 1, rows left out where the support misses it. Both are means over
         the rows of a block, then over the blocks with rows; 0 where there are none. Tokens that either side rules out with
-        -inf are in no support. Logits of rows that are not read may hold anything. Computed in float32 at least.
+        -inf are in no support. Logits of rows that are not read may hold anything. Computed in at least float32.
 
     Raises:
         ValueError: shapes that do not fit each other, an option out of range.
-        TypeError: logits that are not floating, counts that are not int32 or int64, a `top_k` that is no int.
+        TypeError: logits that are not floating, counts that are not int32 or int64, a `top_k` that is not an int.
 
-    Nothing waits for the device, and after the support is chosen only its flags are as wide as the vocabulary.
+    Nothing waits for the device, and once the support is chosen only its flags are as wide as the vocabulary.
 
     Source: Nemotron-Labs-Diffusion, equations 6 to 9. Draft at temperature 1 in nine of ten blocks, greedily in the others,
     so that the adapter also serves drafts that are drawn.
@@ -86,7 +86,7 @@ def drafter_loss(
     _, width, vocab = draft_logits.shape
     active = torch.arange(width, device=accepted.device) <= accepted[:, None]
 
-    # The support as 2 * top_k columns. A token that both sides chose counts in the first half only.
+    # The support as 2 * top_k columns. A token chosen by both sides counts only in the first half.
     best = min(top_k, vocab)
     own = verifier_logits.topk(best, -1).indices
     guessed = draft_logits.detach().topk(best, -1).indices
@@ -96,7 +96,7 @@ def drafter_loss(
     inside = torch.cat([torch.ones_like(own, dtype=torch.bool), ~chosen.gather(-1, guessed)], -1)
     inside &= active[..., None] & (z.detach() != -torch.inf) & (target != -torch.inf)
 
-    # A finite stand-in for -inf: its weight is exactly 0, and 0 times a difference of logarithms stays 0. Where nothing is
+    # A finite stand-in for -inf: its weight is exactly 0, and 0 times a difference of logarithms is 0. Where nothing is
     # inside, as in rows that are not read, both distributions are uniform and every term is 0.
     dtype = torch.promote_types(z.dtype, torch.float32)
     nothing = torch.finfo(dtype).min / 4
@@ -122,17 +122,17 @@ def drafter_loss(
 def attach_drafter_(
     model: Transformer, rank: int, *, scale: float = 1.0, generator: torch.Generator | None = None
 ) -> list[nn.Parameter]:
-    """Give a model a fresh adapter (unless it has one) and train nothing else.
+    """Gives a model a new adapter (unless it has one) and freezes everything else.
 
     Args:
-        model: changed in place: it gets an adapter, and no other parameter keeps ``requires_grad``.
+        model: changed in place: it gets an adapter, and only that keeps ``requires_grad``.
         rank: of the pairs.
         scale: LoRA's alpha / rank, inside the first matrix. `Transformer.attach_adapter_` puts it into the second one, which
             is zero here.
         generator: for the draws, on the CPU; None: torch's default.
 
     Returns:
-        The adapter's parameters. A fresh one changes nothing yet: of each layer's pair ``b @ a`` a ``(rank, heads * head_dim)``
+        The adapter's parameters. A new one changes nothing yet: in each layer's pair ``b @ a`` a ``(rank, heads * head_dim)``
         is normal, of variance scale ** 2 / (heads * head_dim), and b ``(hidden_size, rank)`` is zero.
 
     Raises:

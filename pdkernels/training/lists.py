@@ -1,4 +1,4 @@
-"""A task for models that plan: short lists to write out, side by side where nothing else is needed, later where another's choice is."""
+"""A task for models that plan: short lists to write out, in parallel if independent, later if they depend on another's choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICK, PICKED = "*p", "p"
 
 
 def written_out(kind: str, digit: int) -> str:
-    """The list of a kind that a digit asks for.
+    """The list of a kind for a digit.
 
     >>> [written_out(kind, 4) for kind in "xudm"]
     ['4 8 12 16 20 24 28 32', 'four five six seven', 'seven six five four', 'apr may jun jul aug sep']
@@ -44,7 +44,7 @@ class Orders(NamedTuple):
     """A prompt of orders and one of its right answers."""
 
     prompt: str
-    """Orders of two characters, each followed by a semicolon, and a line feed."""
+    """Orders of two characters, each followed by a semicolon, then a line feed."""
     rounds: tuple[tuple[tuple[str, str], ...], ...]
     """Topic and content of each chunk: the order, and ``ORDER:LIST;``. Lists of the picked digit are the second round."""
 
@@ -54,9 +54,9 @@ class Orders(NamedTuple):
         return "".join(content for items in self.rounds for _, content in items)
 
     def right(self, text: str) -> dict[str, bool]:
-        """For each order, whether an answer carries it out exactly once, in whatever sequence.
+        """For each order, whether an answer carries it out exactly once, in any order.
 
-        A pick is right if it is a digit, a list of the picked digit if it is that of the digit in the answer.
+        A pick is right if it is a digit, a list of the picked digit if it belongs to the digit in the answer.
 
         >>> asked = Orders("4r;*p;px;\\n", ())
         >>> asked.right("px:3 6 9 12 15 18 21 24;*p:3;4r:iv v vi vii viii;")
@@ -92,15 +92,15 @@ def orders(
         4d    seven six five four            4q    16 25 36 49 64 81
         4m    apr may jun jul aug sep        4r    iv v vi vii viii
 
-    These can all be written at the same time, and an answer has them in any sequence: only a plan, or what is written already, says
-    which comes where. ``*p`` asks for any digit, and ``px`` for the list of kind x of that digit. It has to wait: nothing in
-    the prompt says which digit it will be.
+    These can all be written at the same time, in any order: only a plan, or what is already written, determines
+    which comes where. ``*p`` requests any digit, and ``px`` the list of kind x of that digit, which has to wait: nothing in
+    the prompt determines the digit.
 
     Args:
         seed: of the stream, which is the same on every machine.
         held_out: yield prompts that no stream without `held_out` yields. The lists themselves are always the same 40.
-        items: fewest and most orders besides those of the picked digit.
-        picks: share of the prompts with a pick, which one or two orders of the picked digit follow.
+        items: fewest and most orders, besides those of the picked digit.
+        picks: share of the prompts with a pick, followed by one or two orders of the picked digit.
 
     Raises:
         ValueError: a range that is empty or too long, a share outside [0, 1].

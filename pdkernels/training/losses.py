@@ -1,12 +1,12 @@
-"""Losses of the two packed layouts, on logits of the rows that a batch lists, and the noise of the dual stream.
+"""Losses of the two packed layouts, on logits of the rows listed in a batch, and the noise of the dual stream.
 
-A batch says which rows a loss reads, so run the language model head on those rows only:
+A batch lists the rows a loss reads, so run the language model head only on those rows:
 
     hidden = model.hidden(batch.tokens[None], positions=batch.positions, mask=batch.mask.plan())[0]
     loss = dual_stream_loss(model.logits(hidden[batch.ar_rows]), model.logits(hidden[batch.masked_rows]), batch)
 
-Logits in half precision are converted to float32, those in float64 stay. Labels and weights are moved to the device of the logits.
-Nothing here waits for that device, and everything compiles to one graph for batches of any sizes.
+Logits in half precision are converted to float32, those in float64 are kept. Labels and weights are moved to the device of the
+logits. Nothing here waits for that device, and everything compiles to one graph for batches of any size.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class JointLoss(NamedTuple):
 
     total: Tensor
     autoregressive: Tensor
-    """Sum over clean rows, over the normaliser."""
+    """Sum over clean rows, divided by the normaliser."""
     masked: Tensor
-    """Sum over masked rows, each over its p_mask, over the same normaliser."""
+    """Sum over masked rows, each divided by its p_mask, divided by the same normaliser."""
 
 
 class ConsistencyLoss(NamedTuple):
@@ -49,7 +49,7 @@ def dual_stream_terms(
     _check_rows(op, "ar_logits", ar_logits, batch.ar_labels)
     _check_rows(op, "masked_logits", masked_logits, batch.masked_labels)
     if normaliser is None:
-        # Of no rows at all both sums are 0.
+        # Without rows both sums are 0.
         normaliser = max(len(batch.ar_labels) + len(batch.masked_labels), 1)
     ar = F.cross_entropy(_exact(ar_logits), batch.ar_labels.to(ar_logits.device), reduction="none")
     masked = F.cross_entropy(_exact(masked_logits), batch.masked_labels.to(masked_logits.device), reduction="none")
@@ -68,9 +68,9 @@ def dual_stream_loss(
 
     Args:
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``; they predict the next token.
-        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the token that is hidden at their own position.
-        batch: of `pack_dual_stream`.
-        masked_weight: of the masked sum; the paper's alpha.
+        masked_logits: ``(m, vocab)`` of ``batch.masked_rows``; they predict the hidden token at their own position.
+        batch: from `pack_dual_stream`.
+        masked_weight: weight of the masked sum; the paper's alpha.
         normaliser: the divisor of both sums. None: the n + m rows of this batch. For a sum over several batches or
             ranks pass the rows of all of them, a number or a 0-dim tensor: then the losses add up to that of one big batch.
 
@@ -122,8 +122,8 @@ def noise_aware_loss(
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
         student_logits: ``(m, vocab)`` of ``batch.student_rows``.
         teacher_logits: ``(m, vocab)`` of ``batch.teacher_rows``, from the same forward; no gradient goes through them.
-        batch: of `pack_noise_aware`.
-        ar_weight: of the autoregressive mean; the released trainers use 10 and 1.
+        batch: from `pack_noise_aware`.
+        ar_weight: weight of the autoregressive mean; the released trainers use 10 and 1.
 
     Returns:
         `consistency` is the soft cross-entropy ``-sum softmax(teacher) * log softmax(student)``, whose gradient is that of the
@@ -160,7 +160,7 @@ def draw_masks(
         count: tokens of the sequence.
         generator: for the draws; the result is on its device.
         least: eps of ``p_mask = (1 - eps) * t + eps`` with t uniform on [0, 1], one for the sequence.
-        frozen_prefix: so many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
+        frozen_prefix: this many tokens at the front are never hidden: the prompt, in fine-tuning on answers.
 
     Returns:
         ``(count,)`` bool and p_mask: the last two fields of a `DualStreamSample`. With few tokens there may be no True.
@@ -195,7 +195,7 @@ def draw_masks(
 
 
 def _exact(logits: Tensor) -> Tensor:
-    """In float32 at least."""
+    """In at least float32."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 

@@ -1,6 +1,6 @@
-"""Packs samples of token ids into one sequence: ids, positions, mask, and which rows the losses read with which labels.
+"""Packs samples of token ids into one sequence: ids, positions, mask, and the rows and labels that the losses read.
 
-Nothing here draws noise or computes a loss. All results are int64 tensors on the CPU (but for the weights); rows count in
+Nothing here draws noise or computes a loss. All results are int64 tensors on the CPU (except the weights); rows are indices into
 the packed sequence, and those that a loss does not read are not listed, so a loss needs no ignored label.
 """
 
@@ -92,12 +92,12 @@ def pack_noise_aware(
     window: int | None = None,
     layout: Layout = "streams",
 ) -> NoiseAwareBatch:
-    """Samples side by side in the noise-aware layout of Jacobi Forcing, masked from each other.
+    """Packs samples in the noise-aware layout of Jacobi Forcing, masked from each other.
 
     Args:
-        samples: all blocks of a sample have one size; samples may differ in it.
-        length: total tokens, padded with `pad_token`; None: as many as the samples have.
-        pad_token: the id of the padding, which attends to nothing and which no row attends to.
+        samples: all blocks of a sample have the same size; samples may differ in it.
+        length: total tokens, padded with `pad_token`; None: those of the samples.
+        pad_token: the id of the padding, which attends to nothing and to which no row attends.
         end_token: what ends an answer; None: all rows count.
         after_end: "drop": tokens after the first `end_token` of an answer are neither targets nor students, and neither is its own
             noisy row, which would learn what follows. "keep", as in the released trainers: only targets in its own block are
@@ -174,14 +174,14 @@ def pack_dual_stream(
     pad_token: int = 0,
     clean: Literal["causal", "block"] = "causal",
 ) -> DualStreamBatch:
-    """Samples side by side, each as a noisy and a clean copy, masked from each other.
+    """Packs samples, each as a noisy and a clean copy, masked from each other.
 
     Args:
         samples: sequences and their hidden tokens.
         block_size: tokens of a block of the noisy copy; the last block of a sample may be shorter.
         mask_token: the id of a hidden token.
-        length: total tokens, padded with `pad_token`; None: twice as many as the samples have.
-        pad_token: the id of the padding, which attends to nothing and which no row attends to.
+        length: total tokens, padded with `pad_token`; None: twice those of the samples.
+        pad_token: the id of the padding, which attends to nothing and to which no row attends.
         clean: as in `pdkernels.masks.dual_stream`.
 
     Returns:
@@ -241,7 +241,7 @@ def _side_by_side(
 
 
 def _shifted(rows: Sequence[tuple[Tensor, Tensor, Tensor, Tensor]], masks: Sequence[SegmentMask]) -> list[Tensor]:
-    """Each of the four kinds of rows of all samples, counted in the packed sequence."""
+    """Each of the four kinds of rows of all samples, as indices into the packed sequence."""
     starts, start = [], 0
     for mask in masks:
         starts.append(start)

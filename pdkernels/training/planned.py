@@ -1,7 +1,7 @@
-"""Planned texts as training batches: layout, noise, packing and loss. Texts as people write them are in `pdkernels.training.plans`.
+"""Planned texts as training batches: layout, noise, packing and loss. Plain-text plans are in `pdkernels.training.plans`.
 
 A text is a prompt, then rounds: a plan written token by token, its chunks filled in together, a sync if another round follows. Plan
-rows predict the next token outside of chunks, as in any causal model; masked tokens of chunks predict themselves.
+rows predict the next token outside chunks, as in any causal model; masked tokens of chunks predict themselves.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Objective = Literal["aligned", "published"]
 
 
 class PlanItem(NamedTuple):
-    """A chunk and the item of the plan that asks for it."""
+    """A chunk and the item of the plan that requests it."""
 
     topic: Sequence[int]
-    """Ids of its topic, and of what separates that from the number, if anything."""
+    """Ids of its topic, and of the separator before the number, if any."""
     content: Sequence[int]
     """Ids of the chunk, without its two tags."""
     number: int | None = None
-    """What the plan says. None: as many units as `content` needs, which is then filled up with pads; else nothing is filled up."""
+    """The number in the plan. None: as many units as `content` needs, which is then padded; else nothing is padded."""
 
 
 class PlannedSample(NamedTuple):
@@ -49,22 +49,22 @@ class PlannedLayout(NamedTuple):
     tokens: Tensor
     """(T,) int64 ids: prompt, plans, chunks with their tags, syncs, tail, end token."""
     stages: tuple[Stage, ...]
-    """For `pdkernels.masks.planned`. The end token is a stage of its own, or the end of the tail."""
+    """For `pdkernels.masks.planned`. The end token is its own stage, or the end of the tail."""
     rounds: Tensor
     """(T,) int64: the round of a chunk's token, tags included; -1 elsewhere."""
     content: Tensor
-    """(T,) bool: tokens of chunks, pads included, tags not."""
+    """(T,) bool: tokens of chunks, with pads, without tags."""
     prompt_len: int
 
 
 class NoisyPlan(NamedTuple):
-    """A laid-out text and what of it the model does not see; the last two as `draw_chunk_masks` gives them."""
+    """A laid-out text and its masked tokens; the last two fields are the results of `draw_chunk_masks`."""
 
     layout: PlannedLayout
     masked: Tensor
     """(T,) bool."""
     p_mask: Tensor
-    """(T,) float32: the probability with which a token was masked; outside of chunks that of the text, or 1 where rounds differ."""
+    """(T,) float32: the probability with which a token was masked; outside chunks that of the text, or 1 if rounds differ."""
 
 
 class PlannedBatch(NamedTuple):
@@ -77,17 +77,17 @@ class PlannedBatch(NamedTuple):
     mask: SegmentMask
     """(length, length); pass its ``plan()`` to attention."""
     ar_rows: Tensor
-    """(n,) rows outside of chunks, each sample's from the last of its prompt to the last but one of all."""
+    """(n,) rows outside chunks, for each sample from the last of its prompt to its last but one."""
     ar_labels: Tensor
     """(n,) the ids they predict: those of the next such row."""
     ar_weights: Tensor
     """(n,) float32, 1; under the published objective 1 / (p_mask * response tokens of the sample)."""
     masked_rows: Tensor
-    """(m,) rows whose logits are about masked tokens."""
+    """(m,) rows whose logits predict masked tokens."""
     masked_labels: Tensor
     """(m,) the ids of these tokens."""
     masked_weights: Tensor
-    """(m,) float32, 1 / p_mask; under the published objective over the response tokens of the sample too."""
+    """(m,) float32, 1 / p_mask; under the published objective also divided by the response tokens of the sample."""
     normaliser: Tensor
     """() float32: response tokens of all samples; under the published objective the number of samples."""
 
@@ -103,19 +103,19 @@ def lay_out(
     """A sample in text order: prompt, then in each round plan, chunks and sync, then tail and end token.
 
     The last round has a sync only if a tail follows. Items without a number get the smallest one whose chunk holds the content and
-    up to `most_pads` pads; the chunk is filled up to ``number * unit``, so that the plan tells the truth about its chunk, and a
-    decoder that believes it gives a chunk of this length.
+    up to `most_pads` pads; the chunk is filled up to ``number * unit``, so that the plan matches its chunk, and a
+    decoder that follows it makes a chunk of this length.
 
     Args:
-        sample: ids. Numbers given have at most two digits.
+        sample: ids. Given numbers have at most two digits.
         plan_tokens: of the model.
-        end_token: what ends the text.
-        most_pads: pads that a chunk has at least are drawn from 0 .. `most_pads`; the paper's augmentation has 10.
+        end_token: ends the text.
+        most_pads: the minimum number of pads in a chunk is drawn from 0 .. `most_pads`; the paper's augmentation has 10.
         generator: for the draws; needed if `most_pads` is not 0.
 
     Raises:
         ValueError: a round without items, a topic that ends with a digit, an empty topic, a number that is not in 0 .. 99 or would
-            be, control tokens where they do not belong, a negative id, pads without a generator.
+            be, control tokens out of place, a negative id, pads without a generator.
         TypeError: other samples, ids that are not ints.
 
     Source: Planned Diffusion, section 4 (control tags, fine-tuning data), with the number counted after the padding.
@@ -189,20 +189,20 @@ def lay_out(
 def draw_chunk_masks(
     layout: PlannedLayout, generator: torch.Generator, *, noise: Noise = "text", least: float = 1e-3, tags: bool = False
 ) -> NoisyPlan:
-    """Mask tokens of chunks, each with the same probability ``p_mask = (1 - least) * t + least``, t uniform on [0, 1].
+    """Masks tokens of chunks, each with the same probability ``p_mask = (1 - least) * t + least``, t uniform on [0, 1].
 
     Args:
-        layout: of `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
+        layout: from `lay_out`. Prompt, plans, syncs and the tags of chunks are never masked.
         generator: for the draws.
         noise: t is drawn once for the "text", or for each "round": then a noisy round may follow one that is nearly clean. "one"
-            masks tokens of one round alone, drawn too; as in decoding, the rounds before it are clean. A token then is masked with
-            probability ``p_mask / rounds``, which is what the result has as `p_mask`.
+            masks tokens of only one round, also drawn; as in decoding, the rounds before it are clean. A token then is masked with
+            probability ``p_mask / rounds``, which is the `p_mask` of the result.
         least: the smallest probability.
-        tags: mask the two tags of a chunk too, as the released code does; a decoder never meets that.
+        tags: mask the two tags of a chunk too, as the released code does; a decoder never does that.
 
     Raises:
         ValueError: an unknown name, `least` outside (0, 1].
-        TypeError: another layout or generator, `tags` that is no bool.
+        TypeError: another layout or generator, `tags` that is not a bool.
 
     Source: Planned Diffusion, equation 10; its released code for `tags`.
 
@@ -247,26 +247,27 @@ def pack_planned(
     objective: Objective = "aligned",
     pad_token: int = 0,
 ) -> PlannedBatch:
-    """Samples side by side under the mask of planned diffusion, hidden from each other.
+    """Packs samples under the mask of planned diffusion, masked from each other.
 
     Args:
         samples: noisy texts. `masked` may hold any choice of chunk tokens.
-        plan_tokens: of the model; `predicts` says which row a masked token's logits are: its own, or the one before it in its chunk.
+        plan_tokens: of the model; `predicts` says which row has a masked token's logits: its own, or the one before it in its
+            chunk.
         mask_token: the id of a masked token.
-        length: total tokens, padded with `pad_token`; None: as many as the samples have.
-        sparse: whether the chunks of a round are hidden from each other.
-        past: what later rounds see of a round's chunks. "noisy": one copy of the text, masks and all. "clean": `planned_streams`,
-            whose noisy chunks see earlier rounds clean, as in decoding, at the price of a second copy of these chunks.
-        objective: "aligned": the loss reads masked tokens of content. "published": what the released code trains: rows that are
+        length: total tokens, padded with `pad_token`; None: those of the samples.
+        sparse: whether the chunks of a round are masked from each other.
+        past: what later rounds see of a round's chunks. "noisy": one copy of the text, masks included. "clean": `planned_streams`,
+            whose noisy chunks see earlier rounds clean, as in decoding, at the cost of a second copy of these chunks.
+        objective: "aligned": the loss reads masked tokens of content. "published": as in the released code: rows that are
             masked themselves predict the token after them in their chunk, masked or not; every term is divided by p_mask and by
             the sample's response tokens; the end token predicts itself. It needs ``past="noisy"`` and masks drawn per text.
-        pad_token: the id of the padding, which attends to nothing and which no row attends to.
+        pad_token: the id of the padding, which attends to nothing and to which no row attends.
 
     Returns:
         A batch of one packed sequence.
 
     Raises:
-        ValueError: an unknown name, tensors of other shapes, a mask outside of chunks or, with "aligned", on their tags,
+        ValueError: an unknown name, tensors of other shapes, a mask outside chunks or, with "aligned", on their tags,
             probabilities outside (0, 1], more tokens than `length`, the published objective with a clean past.
         TypeError: other samples or dtypes.
 
@@ -299,7 +300,7 @@ def pack_planned(
     check(past == "noisy" or not published, op, "past", "be 'noisy' with the published objective", repr(past))
     masks: list[SegmentMask] = []
     tokens: list[Tensor] = []
-    # Of each sample (rows, labels, weights), of its plan and of its masked tokens.
+    # For each sample (rows, labels, weights) of its plan and of its masked tokens.
     plans: list[tuple[Tensor, Tensor, Tensor]] = []
     chunks: list[tuple[Tensor, Tensor, Tensor]] = []
     first = responses = 0
@@ -327,7 +328,7 @@ def pack_planned(
             ar_labels = torch.cat([ar_labels, ids[-1:]])
             hidden = hidden[layout.content[hidden + 1]] + 1  # the row is masked, its target may be
             source = hidden - 1
-            scale = response + (layout.prompt_len > 0)  # counted from the last row of the prompt on
+            scale = response + (layout.prompt_len > 0)  # counted from the last row of the prompt
         else:
             plan = plan[:-1]
             source = hidden if plan_tokens.predicts == "own" else hidden - 1
@@ -380,7 +381,7 @@ def planned_loss(
     Args:
         ar_logits: ``(n, vocab)`` of ``batch.ar_rows``.
         masked_logits: ``(m, vocab)`` of ``batch.masked_rows``.
-        batch: of `pack_planned`.
+        batch: from `pack_planned`.
         normaliser: the divisor of both sums. None: that of the batch. For a sum over several batches or ranks pass the sum of
             theirs, a number or a 0-dim tensor: then the losses add up to that of one big batch.
 
@@ -392,7 +393,7 @@ def planned_loss(
         ValueError: logits that are not one row of floats per label.
         TypeError: logits that are not floating.
 
-    Source: Planned Diffusion, equation 10. The released code divides the first sum by the noise too
+    Source: Planned Diffusion, equation 10. The released code also divides the first sum by the noise
     (``objective="published"`` of `pack_planned`).
 
     Example:

@@ -1,4 +1,4 @@
-"""Planned texts as people write them: plans, chunks and syncs as tags in plain text, read and written, and checked.
+"""Plain-text plans: plans, chunks and syncs as tags, parsed, checked and written.
 
 ::
 
@@ -10,8 +10,9 @@
     <async>In short, ...</async>
 
 A round is a plan, an item ``<topic>TOPIC NUMBER</topic>`` for each chunk, then the chunks in the same order. Rounds are separated by
-``<sync/>``: what follows may read what came before it, while chunks of one round are written blindly side by side. The number,
-which may be left out, is the chunk's length in units of tokens. White space between tags means nothing, that inside of chunks is kept.
+``<sync/>``: what follows may read what came before it, while chunks of one round are written in parallel without seeing each
+other. The number, which may be left out, is the chunk's length in units of tokens. White space between tags is ignored, within
+chunks it is kept.
 
 Source: Planned Diffusion, section 4 (control tags) and appendix A; the plan comes first, as in its released training code.
 """
@@ -34,12 +35,12 @@ _MOST = 99
 
 
 class Item(NamedTuple):
-    """A chunk and what the plan says of it."""
+    """A chunk and its item in the plan."""
 
     topic: str
     content: str
     number: int | None = None
-    """Its length in units of tokens, 1 .. 99; None: to be counted."""
+    """Its length in units of tokens, 1 .. 99; None: to be computed."""
 
 
 Round = tuple[Item, ...]
@@ -47,7 +48,7 @@ _Any = TypeVar("_Any", Item, PlanItem)
 
 
 class PlanError(ValueError):
-    """A text that breaks the rules; `line` and `column`, from 1 on, say where."""
+    """A text that breaks the rules; `line` and `column` (from 1) say where."""
 
     def __init__(self, expectation: str, actual: str, line: int, column: int) -> None:
         super().__init__(
@@ -84,7 +85,7 @@ class _Reader:
         raise PlanError(expectation, actual, before.count("\n") + 1, start - (before.rfind("\n") + 1) + 1)
 
     def blank(self) -> None:
-        """White space between tags is skipped, other text is refused."""
+        """White space between tags is skipped, other text is an error."""
         while self.next < len(self.pieces) and not self.pieces[self.next].tag:
             piece = self.pieces[self.next]
             words = piece.text.strip()
@@ -101,7 +102,7 @@ class _Reader:
         return self.pieces[self.next].start if self.next < len(self.pieces) else len(self.text)
 
     def element(self, opening: str, closing: str) -> tuple[str, int]:
-        """What is between two tags, and where it starts. The first one is known to come next."""
+        """The text between two tags, and where it starts. The first tag is known to come next."""
         opened = self.start()
         self.next += 1
         inside, start = "", self.start()
@@ -120,18 +121,18 @@ class _Reader:
 def parse(text: str) -> tuple[Round, ...]:
     """The rounds of a text with tags.
 
-    Checked are balance (each tag is closed), overlap (no tag inside another), coverage (no words outside of chunks and plans),
-    ranges (numbers from 1 to 99, topics that are not empty), and that each plan has as many items as chunks follow it.
+    Checks balance (each tag is closed), overlap (no tag inside another), coverage (no words outside chunks and plans),
+    ranges (numbers from 1 to 99, topics that are not empty), and that each plan has as many items as chunks.
 
     Args:
-        text: as at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read as ``<topic>``;
-            ``[PAD]`` at the end of a chunk is dropped.
+        text: in the format at the top of this module. ``<promise>-<topic>``, as the released models spell it, is read as
+            ``<topic>``; ``[PAD]`` at the end of a chunk is dropped.
 
     Raises:
         PlanError: a text that breaks the rules, with line and column; it is a ValueError.
-        TypeError: no text.
+        TypeError: not a str.
 
-    Source: Planned Diffusion, section 4, "fine-tuning dataset". The released check sees balance and nesting only.
+    Source: Planned Diffusion, section 4, "fine-tuning dataset". The released check covers only balance and nesting.
 
     Example:
         >>> from pdkernels.training import plans
@@ -189,7 +190,7 @@ def _item(reader: _Reader, inside: str, start: int) -> tuple[str, int | None]:
 
 
 def format(rounds: Iterable[Sequence[Item]]) -> str:
-    """The text of rounds, which `parse` reads back: a line for the plan, one for each chunk, one for a sync.
+    """The text of rounds, which `parse` reads back: a line for the plan, one per chunk, one for a sync.
 
     Args:
         rounds: items without tags in their texts.
@@ -197,7 +198,7 @@ def format(rounds: Iterable[Sequence[Item]]) -> str:
     Raises:
         ValueError: no rounds, a round without items, an empty topic, one with a tag or a line feed, or, where no number follows it, one
             that ends with a number; a content with a tag, or with ``[PAD]`` at its end; a number outside 1 .. 99.
-        TypeError: something that is no `Item`.
+        TypeError: something that is not an `Item`.
 
     Example:
         >>> from pdkernels.training import plans
@@ -237,11 +238,11 @@ def as_sample(
     """Ids of a prompt and of rounds, for `lay_out`.
 
     Args:
-        prompt: encoded as it is; a chat template is the caller's.
-        rounds: of `parse`.
-        tokenizer: of the model. The tags have ids of their own, so it never sees them.
+        prompt: encoded unchanged; a chat template is up to the caller.
+        rounds: from `parse`.
+        tokenizer: of the model. The tags have their own ids, so it never sees them.
         separator: between topic and number.
-        numbers: keep the numbers that items have, as the released code does, instead of counting tokens. Chunks then are not filled up.
+        numbers: keep the numbers of items, as the released code does, instead of counting tokens. Chunks are then not padded.
 
     Example:
         >>> from pdkernels.models import ByteTokenizer
@@ -263,7 +264,7 @@ def as_sample(
 
 
 def without_topics(rounds: Iterable[Sequence[_Any]], topic: Any = "topic") -> tuple[tuple[_Any, ...], ...]:
-    """The same rounds with one and the same topic, text or ids, in all items: an ablation.
+    """The same rounds with the same topic, text or ids, in all items: an ablation.
 
     Source: Planned Diffusion, section 5.
 
@@ -276,8 +277,8 @@ def without_topics(rounds: Iterable[Sequence[_Any]], topic: Any = "topic") -> tu
 def without_syncs(rounds: Iterable[Sequence[_Any]]) -> tuple[tuple[_Any, ...], ...]:
     """All items in one round, so that no chunk sees another's clean text: an ablation.
 
-    A decoder that goes on until the end token writes all plans before all chunks. The released training data instead keep the
-    chunks of each round after its plan, and only delete the sync: a layout that its decoder never meets.
+    A decoder that continues until the end token writes all plans before all chunks. The released training data instead keep the
+    chunks of each round after its plan, and only delete the sync: a layout that its decoder never produces.
 
     Source: Planned Diffusion, section 5.
 

@@ -1,7 +1,7 @@
-"""Steps of block diffusion with the question whether a guess is final, and the training of a `SamplerHead` on them.
+"""Steps of block diffusion labelled by whether a guess is final, and the training of a `SamplerHead` on them.
 
-Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if it is what the same run holds there in the end
-(appendix A); section 3.2 would ask the confidence policy alone.
+Source: Nemotron-Labs-Diffusion, section 3.2 and appendix A. A guess is final if the same run ends with it at that position
+(appendix A); section 3.2 would use only the confidence policy.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class SamplerSteps(NamedTuple):
     features: Tensor
     """``(n, size, 16 + 4 * width)`` float32, not normalised."""
     final: Tensor
-    """``(n, size)`` bool: whether the best guess is what the run ends with."""
+    """``(n, size)`` bool: whether the run ends with the best guess."""
     active: Tensor
-    """``(n, size)`` bool: places that could be filled; of the others nothing is asked."""
+    """``(n, size)`` bool: positions that could be filled; the others are ignored."""
     prompts: Tensor
-    """``(n,)`` int64: which prompt a step is of. Steps of one share their ends, so split by prompts."""
+    """``(n,)`` int64: the prompt of a step. Steps of a prompt share their final text, so split by prompts."""
 
     def of(self, chosen: Tensor) -> SamplerSteps:
         """The steps of some prompts, by their numbers."""
@@ -42,7 +42,7 @@ class SamplerSteps(NamedTuple):
         return SamplerSteps(*(part[kept] for part in self))
 
     def confidence(self) -> tuple[Tensor, Tensor]:
-        """What a threshold would be compared with at all active places, and whether their guesses are final."""
+        """The confidence at all active positions, and whether their guesses are final."""
         return self.features[..., 0][self.active], self.final[self.active]
 
 
@@ -57,16 +57,17 @@ def collect_sampler_steps(
     texts: Sequence[Sequence[int]] | None = None,
     max_new_tokens: int = 128,
 ) -> SamplerSteps:
-    """Run block diffusion and keep every forward, all prompts in one batch.
+    """Runs block diffusion and keeps every forward, all prompts in one batch.
 
     Args:
         model: with a mask token and a KV cache, such as "tiny-trimode".
         prompts: as `pdkernels.decoding.generate` takes a batch of them.
-        block_size: tokens of a block, of which the first comes from the forward before.
-        policy: "confidence" fills the surest place. "hybrid" fills all places whose guess is that of `texts`, else the surest.
-        table: of the head that is to be trained, see `semantic_table`.
-        texts: ids that ought to follow each prompt, for "hybrid".
-        max_new_tokens: no block begins after so many, or after an end token.
+        block_size: tokens of a block, the first of which comes from the previous forward.
+        policy: "confidence" fills the most confident position. "hybrid" fills all positions whose guess is that of `texts`,
+            else the most confident.
+        table: of the head to be trained, see `semantic_table`.
+        texts: ids that should follow each prompt, for "hybrid".
+        max_new_tokens: no block begins after this many, or after an end token.
 
     Raises:
         ValueError: an unknown policy, "hybrid" without texts for all prompts, a model without a mask token, sizes out of range.
@@ -84,9 +85,9 @@ def collect_sampler_steps(
     check(block_size >= 2, _OP, "block_size", "be at least 2", block_size)
     check(max_new_tokens >= 1, _OP, "max_new_tokens", "be at least 1", max_new_tokens)
     check(len(prompts) > 0 and not isinstance(prompts, str), _OP, "prompts", "be a list of at least one", prompts)
-    told = texts is None if policy == "confidence" else texts is not None and len(texts) == len(prompts)
+    matching = texts is None if policy == "confidence" else texts is not None and len(texts) == len(prompts)
     check(
-        told,
+        matching,
         _OP,
         "texts",
         "be one for each prompt with 'hybrid', and None otherwise",
@@ -117,7 +118,7 @@ def collect_sampler_steps(
         while bool((able := _able(block, mask_token, ends) & going[:, None]).any()):
             hidden = model.hidden(block, cache=cache, counts=nothing, mask=everything)
             seen = statistics(model, hidden, top_k=min(5, model.config.vocab_size))
-            # The network sees how probable the mask is; a guess, and the confidence in it, are without.
+            # The network sees the probability of the mask; guesses and their confidence exclude it.
             guess, sure, *_ = statistics(model, hidden, suppress=mask_token, top_k=1)
             kept.append((sampler_features(seen, block, able, table.to(device)), guess, able))
             agreeing = able & (guess == truth)
@@ -141,7 +142,7 @@ def _able(block: Tensor, mask_token: int, ends: Tensor) -> Tensor:
 
 
 def auc(scores: Tensor, labels: Tensor) -> float:
-    """How probably a positive example scores higher than a negative one; equal scores count half.
+    """The probability that a positive example scores higher than a negative one; equal scores count half.
 
     Args:
         scores, labels: ``(n,)``, labels of both kinds.
@@ -161,13 +162,13 @@ def auc(scores: Tensor, labels: Tensor) -> float:
     )
     _, group, size = scores.double().unique(sorted=True, return_inverse=True, return_counts=True)
     last = size.cumsum(0).double()
-    ranks = (last - (size.double() - 1) / 2)[group]  # the mean of those of equals, from 1
+    ranks = (last - (size.double() - 1) / 2)[group]  # the mean rank of equals, from 1
     return float((ranks[labels].sum() - positive * (positive + 1) / 2) / (positive * negative))
 
 
 @torch.no_grad()
 def score_steps(head: SamplerHead, steps: SamplerSteps, batch_size: int = 512) -> tuple[Tensor, Tensor]:
-    """Scores of all active places, and whether their guesses are final."""
+    """Scores of all active positions, and whether their guesses are final."""
     parts = [head(head.normalised(part)).float() for part in steps.features.split(batch_size)]
     return torch.cat(parts)[steps.active].sigmoid(), steps.final[steps.active]
 
@@ -184,17 +185,17 @@ def train_sampler(
     seed: int = 0,
     progress: Callable[[int, float, float], None] = lambda epoch, loss, area: None,
 ) -> list[float]:
-    """Train a head, in place: binary cross-entropy of active places, by AdamW, until the AUC of held-out steps stops growing.
+    """Trains a head, in place: binary cross-entropy of active positions, by AdamW, until the AUC of held-out steps stops growing.
 
-    Features of the head are normalised by mean and deviation of those of `steps`; the weights are in the end those of the best epoch.
+    Features are normalised by the mean and deviation of `steps`; the final weights are those of the best epoch.
 
     Args:
         head: in float32.
-        steps, held_out: of different prompts.
-        epochs: at most.
+        steps, held_out: from different prompts.
+        epochs: maximum number.
         batch_size: steps, that is blocks, per update.
         lr: learning rate.
-        patience: epochs without a better AUC that end the training.
+        patience: epochs without a better AUC before training ends.
         seed: of the order.
         progress: called after each epoch with its number, its mean loss and the AUC.
 
@@ -202,7 +203,7 @@ def train_sampler(
         The AUC of held-out steps after each epoch.
 
     Raises:
-        ValueError: held-out steps without final guesses or without others; features of another width.
+        ValueError: held-out steps without final or without other guesses; features of another width.
         TypeError: a head in another dtype.
     """
     op = "training.train_sampler"
@@ -212,7 +213,7 @@ def train_sampler(
         check(fits, op, name, f"have {head.config.features} features", part.features.shape[-1])
     for name, value in (("epochs", epochs), ("batch_size", batch_size), ("patience", patience)):
         check(value >= 1, op, name, "be at least 1", value)
-    rows = steps.features.flatten(0, 1)  # filled places too: some features never vary among the others
+    rows = steps.features.flatten(0, 1)  # filled positions too: some features never vary among the others
     head.mean.copy_(rows.mean(0))
     head.std.copy_(rows.std(0, correction=0))
     head.requires_grad_(True).train()

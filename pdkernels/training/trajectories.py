@@ -1,7 +1,7 @@
 """Training data of Jacobi Forcing: the intermediate states of blocks of greedy text under Jacobi decoding.
 
 A model learns from its own trajectories: `collect_trajectories` decodes and keeps every state of every block,
-`noise_aware_sample` picks one state per block after a noise schedule, `pack_noise_aware` puts samples side by side.
+`noise_aware_sample` picks one state per block by a noise schedule, `pack_noise_aware` packs samples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Trajectory(NamedTuple):
     prompt: Tensor
     """(P,) ids."""
     blocks: list[Tensor]
-    """At least one, each (records, block_size) ids: states in their order, no two of them equal, the fixed point last."""
+    """At least one, each (records, block_size) ids: states in order, no two of them equal, the fixed point last."""
 
     @property
     def fixed_points(self) -> Tensor:
@@ -45,21 +45,21 @@ def collect_trajectories(
     seed: int = 0,
     batch_size: int = 16,
 ) -> list[Trajectory]:
-    """Decode with `pdkernels.decoding`'s ``jacobi`` and keep the states of every block.
+    """Decodes with ``jacobi`` of `pdkernels.decoding` and keeps the states of every block.
 
     Args:
         model, prompts, end_tokens: as in `pdkernels.decoding.generate`; a list of prompts.
         block_size: tokens of a block.
         max_new_tokens: of each continuation, rounded up to whole blocks; it may end earlier.
         pad_token: fills the block after an end token, in all its records.
-        seed: of the tokens that fill fresh drafts.
+        seed: of the tokens that fill new drafts.
         batch_size: prompts per batch; the result does not depend on it if logits do not.
 
     Returns:
         One trajectory per prompt. A record is the block before a forward: the accepted tokens and the draft after
         them. The first one is the seed token and random earlier tokens (in the first block: the predictions of the prompt's forward for
-        them), which the released script loses; the last one is the fixed point. The concatenated fixed points are the
-        text of greedy decoding; where that ends inside a block, `pad_token` fills the block.
+        them), which the released script drops; the last one is the fixed point. The concatenated fixed points are the
+        text of greedy decoding; if that ends inside a block, `pad_token` fills the block.
 
     Raises:
         ValueError, TypeError: as `pdkernels.decoding.generate`.
@@ -86,7 +86,7 @@ def collect_trajectories(
     trajectories = []
     for start in range(0, len(prompts), batch_size):
         chosen: list[Any] = list(prompts[start : start + batch_size])
-        # The last token asked for is predicted and never drafted: it is one more than is kept.
+        # The last requested token is predicted and never drafted: request one more than is kept.
         result = generate(
             model,
             chosen,
@@ -106,12 +106,12 @@ def collect_trajectories(
 
 
 def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
-    """The fraction of a block to fill with noise, for each of the `window` blocks after which the schedule restarts.
+    """The fraction of a block to fill with noise, for each of the `window` blocks before the schedule restarts.
 
     Args:
         window: number of ratios.
         schedule: "code" rises evenly from 0 to 1 inclusive, as in the released script; "paper" is equation 7, which stops one
-            step short of 1. A fresh block is all noise except its first token, which supports the code's version.
+            step short of 1. A new block is all noise except its first token, which supports the code's version.
 
     Raises:
         ValueError: a window below 1, an unknown schedule.
@@ -129,7 +129,7 @@ def noise_ratios(window: int, schedule: Schedule = "code") -> list[float]:
 
 
 def choose_record(records: Tensor, ratio: float) -> int:
-    """The record whose fraction of noise is nearest to `ratio`, the first on ties.
+    """The record whose fraction of noise is closest to `ratio`, the first on ties.
 
     Args:
         records: ``(n, block_size)`` int32 or int64, the fixed point last.
@@ -166,7 +166,7 @@ def noise_aware_sample(
     """One record per block, noise growing from block to block, for `pack_noise_aware`.
 
     Args:
-        trajectory: of one prompt. Leave out blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
+        trajectory: of one prompt. Drop blocks at its end by ``trajectory._replace(blocks=trajectory.blocks[:n])``.
         window: blocks after which the noise restarts from 0.
         schedule: see `noise_ratios`.
         order: "progressive" takes the ratios in turn, "reverse" from the last to the first, "random" draws one for every block.
@@ -175,7 +175,7 @@ def noise_aware_sample(
     Raises:
         ValueError: a window below 1, an unknown schedule or order.
 
-    Source: Jacobi Forcing, section 3.1, equation 7; table 4 compares the orders, and the reverse one comes out last.
+    Source: Jacobi Forcing, section 3.1, equation 7; table 4 compares the orders, and the reverse one is worst.
 
     Example:
         >>> blocks = [torch.tensor([[1, 9], [1, 2]]), torch.tensor([[9, 9], [3, 9], [3, 4]])]
@@ -216,7 +216,7 @@ def _blocks(text: list[int], steps: Sequence[TraceStep], block_size: int, pad_to
         fixed = text[number * block_size : (number + 1) * block_size]
         padding = [pad_token] * (block_size - len(fixed))
         distinct = dict.fromkeys((*state[: len(fixed)], *padding) for state in [*states, fixed])
-        # A state may equal the fixed point before it is known to.
+        # A state may equal the fixed point before this is known.
         distinct.pop((*fixed, *padding))
         blocks.append(torch.tensor([*distinct, (*fixed, *padding)], device="cpu"))
     return blocks
