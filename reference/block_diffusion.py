@@ -1,9 +1,9 @@
 """Block diffusion: a block of mask tokens is filled in by confidence, then its rows in the past are recomputed.
 
 Source: "Nemotron-Labs-Diffusion", section 3.2 (block-wise denoising by confidence), with what its released code adds: the
-most confident slot is committed in any case, and the prompt and every finished block give the next block's first token.
+most confident slot is always committed, and the prompt and every finished block give the next block's first token.
 
-No cache: every forward runs over the clean text and the block. What a cache would hold shows in the mask instead: rows
+No cache: every forward runs over the clean text and the block. The mask reproduces what a cache would hold: rows
 of the past see what they saw when they were refreshed, and never a mask token.
 """
 
@@ -21,7 +21,7 @@ from .sampling import OWN, DraftModel, causal_logits, distribution, draw, never,
 
 
 class DenoiseStep(NamedTuple):
-    block: list[int]  # as the forward saw it: open slots hold the mask token
+    block: list[int]  # as the forward saw it: masked slots hold the mask token
     committed: dict[int, int]  # slot -> token
 
 
@@ -32,10 +32,10 @@ class BlockDiffusionResult(NamedTuple):
 
 
 class Guesses(NamedTuple):
-    """What one bidirectional forward says about each slot of a block."""
+    """The result of one bidirectional forward for each slot of a block."""
 
     tokens: list[int]
-    confidence: list[float]  # softmax of the plain logits at that token: neither temperature nor noise enters
+    confidence: list[float]  # softmax of the plain logits at that token: without temperature and noise
     distributions: Tensor  # (B, V) fp64, what the tokens were drawn from
 
 
@@ -50,7 +50,7 @@ def denoise(
     seed: int,
     forward: int,
 ) -> Guesses:
-    """One forward over `history` and `block`, adapters on the block; logits are unshifted, a row is about its own position."""
+    """One forward over `history` and `block`, adapters on the block; logits are unshifted: a row predicts its own position."""
     start = len(history)
     visible, positions = mask
     adapted = positions >= start
@@ -62,7 +62,7 @@ def denoise(
 
 
 Sampler = Callable[[Tensor, list[int], list[bool]], Sequence[float]]
-"""Scores of a block's guesses, by its logits ``(B, V)`` with the mask token's, its tokens, and which of them are open."""
+"""Scores of a block's guesses, from its logits ``(B, V)`` including the mask token's, its tokens, and which of them are masked."""
 
 
 def judge(
@@ -75,7 +75,7 @@ def judge(
     active: list[bool],
     sampler: Sampler,
 ) -> Guesses:
-    """One forward like that of `denoise`, at temperature 0; the sampler's scores stand where the confidence would."""
+    """One forward as in `denoise`, at temperature 0, with the sampler's scores as confidence."""
     start = len(history)
     visible, positions = mask
     logits = model(torch.tensor([[*history, *block]]), positions[None], visible, positions >= start)[0, start:]
@@ -84,7 +84,7 @@ def judge(
 
 
 def confident(confidence: Sequence[float], slots: Iterable[int], threshold: float) -> list[int]:
-    """The most confident of `slots` (the first one of equals), and all whose confidence reaches `threshold`.
+    """The most confident of `slots` (the first on ties), and all whose confidence reaches `threshold`.
 
     >>> confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.8), confident([0.9, 0.2, 0.5, 0.5], [1, 2, 3], 0.5)
     ([2], [2, 3])
@@ -100,7 +100,7 @@ def most_confident(confidence: Sequence[float], slots: Iterable[int], count: int
 
 
 def quotas(masks: int, steps: int) -> list[int]:
-    """`masks` commits spread evenly over `steps` forwards, the remainder first; no forward commits nothing.
+    """`masks` commits spread evenly over `steps` forwards, the remainder first; every forward commits at least one.
 
     >>> quotas(7, 3), quotas(2, 5)
     ([3, 2, 2], [1, 1])
@@ -110,7 +110,7 @@ def quotas(masks: int, steps: int) -> list[int]:
 
 
 def settled(block: Sequence[int], slots: Sequence[int], wanted: int, end_tokens: Sequence[int]) -> bool:
-    """True if nothing is open (in `slots`) among the first `wanted` tokens, or before an end token among them."""
+    """True if nothing is masked (in `slots`) among the first `wanted` tokens, or before an end token among them."""
     for slot in range(wanted):
         if slot in slots:
             return False
@@ -125,7 +125,7 @@ def cut_behind_end(tokens: Sequence[int], end_tokens: Sequence[int]) -> list[int
     >>> cut_behind_end([4, 9, 5, 9], (9,)), cut_behind_end([4, 5], (9,))
     ([4, 9], [4, 5])
     """
-    ends = [place for place, token in enumerate(tokens) if token in end_tokens]
+    ends = [index for index, token in enumerate(tokens) if token in end_tokens]
     return list(tokens[: ends[0] + 1]) if ends else list(tokens)
 
 
@@ -145,32 +145,32 @@ def block_diffusion(
     seed: int = 0,
     sampler: Sampler | None = None,
 ) -> BlockDiffusionResult:
-    """Block after block, counted from the end of the prompt; a block stays `block_size` wide however little is wanted of it.
+    """Block after block, counted from the end of the prompt; a block is `block_size` wide even if less of it is wanted.
 
     refresh="causal" (Nemotron-Labs-Diffusion): the finished block runs through the model causally. Its rows of the past are
     those of autoregressive decoding, and its last row gives the next block's first token. refresh="bidirectional" (models
     whose past is causal by blocks): the finished block sees itself whole, and the next block is all masks; the prompt
     is causal either way.
 
-    A block is denoised until nothing is open in what will be kept of it: the released code stops at an end token with no
-    mask before it, and here so it does at `max_new_tokens`. The last block needs no refresh. The mask token is never a
-    guess, where the released code lets it be one.
+    A block is denoised until nothing is masked in the part that will be kept: the released code stops at an end token with no
+    mask before it; here `max_new_tokens` has the same effect. The last block needs no refresh. The mask token is never a
+    guess; in the released code it can be.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
-        mask_token: id that fills open slots.
+        mask_token: id of masked slots.
         block_size: tokens per block.
-        threshold: commit every slot whose confidence reaches it (``>=``), and the best one anyway. None: commit the most
+        threshold: commit every slot whose confidence reaches it (``>=``), and always the best one. None: commit the most
             confident ones by the quotas of `steps_per_block`.
         steps_per_block: forwards per block if `threshold` is None; as many as there are masks by default.
         refresh: "causal" or "bidirectional".
-        temperature: of the candidates. Slots are chosen by the confidence without it.
-        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
+        temperature: of the candidates. Slots are chosen by the confidence at temperature 1.
+        allow_mask_token: whether a row that does not guess may produce the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
-        sampler: what slots are chosen by in place of the confidence; slots behind an end token are left alone then.
+        sampler: scores that replace the confidence; slots after an end token are then left alone.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8] * 20
     >>> block_diffusion(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
@@ -219,7 +219,7 @@ def block_diffusion(
             else:
                 end = len(cut_behind_end(block, end_tokens))
                 able = [slot for slot in slots if slot < end]
-                active = [place in able for place in range(block_size)]
+                active = [index in able for index in range(block_size)]
                 guesses = judge(plain, history, block, mask, mask_token=mask_token, active=active, sampler=sampler)
             if threshold is None:
                 chosen = most_confident(guesses.confidence, able, left.pop(0))

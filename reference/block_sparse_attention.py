@@ -21,7 +21,7 @@ def block_sparse_attention(
         ``out`` like q, and the natural log-sum-exp of the visible scores ``(batch, q_heads, q_len)``, in float32 for
         half precision. Fully masked rows return zeros, a log-sum-exp of -inf and zero gradients.
 
-    Numbers that are not finite reach the rows that see them, and no others.
+    Non-finite numbers affect only the rows that see them.
 
     The softmax runs in float32 for half precision, everything else in the dtype of q.
     """
@@ -30,7 +30,7 @@ def block_sparse_attention(
     queries = q.transpose(1, 2)
     keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
     hidden = ~(mask if mask.dim() == 2 else mask.unsqueeze(1))
-    # A traced graph has no branch on values.
+    # A traced graph cannot branch on values.
     finite = torch.compiler.is_compiling() or all(bool(x.isfinite().all()) for x in (q, k, v))
     scores = (queries @ keys.transpose(2, 3) if finite else _visible_scores(queries, keys, hidden)) * scale
     scores = scores.to(torch.float32 if q.dtype in (torch.float16, torch.bfloat16) else q.dtype)
@@ -41,7 +41,7 @@ def block_sparse_attention(
     return out.transpose(1, 2).contiguous(), lse
 
 
-# Products with a weight of 0 are no numbers where tokens are not finite, so hidden ones are left out, pair by pair.
+# Products of weight 0 with non-finite tokens are NaN, so hidden tokens are left out, pair by pair.
 def _visible_scores(queries: Tensor, keys: Tensor, hidden: Tensor) -> Tensor:
     seen = ~hidden.unsqueeze(-1)
     return (torch.where(seen, queries.unsqueeze(3), 0) * torch.where(seen, keys.unsqueeze(2), 0)).sum(-1)

@@ -1,8 +1,8 @@
-"""dLLM-Cache: most forwards recompute few rows; to the others they add what the layers added before.
+"""dLLM-Cache: most forwards recompute few rows; for the others they reuse what the layers added before.
 
 Source: "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3, and its code.
 
-A cache of everything, as the code has it, for the prompt's rows too. What of that is dead work is said below.
+Caches everything, as the code does, including the prompt's rows. Which part of that is dead work is noted below.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .llada import unmask_by_quota
 from .masked_model import MaskedTransformerReference
-from .masked_sampling import Canvas, Forward, MaskedResult, about_places
+from .masked_sampling import Canvas, Forward, MaskedResult, by_position
 
 BASELINES = ("last", "recomputed")
 # Forwards that compute both texts of guidance, regardless of its interval.
@@ -22,9 +22,9 @@ ALWAYS_GUIDED = 5
 
 
 def least_similar(v: Tensor, cached: Tensor, count: int) -> list[int]:
-    """The `count` rows of v ``(T, K, D)`` that are least like those of `cached` by the cosine over K and D, in order.
+    """The `count` rows of v ``(T, K, D)`` least similar to those of `cached` by the cosine over K and D, in order.
 
-    Of equals the first ones; NaN is less than anything.
+    The first ones on ties; NaN is less than anything.
 
     >>> least_similar(torch.tensor([[[2.0, 0.0]], [[0.0, 1.0]], [[1.0, 1.0]]]), torch.tensor([1.0, 0.0]).expand(3, 1, 2), 2)
     [1, 2]
@@ -39,21 +39,21 @@ class FeatureCache:
 
     Forward number f, from 1, recomputes the rows of the prompt if ``(f - 1) % prompt_interval == 0`` and those after it,
     the *new* rows, if ``(f - 1) % gen_interval == 0``; and all of them in the first layer. So forward 1 computes everything.
-    Where the new rows are not due, a share of `transfer_ratio` of them is computed still: those whose V is least like the
+    Where the new rows are not due, a share of `transfer_ratio` of them is still computed: those whose V is least similar to the
     cached one. All other rows add what they added last.
 
     - The first layer is the current revision's rule; the older revision in SlowFast's code lacks it. For the prompt it is dead
       work in models that predict a row's own token: its embeddings never change, so its K and V do not either.
-    - baseline="last", as published: V is compared with that of the forward before and replaces it in all rows, for all who look
-      at it. So slow changes never accumulate. baseline="recomputed": V is compared with what it was when its row was
-      last computed, and that is what the others see, until the row is computed again.
-    - So with "last" a row that is not computed shows a new V and an old K.
-    - With a ratio of 0 V is not looked at. A ratio that comes to no row, rounded down, still replaces it ("last").
-    - The prompt's residual stream, and what is added to it, nobody reads but its own rows: a model that predicts a row's own
-      token could forget them and keep K and V alone. One that predicts the next token needs those of the prompt's last row.
+    - baseline="last", as published: V is compared with that of the previous forward and replaces it in all rows, for all readers.
+      So slow changes never accumulate. baseline="recomputed": V is compared with what it was when its row was
+      last computed, and that is what the others see until it is recomputed.
+    - So with "last" a row that is not computed has a new V and an old K.
+    - With a ratio of 0 V is not compared. A ratio that rounds down to no row still replaces it ("last").
+    - The prompt's residual stream, and what is added to it, are read only by its own rows: a model that predicts a row's own
+      token could keep only K and V. One that predicts the next token needs those of the prompt's last row.
 
-    The code compares V in the model's dtype, which in bf16 makes equals of most rows, and it keeps K before the rotation, which
-    comes to the same.
+    The code compares V in the model's dtype, which in bf16 makes most rows equal, and it keeps K before the rotation, which
+    is equivalent.
 
     Args:
         prompt_length: rows before the generated ones.
@@ -130,14 +130,14 @@ class FeatureCache:
             self.feed_forward[layer][rows] = model.feed_forward(layer, x[rows])
             x = x + self.feed_forward[layer][:length]
             self.computed.append(rows)
-        return about_places(model.logits(x), model.predicts)
+        return by_position(model.logits(x), model.predicts)
 
 
 def guided_at_intervals(given: Forward, free: Forward, canvas: Canvas, guidance: float, interval: int) -> Forward:
-    """Classifier-free guidance, ``c + w (c - u)``, whose difference ``c - u`` is an old one in most forwards.
+    """Classifier-free guidance, ``c + w (c - u)``, whose difference ``c - u`` is reused in most forwards.
 
     Forward f, from 1, computes u, the logits of `free` where the whole prompt is masked, if ``(f - 1) % interval == 0`` or f is
-    at most 5. The others add the last difference to their own c, row by row. With w = 0 nothing of u is left, and it is not
+    at most 5. The others add the last difference to their own c, row by row. With w = 0 u cancels out, and it is not
     computed. With an interval above 1 the forwards of u are counted too.
 
     >>> given, free = (lambda tokens, n=n: torch.full((1, 1), n * len(calls)) for n in (10.0, 1.0))
@@ -185,10 +185,10 @@ def dllm_cache(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """LLaDA's sampler, its forwards through a :class:`FeatureCache` that keeps the whole generated region, not a block of it.
+    """LLaDA's sampler with forwards through a :class:`FeatureCache` that keeps the whole generated region, not a block of it.
 
-    Every forward counts for the intervals. With guidance the two texts have a cache each, and each counts its own forwards: the
-    text without the prompt is computed at every `guidance_interval`, see :func:`guided_at_intervals`.
+    Every forward counts for the intervals. With guidance each of the two texts has its own cache, which counts its own
+    forwards: the text without the prompt is computed at every `guidance_interval`, see :func:`guided_at_intervals`.
 
     Arguments: those of :class:`FeatureCache` and of :func:`~pdkernels.reference.llada.llada`, and
 

@@ -1,4 +1,4 @@
-"""Dream's sampler: times that run from 1 down to eps say how many masks go, one of three scores which ones, or chance alone.
+"""Dream's sampler: times from 1 down to eps set how many masks are filled; one of three scores, or chance, selects which.
 
 Source: "Dream 7B: Diffusion Large Language Models" and the sampler published with it, which SlowFast Sampling and Planned
 Diffusion build on.
@@ -31,7 +31,7 @@ SCORES = {"origin": probability, "maskgit_plus": probability, "topk_margin": mar
 
 
 def time_quota(masks: int, time: float, after: float) -> int:
-    """How many of `masks` go between two times: each with the probability ``1 - after / time``, rounded down together.
+    """How many of `masks` are filled between two times: each with probability ``1 - after / time``, the total rounded down.
 
     >>> time_quota(10, 0.5, 0.3)
     4
@@ -56,10 +56,10 @@ def dream(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """`steps` forwards over the whole canvas: forward i commits what :func:`time_quota` says, the last one all that is left.
+    """`steps` forwards over the whole canvas: forward i commits as many as :func:`time_quota`, the last one all that are left.
 
-    The scores are of the distribution that the guess is drawn from: tempered and filtered. A forward may commit nothing; with as many
-    steps as tokens the first one does, and the last one commits two.
+    The scores are those of the distribution that the guess is drawn from, tempered and filtered. A forward may commit nothing;
+    with as many steps as tokens the first one does, and the last one commits two.
 
     Where the published code differs: it takes the masks of a whole batch together, in one count and in one ranking. Its entropy
     has 1e-10 in the logarithm; its filter cuts between equals (masked_sampling.py).
@@ -68,14 +68,15 @@ def dream(
         model, prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
         steps: forwards; None: as many as tokens.
         algorithm: "maskgit_plus": the probability of the guess; "topk_margin": how far the most probable token is ahead of the
-            second; "entropy": the negative entropy of the distribution; "origin": every mask goes by chance, with the probability
+            second; "entropy": the negative entropy of the distribution; "origin": every mask is filled at random, with probability
             1 - s / t between the times t and s, if its uniform number (unmask.py) is at least s / t. The trace has
-            that number for its confidence.
+            that number as confidence.
         eps: the last time.
-        temperature, top_p, top_k: of the distribution; the filters are some at temperature 0, too. `top_p` measures the distribution of all tokens.
-        order_temperature: 0 takes the best scores. Above, positions are drawn without replacement from
-            softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace has
-            for confidences, u being the place's uniform number. It must be 0 for "origin".
+        temperature, top_p, top_k: of the distribution; the filters also apply at temperature 0. `top_p` uses the distribution
+            of all tokens.
+        order_temperature: 0 takes the best scores. Above 0, positions are drawn without replacement from
+            softmax(score / order_temperature): the best ones of ``score / order_temperature - ln(-ln u)``, which the trace reports
+            as confidence, where u is the position's uniform number. It must be 0 for "origin".
 
     >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (9.0 - positions[..., None])
     >>> result = dream(said, [0, 1], 4, mask_token=8)

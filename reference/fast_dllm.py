@@ -1,4 +1,4 @@
-"""Fast-dLLM: all guesses that are sure enough become text at once, and K and V outside the current block are kept for a while.
+"""Fast-dLLM: all guesses of sufficient confidence become text at once, and K and V outside the current block are kept for a while.
 
 Source: "Fast-dLLM: Training-free Acceleration of Diffusion LLM by Enabling KV Cache and Parallel Decoding" and its code for
 LLaDA and Dream.
@@ -27,10 +27,10 @@ from .masked_sampling import (
 
 
 def recomputed(model: MaskedTransformerReference, canvas: Canvas, start: int, stop: int, past: KeyValues) -> Tensor:
-    """Logits, row p about position p, from a forward of the rows ``start .. stop - 1`` over `past`.
+    """Logits, row p for position p, from a forward of the rows ``start .. stop - 1`` over `past`.
 
-    A model that predicts the next token says nothing about position `start`, but does about position `stop`. Rows of positions that
-    nothing is said about are NaN.
+    A model that predicts the next token does not predict position `start`, but does predict position `stop`. Rows of positions that
+    are not predicted are NaN.
     """
     logits = model.recompute(canvas.tokens[start:stop], start, past)
     silent = start + (model.predicts == "next")
@@ -65,18 +65,18 @@ def fast_dllm(
     Models that predict the next token (Dream): no row of a block predicts the block's first position. With a cache the entry
     therefore commits only that position, regardless of its confidence; the forwards after it do the rest.
 
-    Where the published code differs: its first version runs a forward after the entry even if the block is complete already.
-    With a cache and batch > 1 it replaces rows of the wrong sequences. Dream commits by entropy on times of its own where there
-    is no threshold, here by the quotas of LLaDA; and its confidence has the temperature in it, here nobody's has.
+    Where the published code differs: its first version runs a forward after the entry even if the block is already complete.
+    With a cache and batch > 1 it replaces rows of the wrong sequences. Dream commits by entropy on its own schedule if there
+    is no threshold, here by the quotas of LLaDA; and its confidence includes the temperature, which none does here.
 
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
             :func:`~pdkernels.reference.llada.llada`. A cache needs a model with parts, masked_model.py.
         block_size: positions of a block; the last one may be shorter.
         cache: "none", "prefix" or "dual".
-        threshold: commit all guesses whose confidence reaches it (``>=``), and the most confident one anyway.
+        threshold: commit all guesses whose confidence reaches it (``>=``), and always the most confident one.
         factor: commit by the factor rule of :func:`~pdkernels.reference.masked_sampling.surest`; needs ``threshold=None``.
-        steps: where neither is given, ``steps / blocks`` forwards of each block commit equal numbers of tokens, the first ones
+        steps: if neither is given, ``steps / blocks`` forwards of each block commit equal numbers of tokens, the first ones
             one more; None: one token per forward. After an entry that commits one position only, the others share the rest.
 
     >>> from pdkernels.reference.masked_model import random_weights

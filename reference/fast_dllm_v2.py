@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: block after block on an exact past; in a block small blocks from left to right, each sees the whole block.
+"""Fast-dLLM v2: block after block on an exact past; within a block, small blocks from left to right that each see the whole block.
 
 Source: "Fast-dLLM v2: Efficient Block-Diffusion LLM" and the sampler published with it.
 
@@ -32,28 +32,28 @@ def fast_dllm_v2(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """Fill the block that the prompt ends in, then one block after the other.
+    """Fills the block that the prompt ends in, then one block after another.
 
-    - The prompt's whole blocks are one forward, if it has any. Where they end with the prompt, the last row gives the next
+    - The prompt's whole blocks are one forward, if it has any. If they end with the prompt, the last row gives the next
       token.
     - In a block, the first small block with a mask is filled: commit all guesses in it whose confidence exceeds
-      `threshold`, and the most confident one anyway. The forward takes all rows of the block and keeps their K and V. With
-      `block_cache` it takes only the small block's rows if those are there and the small block's first position is filled (no
+      `threshold`, and always the most confident one. The forward takes all rows of the block and keeps their K and V. With
+      `block_cache` it takes only the small block's rows if those K and V exist and the small block's first position is filled (no
       row of the small block predicts it): the other rows are attended to as last computed.
     - When the block is full, a forward of all its rows makes its K and V exact and gives the first token of the next block.
       The last block needs none.
 
     The confidence is the guess's probability in the distribution that it is drawn from, tempered and filtered; at temperature 0
-    there is no filter. Where the published code differs: the token that the prompt or a full block gives is the argmax at
-    any temperature, here it is drawn as all others are. Its last block is always complete, here the canvas ends at
+    there is no filter. Where the published code differs: the token from the prompt or a full block is the argmax at
+    any temperature, here it is drawn like all others. Its last block is always complete, here the canvas ends at
     the limit. In a batch it draws from the distributions of the first sequence.
 
     Args:
         model: with parts (masked_model.py), of a kind that predicts the next token.
         prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`.
         block_size, small_block_size: positions.
-        threshold: 1 commits one token a forward.
-        block_cache: False: all forwards take the whole block.
+        threshold: 1 commits one token per forward.
+        block_cache: False: all forwards run the whole block.
         temperature, top_p: of the guesses.
 
     >>> from pdkernels.reference.masked_model import random_weights
@@ -91,10 +91,10 @@ def fast_dllm_v2(
         stop = min(start + block_size, canvas.end)
         kept = False
         while canvas.masks((start, stop)) and not canvas.done:
-            place = canvas.masks((start, stop))[0]
-            small = place - (place - start) % small_block_size
+            masked = canvas.masks((start, stop))[0]
+            small = masked - (masked - start) % small_block_size
             small_stop = min(small + small_block_size, stop)
-            alone = block_cache and kept and place > small
+            alone = block_cache and kept and masked > small
             canvas.forwards += 1
             rows = (small, small_stop) if alone else (start, stop)
             commit(recomputed(model, canvas, *rows, past), (small, small_stop))

@@ -1,7 +1,7 @@
 """Steps that recompute only the rows that changed, as plain PyTorch: pick them by the change of their values, read and write them.
 
 Source: Liu et al., "dLLM-Cache: Accelerating Diffusion Large Language Models with Adaptive Caching", section 3 (V-verify), in the
-order of operations of the published code. Similarities are computed in float32 at least, not in the model's dtype: bfloat16 has
+order of operations of the published code. Similarities are computed in at least float32, not in the model's dtype: bfloat16 has
 so few numbers just below 1 that its choice is little better than chance.
 """
 
@@ -33,15 +33,15 @@ def select_stale_rows_(
     """
     op = "select_stale_rows_"
     batch, rows = v.shape[:2]
-    places = _Slots(op, v_cache, block_table)
+    store = _Slots(op, v_cache, block_table)
     targets, limits = [], []
     for b, start in enumerate(starts.tolist()):
         number = rows if counts is None else int(counts[b])
         limit = count if wanted is None else int(wanted[b])
-        places.check(b, start, number, rows)
+        store.check(b, start, number, rows)
         if limit < 0:
             _fail(op, "wanted", "be at least 0", limit, b)
-        targets.append([places(b, start + i) for i in range(number)])
+        targets.append([store(b, start + i) for i in range(number)])
         limits.append(min(limit, count))
 
     index = torch.full((batch, count), -1, device=v.device)
@@ -58,9 +58,10 @@ def select_stale_rows_(
 
 
 def _similarity(a: Tensor, b: Tensor) -> Tensor:
-    """The cosine of each row, in float32 or float64; NaN where squares are not finite, infinite for rows that did not move and have a direction."""
+    """The cosine of each row, in float32 or float64; NaN where squares are not finite, infinite for rows that did not move and
+    are not zero."""
     a, b = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in (a, b))
-    # torch's root of float32 is not the nearest float.
+    # torch's float32 root is not correctly rounded.
     length, other = (_sum(x * x).double().sqrt().to(x.dtype) for x in (a, b))
     lengths = length * other
     still = (a == b).flatten(1).all(1) & (lengths > 1e-8)
@@ -69,8 +70,8 @@ def _similarity(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor) -> Tensor:
-    """Of each row, in the order of the kernels: component i of 128 of a head goes to number i % 16; the numbers of all such pieces are
-    added up one by one, and those of the row in halves."""
+    """The sum of each row, in the order of the kernels: component i of 128 of a head goes to accumulator i % 16; those of all
+    pieces are added one by one, and the row's accumulators pairwise by halves."""
     numbers = x.new_zeros(x.shape[0], 16)
     for piece in (piece for head in x.unbind(1) for piece in head.split(128, dim=1) if piece.shape[1]):
         own = torch.zeros_like(numbers)

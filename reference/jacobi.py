@@ -1,15 +1,15 @@
-"""Jacobi decoding as the paper states it: no cache, one sequence, the whole sequence through the model each time.
+"""Jacobi decoding as in the paper: no cache, one sequence, the whole sequence through the model each time.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 3 (one block at a time) and section 4.2 (the running window).
 
-Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself gave it after
-right tokens only. A forward over the draft therefore settles at least one more token, and the tokens are those of
+Both loops keep one invariant: ``draft[0]`` is already known to be right, because the model itself predicted it after
+only right tokens. A forward over the draft therefore settles at least one more token, and the tokens are those of
 autoregressive decoding regardless of the rest of the draft: greedy ones at temperature 0, and above it the same draws, whose
-random numbers are named by their positions (sampling.py).
+random numbers are keyed by their positions (sampling.py).
 
 The unsettled rest starts as tokens drawn from the sequence so far. Draft slot j is filled in step s with
 ``history[word(seed, s, 0, j) mod len(history)]`` (Philox words, see philox.py). `history` is the prompt and the tokens
-committed before the forward of step s: a decoder that never waits for its device can draw it before the verdict is
+committed before the forward of step s: a decoder that never waits for its device can draw it before the result of verification is
 known. The row is 0 for every sequence, so that a sequence takes the same path alone and anywhere in a batch.
 """
 
@@ -43,7 +43,7 @@ def filler_words(seed: int, steps: int, slots: int) -> list[list[int]]:
 
 
 def fillers(words: Sequence[int], history: Sequence[int]) -> list[int]:
-    """A token out of `history` for each of `words`."""
+    """A token from `history` for each of `words`."""
     return [history[word % len(history)] for word in words]
 
 
@@ -74,7 +74,7 @@ def jacobi(
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
-        block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
+        block_size: tokens per block; the last block is limited by `max_new_tokens`.
         end_tokens: stop after one of these; it is kept as the last token.
         temperature: of the draws; 0 is greedy.
         seed: of the draws, and of the draft tokens that start a block, which change the forwards needed, never the tokens.
@@ -92,7 +92,7 @@ def jacobi_window(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiResult:
-    """The running window: what an accepted head leaves free is refilled at once, so the draft stays `window` long.
+    """The running window: the slots freed by an accepted head are refilled at once, so the draft stays `window` long.
 
     Arguments as in :func:`jacobi`. The authors' engine keeps the last committed token in slot 0 and refills with
     ids of the whole vocabulary; here slot 0 is the first uncommitted token, and a refill comes from the sequence so
@@ -114,8 +114,8 @@ def _decode(
     if limit == 0:
         return JacobiResult([], 0, [])
 
-    # The prompt's forward gives the first draft: the exact first token, then guesses that rest on fillers. The last
-    # token asked for is never verified by a forward of its own, so a draft longer than limit - 1 would be wasted.
+    # The prompt's forward gives the first draft: the exact first token, then guesses based on fillers. The last
+    # requested token is never verified by its own forward, so a draft longer than limit - 1 would be wasted.
     draft_length = max(1, min(length, limit - 1))
     words = filler_words(seed, limit, length)
     guesses = own_tokens(model, prompt + fillers(words[0][: draft_length - 1], prompt), temperature, seed)

@@ -1,11 +1,11 @@
-"""Jacobi decoding whose drafts are looked up in the text: no cache, one sequence, the whole text through the model each time.
+"""Jacobi decoding with lookup drafts: no cache, one sequence, the whole text through the model each time.
 
 Sources: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), here with the longest match and a
 draft that grows with it; the pool of rejected tokens is that of "Jacobi Forcing" (arXiv 2512.14681), section 4.
 
-The last tokens of a text, the known next one included, may have occurred in it before. What followed them there is the next draft:
-it costs nothing, and it is right wherever the model quotes its prompt or itself. The tokens are those of autoregressive
-decoding in any case, because only what the model agrees with is kept.
+The last tokens of a text, the known next one included, may have occurred in it before. What followed there is the next draft:
+it costs nothing, and is right wherever the model quotes its prompt or itself. The tokens are always those of autoregressive
+decoding, because only what the model agrees with is kept.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .autoregressive import Model
 from .jacobi import JacobiResult, JacobiStep, accepted_length
 from .sampling import predictions as own_tokens
 
-REACH = 5  # tokens compared at most
-LEAST = 2  # a match of one token says too little
-GROWTH = 3  # tokens drafted for each token that matches
+REACH = 5  # most tokens compared
+LEAST = 2  # a match of one token is too weak
+GROWTH = 3  # tokens drafted per matching token
 POOL = 4  # rejected tails kept
 
 
 def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, int]:
-    """How many tokens at the end of `last` occur in `searched`, and the index after them; of equally long matches the last.
+    """How many tokens at the end of `last` occur in `searched`, and the index after them; the last of equally long matches.
 
     >>> longest_match([9, 1, 2], [1, 2, 7, 9, 1, 2, 8, 1, 2]), longest_match([1], [2])
     ((3, 6), (0, 1))
@@ -40,10 +40,10 @@ def longest_match(last: Sequence[int], searched: Sequence[int]) -> tuple[int, in
 
 
 def looked_up(text: Sequence[int], pool: Iterable[Sequence[int]], most: int) -> list[int]:
-    """At most `most` tokens to try after `text`: what followed its last ones before, in the text or in an entry of `pool`.
+    """At most `most` tokens to try after `text`: what followed its last tokens earlier, in the text or in an entry of `pool`.
 
-    The longest match counts, then the text before the pool, then what is newer. What followed in the text may run into the text's
-    own end; it then goes on with what has been drafted, so that a loop is drafted at full length.
+    The longest match wins, then the text over the pool, then the newer one. What followed in the text may reach the end of the
+    text; it then continues with the draft itself, so that a loop is drafted at full length.
 
     >>> looked_up([1, 2, 3, 1, 2], [], 9), looked_up([7, 1, 2], [[7, 1, 2, 4]], 9), looked_up([1, 2, 3], [], 9)
     ([3, 1, 2, 3, 1, 2], [4], [])
@@ -88,7 +88,7 @@ def jacobi_lookup(
     trace: list[JacobiStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
         history = prompt + tokens[:-1]
-        # The last token asked for is never verified by a forward of its own.
+        # The last requested token is never verified by its own forward.
         most = min(block_size, max_new_tokens - len(tokens)) - 1
         draft = [tokens[-1], *looked_up(prompt + tokens, pool, block_size - 1)[:most]]
         predictions = own_tokens(model, history + draft, temperature, seed)[len(history) :]

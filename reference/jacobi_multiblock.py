@@ -1,14 +1,14 @@
-"""Jacobi decoding of several blocks at once, with rejected drafts tried again as candidates.
+"""Jacobi decoding of several blocks at once, with rejected drafts retried as candidates.
 
 Source: "Jacobi Forcing" (arXiv 2512.14681), section 4 and algorithm 1 of its appendix A.
 
 One block is real-active: what the model confirms there is committed. The blocks after it are pseudo-active: they take
 part in the same forward, conditioned on the unsettled blocks before them, and are confirmed provisionally (accepted tokens
-stay, their first one without any test). When the real block is complete the next one becomes real: it keeps its tokens as a
-draft, gets the known next token in front, and every token is judged again. That makes the result that of autoregressive decoding.
+are kept, the first one without a test). When the real block is complete the next one becomes real: it keeps its tokens as a
+draft, is preceded by the known next token, and every token is verified again. So the result is that of autoregressive decoding.
 
-Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool, all blocks as they
-stand and the rejected tail of the real one. If an entry holds the next token, what follows it there becomes a candidate
+Rejection recycling: a forward that leaves the real block unfinished puts two sequences into a pool: all blocks as they
+are, and the rejected tail of the real one. If an entry contains the next token, what follows it there becomes a candidate
 for the real block. Candidates are branches of one forward: each sees the history and itself (and has its own copy of the
 pseudo blocks after it); the branch with the most accepted tokens wins, the first on ties.
 """
@@ -31,7 +31,7 @@ from .sampling import predictions as own_tokens
 
 
 class PseudoBlock(NamedTuple):
-    """Both lists together are the block, which only shifts: nothing refills it."""
+    """Together the lists are the block, which only shifts: nothing refills it."""
 
     accepted: list[int]
     draft: list[int]
@@ -49,7 +49,7 @@ class MultiblockStep(NamedTuple):
     pseudo: list[PseudoBlock]  # after each of the rows
     row: int  # the row that won
     predictions: list[int]  # the model's own next token after each token of that row
-    accepted: int  # so much of that row was committed
+    accepted: int  # how much of that row was committed
 
 
 class JacobiMultiblockResult(NamedTuple):
@@ -61,7 +61,8 @@ class JacobiMultiblockResult(NamedTuple):
 def branch_predictions(
     model: Model, history: Sequence[int], branches: Sequence[Sequence[int]], temperature: float = 0.0, seed: int = 0
 ) -> list[list[int]]:
-    """The model's own next tokens along each of equally long `branches` after `history`, masked from each other: one forward."""
+    """The model's own next tokens along each of the equally long `branches` after `history`, masked from each other: one
+    forward."""
     start, count, length = len(history), len(branches), len(branches[0])
     tail, relative = branch_mask(count, length)
     mask = torch.ones(start + count * length, start + count * length, dtype=torch.bool).tril()
@@ -74,20 +75,20 @@ def branch_predictions(
 
 
 def continuation(entry: Sequence[int], draft: Sequence[int]) -> list[int] | None:
-    """`entry` from the first occurrence of ``draft[0]`` on, cut to the draft's length, completed by the draft's own end.
+    """`entry` from the first occurrence of ``draft[0]`` on, cut to the draft's length, completed with the end of the draft.
 
     >>> continuation([7, 4, 5, 4], [4, 1, 2, 3]), continuation([7, 5], [4, 1])
     ([4, 5, 4, 3], None)
     """
     if draft[0] not in entry:
         return None
-    place = entry.index(draft[0])
-    found = list(entry[place : place + len(draft)])
+    found_at = entry.index(draft[0])
+    found = list(entry[found_at : found_at + len(draft)])
     return found + list(draft[len(found) :])
 
 
 def recycled(pool: Iterable[Sequence[int]], draft: Sequence[int], most: int) -> list[list[int]]:
-    """At most `most` candidates for `draft`, the newest entry's first; none twice, none that is the draft.
+    """At most `most` candidates for `draft`, the newest entry's first; no duplicates, and not the draft itself.
 
     >>> recycled([[4, 5], [4, 1, 2], [9, 4, 6]], [4, 1, 2], most=3)
     [[4, 6, 2], [4, 5, 2]]
@@ -114,22 +115,22 @@ def jacobi_multiblock(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> JacobiMultiblockResult:
-    """Decode with up to `blocks` blocks under way; with one block and one row this is :func:`.jacobi.jacobi` itself.
+    """Decodes with up to `blocks` active blocks; with one block and one row this is :func:`.jacobi.jacobi` itself.
 
-    Where paper and published code part: the code ends its call with the first block and throws the promoted one away,
-    here it is carried on (what the paper's figure 3 shows), and the pool with it. The newest block is the one that spawns
-    (code; "some block" in the paper), and the pool takes standing sequences too (code; rejected tails alone in algorithm 1).
-    Other than the code, pseudo blocks follow the winning row and not the first one, fillers replace pad tokens, a single
-    candidate is used, a duplicate is not, and candidates are looked for at the start of a block as well.
+    Where paper and published code differ: the code ends its call with the first block and discards the promoted one;
+    here it is continued (as in the paper's figure 3), and the pool with it. The newest block is the one that spawns
+    (code; "some block" in the paper), and the pool also takes whole sequences (code; only rejected tails in algorithm 1).
+    Unlike in the code, pseudo blocks follow the winning row and not the first one, fillers replace pad tokens, a single
+    candidate is used, a duplicate is not, and candidates are also searched at the start of a block.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
         prompt: token ids, at least one.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
-        block_size: tokens per block; the last block holds only what `max_new_tokens` leaves.
-        blocks: K, the most blocks under way, the real one included.
+        block_size: tokens per block; the last block is limited by `max_new_tokens`.
+        blocks: K, the most active blocks, the real one included.
         spawn_ratio: a block opens the next one when ``ceil(spawn_ratio * block_size)`` of its tokens are accepted.
-        pool_size: sequences that are kept, the oldest leaves first; 0 for no recycling.
+        pool_size: sequences that are kept, the oldest dropped first; 0 for no recycling.
         verification_size: the most rows per forward, the draft included; 1 for no recycling.
         end_tokens: stop after one of these; it is kept as the last token.
         temperature: of the draws; 0 is greedy.
@@ -143,7 +144,7 @@ def jacobi_multiblock(
     if limit == 0:
         return JacobiMultiblockResult([], 0, [])
 
-    # The last token asked for is never verified by a forward of its own: blocks divide the limit - 1 before it.
+    # The last requested token is never verified by its own forward: blocks divide the limit - 1 before it.
     def length_at(block_start: int) -> int:
         return min(block_size, limit - 1 - block_start)
 
@@ -189,7 +190,7 @@ def jacobi_multiblock(
             else:
                 draft = [next_token, *fresh[1:]][: max(1, length_at(block_start))]
 
-        # The draft itself is the tail that this forward rejected, so the pool is asked before that goes in.
+        # The draft itself is the tail that this forward rejected, so the pool is searched before it is added.
         candidates = recycled(pool, draft, verification_size - 1)
         if rejected:
             pool.append(rejected)
@@ -209,10 +210,10 @@ def jacobi_multiblock_published(
     seed: int = 0,
     max_iterations: int = 128,
 ) -> JacobiMultiblockResult:
-    """What the authors' published decoder does, forward by forward, for one or two blocks: its tokens are greedy's too.
+    """What the authors' published decoder does, forward by forward, for one or two blocks: its tokens are also the greedy ones.
 
     A call per block, see :func:`_published_call`; the next one starts from a draft of random earlier tokens, with an empty pool.
-    The last call is carried out in full, then cut to `max_new_tokens`. Three blocks and more are refused: in the published code
+    The last call runs in full, then is cut to `max_new_tokens`. Three blocks and more are refused: in the published code
     they end in blocks with unequal numbers of rows.
 
     Args: as in :func:`jacobi_multiblock`, and
@@ -259,21 +260,21 @@ def _published_call(
     end_tokens: Sequence[int],
     max_iterations: int,
 ) -> tuple[list[int], int]:
-    """The tokens that a call writes after `start`, and the token that follows them; its forwards go to `trace`.
+    """The tokens that a call writes after `start`, and the token after them; its forwards go to `trace`.
 
     The pool takes two entries when a draft is partly accepted: all blocks as they are, and the rejected tail. The search
     skips the newest entry, keeps duplicates, and gives up if it finds fewer than two candidates. Pseudo blocks follow the
-    first row whichever wins. A pad after the clone of the real draft completes a spawned block.
+    first row, whichever wins. A pad after the clone of the real draft completes a spawned block.
 
-    When the real block is full, the first pseudo block with progress becomes real and one block fewer is looked at: then all
+    When the real block is full, the first pseudo block with progress becomes real and one block fewer is considered: then all
     of these are full, and the call ends. A real block that is full before its pseudo block was fed costs one more forward, and
-    each block that is passed over counts as one active block fewer. So a third block may be spawned in that forward, though
-    two are allowed. The call then goes on with the promoted block, and looks at the third, and a fourth, when more are spawned.
+    each skipped block counts as one active block fewer. So a third block may be spawned in that forward, though
+    two are allowed. The call then continues with the promoted block, and considers the third, and a fourth, when more are spawned.
     """
     size = len(draft)
     accepted: list[list[int]] = [[]]
     drafts, provisional = [[draft]], [False]  # rows of each block; whether it is a pseudo block
-    count, active, real = 1, 1, 0  # blocks that are looked at; how many the code takes for active
+    count, active, real = 1, 1, 0  # blocks that are considered; how many the code counts as active
     next_token = draft[0]
     pool: deque[list[int]] = deque(maxlen=pool_size)
 
@@ -330,7 +331,7 @@ def _published_call(
 
 
 def _first_draft(model: Model, prompt: list[int], length: int, seed: int, temperature: float = 0.0) -> list[int]:
-    """Out of the prompt's forward: the exact first token, then guesses that rest on fillers."""
+    """From the prompt's forward: the exact first token, then guesses based on fillers."""
     return own_tokens(model, prompt + _fresh(seed, 0, length - 1, prompt), temperature, seed)[len(prompt) - 1 :]
 
 

@@ -23,7 +23,7 @@ def _fail(op: str, argument: str, expectation: str, actual: int, sequence: int) 
 
 
 class _Slots:
-    """Where the logical positions of each sequence are stored."""
+    """The storage of the logical positions of each sequence."""
 
     def __init__(self, op: str, cache: Tensor, block_table: Tensor | None) -> None:
         self.op = op
@@ -59,14 +59,14 @@ def kv_append_(
 ) -> None:
     """Row i of sequence b goes to position ``lengths[b] + i``, for ``i < counts[b]``."""
     caches, news = _layers(k_cache) + _layers(v_cache), _layers(k_new) + _layers(v_new)
-    places = _Slots("kv_append_", caches[0], block_table)
+    slots = _Slots("kv_append_", caches[0], block_table)
     rows = news[0].shape[1]
     targets = {}
     for b, length in enumerate(lengths.tolist()):
         count = rows if counts is None else int(counts[b])
-        places.check(b, length, count, rows)
+        slots.check(b, length, count, rows)
         for i in range(count):
-            targets[b, i] = places(b, length + i)
+            targets[b, i] = slots(b, length + i)
     for cache, new in zip(caches, news):
         for (b, i), place in targets.items():
             cache[place] = new[b, i]
@@ -85,15 +85,15 @@ def kv_commit_(
     All rows are read before the first is written.
     """
     caches = _layers(k_cache) + _layers(v_cache)
-    places = _Slots("kv_commit_", caches[0], block_table)
+    slots = _Slots("kv_commit_", caches[0], block_table)
     moves = []
     for b, (length, count) in enumerate(zip(lengths.tolist(), counts.tolist())):
-        places.check(b, length, count, places.capacity if source_index is None else source_index.shape[1])
+        slots.check(b, length, count, slots.capacity if source_index is None else source_index.shape[1])
         for i in range(count if source_index is not None else 0):
             source = int(source_index[b, i])
-            if not 0 <= source < places.capacity - length:
-                _fail("kv_commit_", "source_index", f"be in [0, {places.capacity - length - 1}]", source, b)
-            moves.append((places(b, length + source), places(b, length + i)))
+            if not 0 <= source < slots.capacity - length:
+                _fail("kv_commit_", "source_index", f"be in [0, {slots.capacity - length - 1}]", source, b)
+            moves.append((slots(b, length + source), slots(b, length + i)))
     for cache in caches:
         rows = [cache[source].clone() for source, _ in moves]
         for row, (_, target) in zip(rows, moves):

@@ -1,11 +1,11 @@
-"""Linear self-speculation: one model drafts a block by diffusion, then judges it autoregressively.
+"""Linear self-speculation: one model drafts a block by diffusion, then verifies it autoregressively.
 
 Source: "Nemotron-Labs-Diffusion", section 3.3, the loop of the released code. The paper appends k masks to the prefix and
-lists the k draft tokens alone in the verify pass; the code's block, taken here, is the last verified token and k = B - 1
+lists only the k draft tokens in the verify pass; the code's block, used here, is the last verified token and k = B - 1
 masks, and the verify pass feeds that token again: a cycle yields 1 to B tokens either way.
 
-Two forwards a cycle. The draft pass is bidirectional in the block, with adapters if there are any; of it nothing but the
-draft survives. The verify pass is causal and plain, so what a cache keeps is what autoregressive decoding would keep.
+Two forwards per cycle. The draft pass is bidirectional in the block, with adapters if there are any; only the draft
+survives it. The verify pass is causal and plain, so a cache keeps what it would keep in autoregressive decoding.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sampling import OWN, DraftModel, causal_logits, distribution, draw, never,
 
 
 class LinearStep(NamedTuple):
-    draft: list[int]  # as far as it was judged; draft[0] is the seed token, known to be right
+    draft: list[int]  # the verified part; draft[0] is the seed token, known to be right
     predictions: list[int]  # the verifier's token after each draft token
     accepted: int  # draft[:accepted] is kept; at least 1
     forwards: int  # draft passes of this cycle, and the verify pass
@@ -51,9 +51,9 @@ def linear_self_speculation(
     seed: int = 0,
     draft_model: DraftModel | None = None,
 ) -> LinearSelfSpeculationResult:
-    """Draft a block, verify it, keep the longest right prefix and the verifier's token after it.
+    """Drafts a block, verifies it, keeps the longest right prefix and the verifier's token after it.
 
-    The draft block is always `block_size` wide, as in training, but no more of it is judged than `max_new_tokens` leaves.
+    The draft block is always `block_size` wide, as in training, but no more of it is verified than `max_new_tokens` leaves.
     A shorter generation is therefore the beginning of a longer one, at every temperature.
 
     Args:
@@ -61,20 +61,20 @@ def linear_self_speculation(
             verifies.
         prompt: token ids, at least one.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
-        mask_token: id that fills open slots; never a guess, where the released code lets it be one.
+        mask_token: id of masked slots; never a guess; in the released code it can be.
         block_size: seed token and masks. 1 is autoregressive decoding: nothing to draft, one forward per token.
-        threshold: 0 fills the block in one draft pass. Above, a pass fills the slots whose confidence reaches it (and the
-            best one anyway) and drafting goes on until no mask is left.
+        threshold: 0 fills the block in one draft pass. Above, a pass fills the slots whose confidence reaches it (and always the
+            best one) and drafting continues until no mask is left.
         temperature: of draft and verifier.
         verification: "compare" draws the verifier's own token for every slot and accepts a draft token that equals it: the
             tokens are those of :func:`~pdkernels.reference.sampling.sampled_autoregressive`, seed for seed. "rejection"
             accepts draft token x with probability ``min(1, p(x) / q(x))`` and replaces a rejected one by a draw from
-            ``max(p - q, 0)``: the same distribution, more accepted. It needs a draft whose tokens were drawn independently of each
+            ``max(p - q, 0)``: the same distribution, more accepted. It needs draft tokens that were drawn independently of each
             other, that is, threshold 0. At temperature 0 both are the same.
-        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
+        allow_mask_token: whether a row that does not guess may produce the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
-        draft_model: `model` with its drafting adapters, told which rows they act on: all rows of the block. None: `model`.
+        draft_model: `model` with its drafting adapters, given the rows they act on: all rows of the block. None: `model`.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8]
     >>> linear_self_speculation(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
@@ -122,7 +122,7 @@ def linear_self_speculation(
                 block[slot] = guesses.tokens[slot]
             slots = [slot for slot in slots if slot not in chosen]
 
-        # The seed token is out already; each accepted draft token and the one after them add one.
+        # The seed token is already emitted; each accepted draft token and the one after them add one.
         draft = block[: max_new_tokens - len(tokens)]
         forwards += 1
         logits = causal_logits(model, prefix + draft)[start:]
@@ -147,8 +147,9 @@ def verdicts(
 ) -> list[int]:
     """The tokens at `positions`: a guess with probability ``min(1, p / q)``, else a draw from ``max(p - q, 0)``.
 
-    The distribution of such a token is p if that of the guess is q (Leviathan et al., "Fast inference from transformers via speculative
-    decoding", 2023). A rejected guess is never drawn again (there p < q), so equality with the guess means acceptance.
+    Such a token is distributed as p if the guess is distributed as q (Leviathan et al., "Fast inference from transformers via
+    speculative decoding", 2023). A rejected guess is never drawn again (there p < q), so equality with the guess means
+    acceptance.
 
     Args:
         p, q: ``(R, V)`` fp64 probabilities of verifier and draft.

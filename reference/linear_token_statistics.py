@@ -1,4 +1,4 @@
-"""What samplers ask of the logits of a language-model head, as plain PyTorch: the logits first, then their statistics.
+"""Statistics of the logits of a language-model head, as plain PyTorch: the logits first, then their statistics.
 
 Sources: those of token_statistics.py.
 """

@@ -29,7 +29,7 @@ from .unmask import random_order
 def guided(given: Forward, free: Forward, canvas: Canvas, guidance: float) -> Forward:
     """Classifier-free guidance: ``u + (w + 1) (c - u)``, u being the logits of `free` where the whole prompt is masked.
 
-    Two rows of one forward. With w = 0 nothing of u is left, and it is not computed.
+    Two rows of one forward. With w = 0 u cancels out, and it is not computed.
     """
 
     def both(tokens: Sequence[int]) -> Tensor:
@@ -52,7 +52,7 @@ def unmask_by_quota(
     late_end: bool,
     seed: int,
 ) -> MaskedResult:
-    """The loop of :func:`llada` with any forward."""
+    """The loop of :func:`llada` for any forward."""
     if remasking not in ("low_confidence", "random"):
         raise ValueError(f"pdkernels.{op}: remasking must be 'low_confidence' or 'random', got {remasking!r}.")
     if late_end and remasking == "random":
@@ -67,10 +67,10 @@ def unmask_by_quota(
             banned = canvas.end_tokens if no_end else ()
             guesses = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=banned)
             if remasking == "random":
-                places = list(guesses.tokens)
-                guesses = Guesses(guesses.tokens, dict(zip(places, random_order(seed, canvas.forwards, places))))
+                positions = list(guesses.tokens)
+                guesses = Guesses(guesses.tokens, dict(zip(positions, random_order(seed, canvas.forwards, positions))))
             elif late_end:
-                # Same words, so a draw that was no end token is the same one without them.
+                # Same random words, so a draw that was not an end token is the same without them.
                 rest = guess(canvas, logits, window, temperature=temperature, seed=seed, banned=canvas.end_tokens)
                 confidence = {
                     p: 0.0 if t in canvas.end_tokens else rest.confidence[p] for p, t in guesses.tokens.items()
@@ -101,27 +101,27 @@ def llada(
 
     Where the published code differs:
 
-    - If a block has fewer masks than steps, its last forwards commit nothing; the code runs them, here they are left out.
-    - Its candidates are all masks left of the block's end, including those of the prompt; here those of the block. After the
+    - If a block has fewer masks than steps, its last forwards commit nothing; the code runs them, here they are skipped.
+    - Its candidates are all masks before the block's end, including those of the prompt; here those of the block. After the
       prompt that is the same.
     - Its confidence comes from a softmax in the model's dtype: in bf16 all probabilities above 0.998 are 1. Here it is fp64.
-    - ``confidence_eos_eot_inf`` at T > 0 leaves the confidence of one of its two ids alone; `late_end` means what it does at
+    - ``confidence_eos_eot_inf`` at T > 0 leaves the confidence of one of its two ids unchanged; `late_end` is its behaviour at
       T = 0, for all end tokens. ``logits_eos_inf`` bans one id, `no_end` all end tokens.
     - Guidance without an attention mask fails on a variable that was never assigned.
 
     Args:
         model, prompt, max_new_tokens: see masked_sampling.py. The prompt has at least one token.
-        mask_token: id at open positions.
+        mask_token: id at masked positions.
         block_size: positions of a block; None: all in one block ("pure diffusion"). The last block may be shorter.
-        steps: forwards of the whole generation, a multiple of the number of blocks; None: one for every token.
+        steps: forwards of the whole generation, a multiple of the number of blocks; None: one per token.
         remasking: "low_confidence": the probability of the guess by softmax(logits), without temperature and noise, decides
-            what is committed; "random": chance does, and the trace has its uniform numbers for confidences.
+            what is committed; "random": chance decides, and the trace has its uniform numbers as confidences.
         temperature: of the guesses.
-        guidance: w of classifier-free guidance. A forward has two rows then, and is counted once.
-        no_end: no end token is ever a guess.
+        guidance: w of classifier-free guidance. A forward then has two rows, and is counted once.
+        no_end: end tokens are never guessed.
         late_end: an end token may be the guess, but has confidence 0; all other confidences are those of a distribution without end
             tokens. Not with remasking="random".
-        end_tokens: stop after one of these when no mask is left before it.
+        end_tokens: stop after one of these once no mask is left before it.
         seed: of the draws.
 
     >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (9.0 - positions[..., None])

@@ -45,6 +45,7 @@ def _levelled(log_distribution: Tensor, min_p: float) -> Tensor:
 
 
 def _divergence(then: Tensor, now: Tensor) -> Tensor:
-    """Sum of ``p_then (log p_then - log p_now)``, where a ``p_then`` of 0 adds nothing, and a ``p_now`` of 0 else infinity."""
+    """Sum of ``p_then (log p_then - log p_now)``, where a ``p_then`` of 0 adds nothing; otherwise a ``p_now`` of 0 gives
+    infinity."""
     terms = torch.where(now == -torch.inf, torch.inf, then.exp() * (then - now))
     return torch.where(then == -torch.inf, 0.0, terms).sum(-1)

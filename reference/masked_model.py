@@ -1,7 +1,7 @@
 """A masked-diffusion transformer as plainly as it can be written: one sequence, published tensor names, any dtype up to fp64.
 
 Sources: LLaDA 8B and Dream 7B (Qwen2's layers), with the names of their tensors. It serves as an oracle for the models, caches
-and decoders, so it shares no code with them. Its layers come in parts, so that a sampler can keep what a cache would keep:
+and decoders, so it shares no code with them. Its layers are split into parts, so that a sampler can keep what a cache would keep:
 
     x = embed(tokens)
     per layer:  q, k, v = qkv(i, x, positions);  x = x + attend(i, q, k, v);  x = x + feed_forward(i, x)
@@ -55,7 +55,7 @@ KeyValues = list[tuple[Tensor, Tensor]]  # k and v (S, K, D) of the rows 0 .. S 
 
 
 class MaskedTransformerReference:
-    """The model of the weights in a flat state dict; sizes are read off their shapes.
+    """The model with the weights of a flat state dict; sizes are read from their shapes.
 
     Args:
         weights: tensors by their published names, all of one floating dtype. A bias of q, k or v is used if it is there;
@@ -64,7 +64,7 @@ class MaskedTransformerReference:
         names: "llada" or "qwen2" (Dream).
         rope_theta: base of the rotation's frequencies.
         norm_eps: added to the mean square.
-        predicts: what row i is about: "own" (token i) or "next" (token i + 1); LLaDA does the one, Dream the other.
+        predicts: what row i predicts: "own" (token i, as LLaDA) or "next" (token i + 1, as Dream).
 
     >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
     >>> tokens = torch.tensor([[4, 2, 7]])
@@ -107,7 +107,7 @@ class MaskedTransformerReference:
 
     def recompute(self, tokens: Sequence[int], start: int, past: KeyValues) -> Tensor:
         """Logits ``(T, V)`` of `tokens` from position `start` on. In every layer their k and v replace rows
-        ``start .. start + T - 1`` of `past`, or are appended to it, and then they see all of it, whoever wrote it.
+        ``start .. start + T - 1`` of `past`, or are appended to it, and then they see all of it.
 
         >>> model = MaskedTransformerReference(random_weights("llada"), heads=4, names="llada")
         >>> first, again = model.recompute([4, 2, 7], 0, past := model.new_past()), model.recompute([2, 7], 1, past)
@@ -124,7 +124,7 @@ class MaskedTransformerReference:
         return self.logits(x)
 
     def new_past(self) -> KeyValues:
-        """No rows for any layer."""
+        """Empty K and V for every layer."""
         nothing = torch.empty(0, self.kv_heads, self.head_dim, dtype=self.dtype)
         return [(nothing, nothing)] * self.layers
 
@@ -135,8 +135,8 @@ class MaskedTransformerReference:
     def qkv(self, layer: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q ``(T, H, D)``, k and v ``(T, K, D)`` of rows of the residual stream at `positions` ``(T,)``; q and k are rotated.
 
-        Norm, projection and rotation of a row have nothing to do with other rows: what a cache keeps before the rotation and
-        rotates when it reads it (dLLM-Cache, Fast-dLLM), it could as well keep rotated.
+        Norm, projection and rotation of a row do not depend on other rows: what a cache keeps before the rotation and
+        rotates when it reads it (dLLM-Cache, Fast-dLLM), it could equally keep rotated.
         """
         x = self._norm(x, "attention_norm", layer)
         q, k, v = (self._linear(x, name, layer).unflatten(-1, (-1, self.head_dim)) for name in "qkv")
@@ -144,7 +144,7 @@ class MaskedTransformerReference:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """What attention adds to the residual stream of the rows q ``(T, H, D)`` over k and v ``(S, K, D)``, after the output
-        projection: ``(T, E)``. The rows see everything, or what `mask` ``(T, S)`` lets them."""
+        projection: ``(T, E)``. The rows see everything, or what `mask` ``(T, S)`` shows."""
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(self.head_dim)
@@ -160,7 +160,7 @@ class MaskedTransformerReference:
         return self._linear(torch.nn.functional.silu(gate) * up, "down", layer)
 
     def logits(self, x: Tensor) -> Tensor:
-        """``(T, V)`` of the residual stream after the last layer, rows as the model has them: see `predicts`."""
+        """``(T, V)`` of the residual stream after the last layer, rows as in the model: see `predicts`."""
         head = self.weights.get(self.names["head"] + ".weight", self._weight("embedding"))
         return self._norm(x, "norm") @ head.T
 
@@ -176,7 +176,7 @@ class MaskedTransformerReference:
         return y if bias is None else y + bias
 
     def _norm(self, x: Tensor, part: str, layer: int | None = None) -> Tensor:
-        """Rounded to the model's dtype before the weight, as the published models do it."""
+        """Rounded to the model's dtype before the weight, as in the published models."""
         wide = x.to(self.wide)
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)
         return wide.to(x.dtype) * self._weight(part, layer)
@@ -206,7 +206,7 @@ def random_weights(
 
     Args:
         names: "llada" or "qwen2".
-        bias: of q, k and v; None: as the published models have it, Qwen2's only.
+        bias: of q, k and v; None: as in the published models, only for Qwen2.
     """
     generator = torch.Generator().manual_seed(seed)
     part, width = NAMES[names], hidden_size

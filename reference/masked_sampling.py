@@ -1,20 +1,20 @@
-"""What the samplers of masked-diffusion models share: the canvas, the guesses for its masks and how sure they are, schedules.
+"""Shared by the samplers of masked-diffusion models: the canvas, guesses for its masks and their confidence, schedules.
 
 The *canvas* is the prompt, followed by a mask token for every new token. A forward reads all of it and gives a guess and a
-confidence for every mask of a *window*, and some of them are committed: their guess is written and never changes. A place is
-a position in the sequence's own text. All samplers agree on this:
+confidence for every mask of a *window*, and some of them are committed: their guess is written and never changes. A position
+is relative to the sequence's own text. All samplers agree on this:
 
-- Only masks after the prompt are filled; a mask token inside the prompt is part of the prompt. LLaDA's code fills those as
-  well, though it does not count them.
-- The mask token is never a guess: its logit counts as -inf, in the distribution that the confidence comes from too. In the published
+- Only masks after the prompt are filled; a mask token inside the prompt is part of the prompt. LLaDA's code also fills those,
+  though it does not count them.
+- The mask token is never a guess: its logit counts as -inf, also in the distribution of the confidence. In the published
   codes it may win, and such a commit leaves the position masked.
-- Of equal confidences the lowest position comes first, of equal logits the lowest id; NaN confidences come last.
+- Among equal confidences the lowest position comes first, among equal logits the lowest id; NaN confidences come last.
 - A sequence ends when an end token follows the prompt with no mask between, or when no mask is left.
 - Token draws of position p in forward f of this sequence, counted from 1, use the numbers of step f and row p (sampling.py), and
-  where chance decides what is committed, that number of step f and position p which unmask.py has for the order.
+  random choices of what is committed use the number that unmask.py defines for the order at step f and position p.
 
 A model is a callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Its attribute `predicts`
-says what row i is about: "own" (token i, LLaDA; a callable without the attribute means it too) or "next" (token i + 1, Dream).
+says what row i predicts: "own" (token i, LLaDA; the default without the attribute) or "next" (token i + 1, Dream).
 
 Sources: "Large Language Diffusion Models" (LLaDA) and its sampler; Dream 7B's sampler for the scores and the timesteps.
 """
@@ -39,7 +39,7 @@ Forward = Callable[[Sequence[int]], Tensor]
 
 
 class MaskedStep(NamedTuple):
-    """One forward and what came of it."""
+    """One forward and its result."""
 
     tokens: list[int]  # the whole canvas before the step
     committed: dict[int, int]  # position -> token
@@ -75,14 +75,14 @@ class Canvas:
         self.start, self.end = len(prompt), len(prompt) + max_new_tokens
         self.tokens = [*prompt, *[mask_token] * max_new_tokens]
         self.mask_token, self.end_tokens = mask_token, tuple(end_tokens)
-        self.forwards = 0  # those that guess, whose number names their draws
+        self.forwards = 0  # guessing forwards, whose number keys their draws
         self.others = 0
         self.trace: list[MaskedStep] = []
 
     def masks(self, window: Window) -> list[int]:
-        """Places of the window that are still to be filled, in order."""
+        """Positions of the window that are still masked, in order."""
         start, end = max(window[0], self.start), min(window[1], self.end)
-        return [place for place in range(start, end) if self.tokens[place] == self.mask_token]
+        return [position for position in range(start, end) if self.tokens[position] == self.mask_token]
 
     @property
     def text(self) -> list[int]:
@@ -97,11 +97,11 @@ class Canvas:
         return len(written) == self.end - self.start or (bool(written) and written[-1] in self.end_tokens)
 
     def commit(self, guesses: Guesses, chosen: Iterable[int], window: Window) -> None:
-        """Write the guesses of the positions `chosen`, and the step into the trace."""
-        committed = {place: guesses.tokens[place] for place in sorted(chosen)}
+        """Writes the guesses of the positions `chosen`, and the step into the trace."""
+        committed = {position: guesses.tokens[position] for position in sorted(chosen)}
         self.trace.append(MaskedStep(list(self.tokens), committed, guesses.confidence, window))
-        for place, token in committed.items():
-            self.tokens[place] = token
+        for position, token in committed.items():
+            self.tokens[position] = token
 
     def result(self) -> MaskedResult:
         return MaskedResult(self.text, self.forwards + self.others, self.trace)
@@ -111,9 +111,9 @@ def predicts(model: object) -> str:
     return getattr(model, "predicts", "own")
 
 
-def about_places(logits: Tensor, predicted: str) -> Tensor:
-    """Rows of logits ``(T, V)``, shifted so that row p predicts position p. Row 0 of a model that predicts the next token stays
-    as it is (as in Dream's code), and must not be read: position 0 belongs to the prompt.
+def by_position(logits: Tensor, predicted: str) -> Tensor:
+    """Rows of logits ``(T, V)``, shifted so that row p predicts position p. Row 0 of a model that predicts the next token is kept
+    (as in Dream's code), but must not be read: position 0 belongs to the prompt.
 
     >>> about_places(torch.tensor([[1.0], [2.0], [3.0]]), "next").flatten().tolist()
     [1.0, 1.0, 2.0]
@@ -122,13 +122,13 @@ def about_places(logits: Tensor, predicted: str) -> Tensor:
 
 
 def bidirectional(model: Model) -> Forward:
-    """Every row sees all that is fed; positions count from 0."""
+    """Every row sees the whole input; positions count from 0."""
 
     def forward(tokens: Sequence[int]) -> Tensor:
         length = len(tokens)
         visible = torch.ones(length, length, dtype=torch.bool)
         logits = model(torch.tensor([list(tokens)], dtype=torch.int64), torch.arange(length)[None], visible)[0]
-        return about_places(logits, predicts(model))
+        return by_position(logits, predicts(model))
 
     return forward
 
@@ -138,7 +138,7 @@ def probability(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def margin(distribution: Tensor, tokens: Sequence[int]) -> Tensor:
-    """How far the most probable token is ahead of the second one; ahead of nothing where there is one token only."""
+    """How far the most probable token is ahead of the second one, or of 0 if there is only one token."""
     top = distribution.topk(min(2, distribution.shape[-1]), -1).values
     return top[:, 0] - (top[:, 1] if top.shape[-1] > 1 else 0.0)
 
@@ -165,18 +165,18 @@ def guess(
     """A token for every mask of the window, drawn with the numbers of the canvas's last forward, and its confidence.
 
     Args:
-        logits: ``(T, V)``, row p about position p; T may end anywhere after the window.
-        banned: ids besides the mask token that count as impossible.
+        logits: ``(T, V)``, row p for position p; T may end anywhere after the window.
+        banned: ids that count as impossible, besides the mask token.
         distribution: that of the confidence. "model": softmax(logits). "sampling": what the token was drawn from, tempered and filtered.
         top_p, min_p: filters of the draw, see token_statistics.py. The published filters sort, cut between equals, and keep the
-            token at which the mass before it is `top_p` exactly.
-        top_k: and of what these leave only tokens that are among the `top_k` most probable; equals of the last one stay.
+            token if the mass before it is exactly `top_p`.
+        top_k: of what these leave keep only the `top_k` most probable tokens; equals of the last one stay.
         score: of a distribution ``(R, V)`` and the tokens; the token's probability by default.
     """
-    places = canvas.masks(window)
-    if not places:
+    positions = canvas.masks(window)
+    if not positions:
         return Guesses({}, {})
-    rows = logits[places].double()
+    rows = logits[positions].double()
     for token in (canvas.mask_token, *banned):
         rows = without(rows, token)
     if (rows == -torch.inf).all(-1).any():
@@ -184,10 +184,10 @@ def guess(
     drawn = rows.masked_fill(~kept(rows, temperature or 1.0, top_p, min_p), -torch.inf)
     if top_k is not None:
         drawn = drawn.masked_fill(rows < rows.topk(min(top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
-    tokens = draw(drawn, places, temperature, seed, canvas.forwards)
+    tokens = draw(drawn, positions, temperature, seed, canvas.forwards)
     scores = drawn / (temperature or 1.0) if distribution == "sampling" else rows
     confidence = score(torch.softmax(scores, -1), tokens).tolist()
-    return Guesses(dict(zip(places, tokens)), dict(zip(places, confidence)))
+    return Guesses(dict(zip(positions, tokens)), dict(zip(positions, confidence)))
 
 
 def surest(
@@ -200,11 +200,11 @@ def surest(
 ) -> list[int]:
     """The positions to commit, the most confident one first (unmask.py has the order and the rules).
 
-    - quota: so many, or all there are.
+    - quota: that many, or all if there are fewer.
     - threshold: all that reach it (strict: exceed it); if none does, `quota` of them.
-    - factor: Fast-dLLM's rule as its code has it: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
+    - factor: Fast-dLLM's rule as in its code: with c_1 >= c_2 >= .. >= c_m, find the first n >= 2 with
       c_n < 1 - factor / (n + 1) and commit n - 1 positions; but all m if n = m, or if there is no such n. The paper commits the
-      largest n with (n + 1) (1 - c_n) < factor: that a failure of the last rank alone counts for nothing is the code's slip.
+      largest n with (n + 1) (1 - c_n) < factor: ignoring a failure at only the last rank is a slip of the code.
 
     >>> surest({3: 0.5, 4: float("nan"), 5: 0.9, 6: 0.5}, quota=4)
     [5, 3, 6, 4]
@@ -213,12 +213,17 @@ def surest(
     >>> surest({0: 0.99, 1: 0.01}, factor=1.0), surest({0: 0.99, 1: 0.01, 2: 0.01}, factor=1.0)
     ([0, 1], [0])
     """
-    places = sorted(confidence)
-    places = [places[rank] for rank in ranked([confidence[place] for place in places])]
+    positions = sorted(confidence)
+    positions = [positions[rank] for rank in ranked([confidence[position] for position in positions])]
     count = count_to_commit(
-        [confidence[place] for place in places], quota=quota, threshold=threshold, need=1, factor=factor, strict=strict
+        [confidence[position] for position in positions],
+        quota=quota,
+        threshold=threshold,
+        need=1,
+        factor=factor,
+        strict=strict,
     )
-    return places[:count]
+    return positions[:count]
 
 
 def quotas(masks: int, steps: int) -> list[int]:
@@ -242,7 +247,7 @@ def blocks(canvas: Canvas, block_size: int | None) -> list[Window]:
 
 
 def steps_per_block(op: str, steps: int | None, windows: Sequence[Window]) -> list[int]:
-    """`steps` shared out evenly among the blocks; None: as many for each block as it has positions, which is one token per step."""
+    """`steps` divided evenly among the blocks; None: as many for each block as it has positions, one token per step."""
     if steps is None:
         return [end - start for start, end in windows]
     if steps < 1 or steps % max(len(windows), 1):

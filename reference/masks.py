@@ -1,4 +1,4 @@
-"""Dense masks as rules on single pairs: each function lists the tokens, then asks for every (row, column) whether the rule of
+"""Dense masks as rules on single pairs: each function lists the tokens, then evaluates for every (row, column) whether the rule of
 the source lets the row see the column. Returns ``(visible, positions)``: bool ``(rows, columns)`` and int64 ``(rows,)``."""
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def full(q_len: int, kv_len: int | None = None) -> Mask:
 
 
 def block_causal(length: int, block_size: int, prefix_len: int = 0) -> Mask:
-    """In the prefix ``k <= q``; after it the whole prefix, and ``block(k) <= block(q)``, blocks counted from the prefix on."""
+    """In the prefix ``k <= q``; after it the whole prefix, and ``block(k) <= block(q)``, blocks counted from the end of the
+    prefix."""
 
     def sees(q: int, k: int) -> bool:
         if q < prefix_len:
@@ -128,9 +129,9 @@ def planned(
 ) -> Mask:
     """Planned Diffusion. The mask is built as in the released training code, row by row of text:
 
-    plan tokens attend to what plan tokens have been shown so far, and to each other causally; the chunks of a round see the same (or,
-    with "visible" open chunks, all earlier rows), and each other (dense) or only their own chunk (sparse); a sync token sees
-    all earlier rows and shows them to all later rows.
+    plan tokens attend to what has been shown to plan tokens so far, and to each other causally; the chunks of a round see the
+    same (or, with "visible" open chunks, all earlier rows), and each other (dense) or only their own chunk (sparse); a sync
+    token sees all earlier rows and shows them to all later rows.
     """
     shown: set[int] = set()  # tokens that plan rows may see
     seen_by: list[set[int]] = []
@@ -157,10 +158,10 @@ def planned(
 def planned_streams(
     stages: Sequence[tuple[int, Sequence[int], bool]], sparse: bool = False, open_chunks: str = "hidden"
 ) -> Mask:
-    """A noisy copy of all chunks, then the clean text without the chunks that no other round may see. Clean rows see of clean rows
-    what `planned` says; noisy rows see what it says of their own round's noisy rows, and of the clean rows of all others."""
+    """A noisy copy of all chunks, then the clean text without the chunks that no other round may see. Clean rows see clean rows
+    as in `planned`; noisy rows see their own round's noisy rows, and the clean rows of all others, as in `planned`."""
     text, _ = planned(stages, sparse, open_chunks)
-    round_of: list[int] = []  # -1 for tokens outside of chunks
+    round_of: list[int] = []  # -1 for tokens outside chunks
     for number, (plan, chunks, sync) in enumerate(stages):
         round_of += [-1] * plan + [number] * sum(chunks) + [-1] * sync
     everything = range(len(round_of))
@@ -220,11 +221,11 @@ def anchored(
         ids = documents.tolist()
     else:
         ids = [document for document, length in enumerate(documents) for _ in range(length)]
-    places = [int(anchor) for anchor in anchors]
-    sizes = [block] * len(places) if isinstance(block, int) else [int(size) for size in block]
-    # Number of the block or None, base token or anchor, place in the block.
+    anchor_tokens = [int(anchor) for anchor in anchors]
+    sizes = [block] * len(anchor_tokens) if isinstance(block, int) else [int(size) for size in block]
+    # Number of the block or None, base token or anchor, offset in the block.
     tokens = [(None, i, 0) for i in range(len(ids))]
-    tokens += [(j, anchor, t) for j, (anchor, size) in enumerate(zip(places, sizes)) for t in range(size)]
+    tokens += [(j, anchor, t) for j, (anchor, size) in enumerate(zip(anchor_tokens, sizes)) for t in range(size)]
 
     def sees(q: tuple[int | None, int, int], k: tuple[int | None, int, int]) -> bool:
         if k[0] is not None:

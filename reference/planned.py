@@ -1,4 +1,4 @@
-"""Planned diffusion: a plan is written token by token, then the chunks that it asks for are filled in together.
+"""Planned diffusion: a plan is written token by token, then the chunks that it requests are filled in together.
 
 Source: "Planned Diffusion" and the decoder published with it.
 
@@ -21,11 +21,11 @@ from .sampling import OWN, draw, without
 from .token_statistics import kept
 from .unmask import ranked
 
-LARGEST = 10**9  # number in a plan; no text is as long
+LARGEST = 10**9  # of a number in a plan; no text is that long
 
 
 class Tags(NamedTuple):
-    """Control tokens, the digits 0 .. 9, tokens of a chunk for each unit of its number, and what a chunk's row predicts."""
+    """Control tokens, the digits 0 .. 9, tokens of a chunk per unit of its number, and what a chunk's row predicts."""
 
     chunk_open: int
     chunk_close: int
@@ -39,7 +39,7 @@ class Tags(NamedTuple):
 
 
 class BadPlan(Exception):
-    """A plan that asks for nothing that could be done; its argument says why."""
+    """A plan that cannot be carried out; its argument is the reason."""
 
 
 class Item(NamedTuple):
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
 
 class PlannedStep(NamedTuple):
-    """One denoising forward. Chunks and positions inside them count from 0."""
+    """One denoising forward. Chunks and positions within them count from 0."""
 
     round: int
     canvas: list[list[int]]  # the chunks' contents before
@@ -75,7 +75,7 @@ class PlannedResult(NamedTuple):
 
 
 def parse_last_number(plan: Sequence[int], tags: Any) -> list[Item]:
-    """The items of a plan: the number of each is the last run of digits in it. What is between items belongs to none.
+    """The items of a plan: the number of each is the last run of digits in it. Tokens between items are ignored.
 
     >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
     >>> [item.number for item in parse_last_number([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]
@@ -101,7 +101,7 @@ def parse_last_number(plan: Sequence[int], tags: Any) -> list[Item]:
 
 
 def _item(inside: list[int], digits: list[int]) -> Item:
-    ends = [place for place, token in enumerate(inside) if token in digits]
+    ends = [offset for offset, token in enumerate(inside) if token in digits]
     if not ends:
         raise BadPlan("no number")
     start = stop = ends[-1] + 1
@@ -111,8 +111,8 @@ def _item(inside: list[int], digits: list[int]) -> Item:
 
 
 def parse_published(text: Sequence[int], tags: Any) -> list[Item]:
-    """As published: of all that follows the last sync token, wherever that is, each opening and the next closing make an item;
-    its number is its first digit, and the next token if that is a digit too.
+    """As published: in everything after the last sync token, wherever that is, each opening and the next closing token make an
+    item; its number is its first digit, and the next token if that is a digit too.
 
     >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10))
     >>> [item.number for item in parse_published([12, 20, 1, 21, 4, 13, 12, 22, 1, 0, 0, 13], tags)]
@@ -127,17 +127,17 @@ def parse_published(text: Sequence[int], tags: Any) -> list[Item]:
         if tags.topic_close not in text:
             break
         inside, text = text[: text.index(tags.topic_close)], text[text.index(tags.topic_close) + 1 :]
-        places = [place for place, token in enumerate(inside) if token in digits]
-        if not places:
+        offsets = [offset for offset, token in enumerate(inside) if token in digits]
+        if not offsets:
             raise BadPlan("no number")
-        first = places[0]
+        first = offsets[0]
         two = [token for token in inside[first : first + 2] if token in digits]
         items.append(Item(inside[:first], int("".join(str(digits.index(token)) for token in two))))
     return items
 
 
 def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
-    """Lengths of chunks that fit into `room` tokens with their tags: the longest ones are cut to what is left; None: not even tags do.
+    """Lengths of chunks that fit into `room` tokens with their tags: the longest ones are cut to fit; None: not even the tags fit.
 
     >>> fitted([4, 9, 2], 21), fitted([4, 9, 2], 18), fitted([4, 9], 3)
     ([4, 9, 2], [4, 6, 2], None)
@@ -147,7 +147,7 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
         if max(cut) == 0:
             return None
         most = max(cut)
-        last = max(place for place, length in enumerate(cut) if length == most)
+        last = max(offset for offset, length in enumerate(cut) if length == most)
         cut[last] -= 1
     return cut
 
@@ -156,7 +156,7 @@ def fitted(lengths: Sequence[int], room: int) -> list[int] | None:
 
 
 def steps_of(longest: int, ratio: float, schedule: str) -> int:
-    """Forwards of a round whose longest chunk has so many masks. Published: r l, rounded down, which may be 0; here it is not.
+    """Forwards of a round whose longest chunk has this many masks. Published: r l, rounded down, which may be 0; here at least 1.
 
     >>> steps_of(10, 0.25, "published"), steps_of(10, 0.25, "even"), steps_of(2, 0.25, "published")
     (2, 3, 1)
@@ -186,8 +186,8 @@ def quota(masks: int, step: int, steps: int, schedule: str) -> int:
 
 
 def threshold_quota(masks: int, step: int, steps: int, carry: int) -> int:
-    """The candidates of a step of the published threshold rule; `carry`: those that the step before refused. Unlike there, no
-    more than there are.
+    """The candidates of a step of the published threshold rule; `carry`: those that the previous step rejected. Unlike there, no
+    more than exist.
 
     >>> threshold_quota(40, 0, 20, 0), threshold_quota(9, 25, 20, 30), threshold_quota(9, 25, 20, 3)
     (2, 9, 4)
@@ -212,7 +212,7 @@ class _Sampling(NamedTuple):
     seed: int
 
     def guess(
-        self, rows: Tensor, places: Sequence[int], step: int, banned: Sequence[int], order: str
+        self, rows: Tensor, offsets: Sequence[int], step: int, banned: Sequence[int], order: str
     ) -> tuple[list[int], list[float]]:
         """A token for each row, and its score, both of the tempered and filtered distribution."""
         rows = rows.double()
@@ -221,7 +221,7 @@ class _Sampling(NamedTuple):
         drawn = rows.masked_fill(~kept(rows, self.temperature or 1.0, self.top_p, 0.0), -torch.inf)
         if self.top_k is not None:
             drawn = drawn.masked_fill(rows < rows.topk(min(self.top_k, rows.shape[-1])).values[:, -1:], -torch.inf)
-        ids = draw(drawn, places, self.temperature, self.seed, step)
+        ids = draw(drawn, offsets, self.temperature, self.seed, step)
         scores = SCORES[order](torch.softmax(drawn / (self.temperature or 1.0), -1), ids)
         return ids, scores.tolist()
 
@@ -254,30 +254,30 @@ def planned(
 ) -> PlannedResult:
     """Rounds of a plan and its chunks, until a plan ends with an end token.
 
-    In each step of a round all chunks that have masks commit some, each its own surest ones. All are on one clock, which the longest
+    In each step of a round all chunks that have masks commit their most confident ones. All share one clock, which the longest
     chunk sets. Guesses for masks are never the mask, a control token other than the filler, or an end token.
 
-    Where the published code differs: it may guess any token; it never looks whether the chunks fit; an empty plan is an assertion;
-    with r l below 1 it fills nothing; its threshold rule asks for more candidates than there are.
+    Where the published code differs: it may guess any token; it never checks whether the chunks fit; an empty plan is an assertion;
+    with r l below 1 it fills nothing; its threshold rule may request more candidates than exist.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``. Plan rows predict the next
-            token, chunk rows what `tags.predicts` says.
+            token, chunk rows follow `tags.predicts`.
         prompt, max_new_tokens, mask_token, end_tokens, seed: as in :func:`~pdkernels.reference.llada.llada`. All new tokens count,
             control tokens included; chunks that do not fit are cut, the longest first.
         tags: control tokens, :class:`Tags` or the like.
-        sparse: chunks of a round are blind to each other.
+        sparse: chunks of a round do not see each other.
         steps_ratio: r; a round has r times as many steps as its longest chunk has masks.
-        order: what masks are ranked by: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
-        threshold: commit by confidence instead. With `rule` "threshold" all that reach it, and the best one; with
-            "published" those among the schedule's share and what was refused before.
+        order: score that ranks masks: "entropy", "confidence" or "margin"; None: entropy, or confidence with a threshold.
+        threshold: commit by confidence instead. With `rule` "threshold" all that reach it, and always the best one; with
+            "published" those among the schedule's share plus what was rejected before.
         schedule: "published" or "even" shares.
         length_scale, unit: a chunk has ``int(number * unit * length_scale)`` masks; unit None: that of the tags.
-        cache: "exact", or "published": rows of a chunk stay those of the forward that gave it its last token, which was a mask in it.
-            Dense chunks of the same round see them too.
+        cache: "exact", or "published": rows of a chunk are kept from the forward that filled its last token, where that was
+            still a mask. Dense chunks of the same round see them too.
         parser: "last_number" or "published".
         on_bad_plan: "stop" or "raise".
-        max_rounds: end after so many; None: go on.
+        max_rounds: end after this many; None: no limit.
         temperature, top_p, top_k: of all draws.
 
     >>> tags = Tags(10, 11, 12, 13, 14, 15, range(10), unit=1)
@@ -342,31 +342,31 @@ def planned(
             before, committed = [list(chunk) for chunk in chunks], dict[tuple[int, int], int]()
             base = len(text) + 1
             for number, chunk in enumerate(chunks):
-                places = [place for place, token in enumerate(chunk) if token == mask_token]
-                if places:
+                offsets = [offset for offset, token in enumerate(chunk) if token == mask_token]
+                if offsets:
                     shift = 1 if tags.predicts == "next" else 0
                     ids, scores = sampling.guess(
-                        logits[number][[1 + place - shift for place in places]],
-                        [base + place for place in places],
+                        logits[number][[1 + offset - shift for offset in offsets]],
+                        [base + offset for offset in offsets],
                         forwards + steps_taken,
                         banned,
                         order,
                     )
                     best = ranked(scores)
                     if threshold is None:
-                        count = quota(len(places), step, steps, schedule)
+                        count = quota(len(offsets), step, steps, schedule)
                     else:
                         sure = sum(score >= threshold for score in scores)
                         count = max(1, sure)
                         if rule == "published":
-                            most = threshold_quota(len(places), step, steps, carry[number])
+                            most = threshold_quota(len(offsets), step, steps, carry[number])
                             count = min(count, most)
                             carry[number] = most - count
                     for rank in best[:count]:
-                        committed[number, places[rank]] = ids[rank]
+                        committed[number, offsets[rank]] = ids[rank]
                 base += len(chunk) + 2
-            for (number, place), token in committed.items():
-                chunks[number][place] = token
+            for (number, offset), token in committed.items():
+                chunks[number][offset] = token
             rows.filled(chunks)
             trace.append(PlannedStep(len(rounds), before, committed))
             step += 1

@@ -1,4 +1,4 @@
-"""The logits that planned diffusion asks for: of a whole text, or of rows as the published cache holds them."""
+"""The logits that planned diffusion uses: of a whole text, or of rows as held by the published cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scaffold(chunks: Sequence[Sequence[int]], tags: Any) -> list[int]:
 
 
 class Whole:
-    """Every forward is over the whole text."""
+    """Every forward runs over the whole text."""
 
     def __init__(self, model: Model, tags: Any, sparse: bool) -> None:
         self._model, self._tags, self._sparse = model, tags, sparse
@@ -28,11 +28,11 @@ class Whole:
         self._start = 0  # of the round, after the last sync
 
     def plan(self, text: list[int]) -> Tensor:
-        """``(1, V)``, of the last token."""
+        """``(1, V)``, for the last token."""
         return self._forward(text, (len(text) - self._start, (), False))[-1:]
 
     def fill(self, text: list[int], chunks: list[list[int]]) -> list[Tensor]:
-        """``(n + 2, V)`` of each chunk that has masks, tags included; the others do not matter."""
+        """``(n + 2, V)`` for each chunk that has masks, tags included; the others are ignored."""
         lengths = tuple(len(chunk) + 2 for chunk in chunks)
         rows = self._forward(text + scaffold(chunks, self._tags), (len(text) - self._start, lengths, False))
         return list(rows[len(text) :].split(lengths))
@@ -41,7 +41,7 @@ class Whole:
         """The chunks after a step."""
 
     def end(self, text: list[int], chunks: list[list[int]]) -> None:
-        """The text ends with these chunks and a sync token now."""
+        """The text now ends with these chunks and a sync token."""
         lengths = tuple(len(chunk) + 2 for chunk in chunks)
         self._stages.append((len(text) - self._start - sum(lengths) - 1, lengths, True))
         self._start = len(text)
@@ -52,10 +52,10 @@ class Whole:
 
 
 class Published:
-    """What the published cache holds: rows as they were when they were computed last, whatever comes later. Those of a chunk are of
-    the forward that gave it its last token, which was a mask in it.
+    """What the published cache holds: rows as last computed, whatever comes later. Those of a chunk are from
+    the forward that filled its last token, where that was still a mask.
 
-    A model without a cache computes them again in each forward, with all rows that they saw at the time. Later rows see those that
+    A model without a cache recomputes them in each forward, with all rows that they saw at the time. Later rows see those that
     were kept.
     """
 
@@ -64,7 +64,7 @@ class Published:
         self._tokens, self._positions = list[int](), list[int]()
         self._seen = list[Tensor]()  # for each row, the numbers of the rows that it saw
         self._kept = list[int]()
-        self._before = list[int]()  # what was kept before the round's chunks
+        self._before = list[int]()  # rows kept before the round's chunks
         self._fed = 0  # tokens of the text
         self._open: list[int] | None = None
 
@@ -82,11 +82,11 @@ class Published:
         self._open = [n for n, chunk in enumerate(chunks) if first or self._mask_token in chunk]
         lengths = [len(chunk) + 2 for chunk in chunks]
         starts = [sum(lengths[:n]) for n in range(len(chunks))]
-        places = [starts[n] + row for n in self._open for row in range(lengths[n])]
-        among = planned_mask([(0, tuple(lengths), False)], self._sparse)[0][places][:, places]
+        open_rows = [starts[n] + row for n in self._open for row in range(lengths[n])]
+        among = planned_mask([(0, tuple(lengths), False)], self._sparse)[0][open_rows][:, open_rows]
         tokens = scaffold([chunks[n] for n in self._open], self._tags)
         context = self._before if self._sparse else self._kept
-        rows = self._forward(tokens, [len(text) + place for place in places], among, context)
+        rows = self._forward(tokens, [len(text) + row for row in open_rows], among, context)
         found = [rows[:0]] * len(chunks)
         for n, own in zip(self._open, rows.split([lengths[n] for n in self._open])):
             found[n] = own
@@ -118,7 +118,7 @@ class Published:
         return self._model(every, torch.tensor([self._positions + positions]), mask)[0][held:]
 
     def _keep(self, rows: Sequence[int]) -> None:
-        """Of the last forward."""
+        """Rows of the last forward."""
         if rows:
             tokens, positions, seen = self._new
             self._kept += [len(self._tokens) + row for row in rows]

@@ -1,6 +1,6 @@
-"""The training step of planned diffusion on one text, token by token: who sees whom, which row predicts what, and the loss.
+"""The training step of planned diffusion on one text, token by token: the mask, the targets, and the loss.
 
-A text is a list of tokens with tables beside it; nothing is packed, and a text whose earlier rounds are to be clean is run once for
+A text is a list of tokens with tables; nothing is packed, and a text whose earlier rounds are to be clean is run once for
 each round.
 """
 
@@ -22,17 +22,17 @@ class Text(NamedTuple):
 
     tokens: list[int]
     chunk: list[int]
-    """0 outside of chunks, else the number of the chunk, from 1 on; its tags belong to it."""
+    """0 outside chunks, else the number of the chunk, from 1; its tags belong to it."""
     round: list[int]
-    """From 0 on; a sync belongs to the round after it."""
+    """The round, from 0; a sync belongs to the round after it."""
     tag: list[bool]
-    """The first and the last token of a chunk."""
+    """Whether it is the first or the last token of a chunk."""
     prompt: int
-    """Tokens of the prompt."""
+    """Length of the prompt."""
 
 
 def visible(text: Text, sparse: bool) -> Tensor:
-    """(T, T) bool, the closed form over the tables, for texts whose rounds all end with a sync, the last one apart."""
+    """(T, T) bool, the closed form over the tables, for texts whose rounds all end with a sync, except the last."""
     chunk, number = text.chunk, text.round
     everything = range(len(text.tokens))
 
@@ -47,16 +47,16 @@ def visible(text: Text, sparse: bool) -> Tensor:
 
 
 def plan_labels(text: Text) -> dict[int, int]:
-    """For the rows outside of chunks, from the last of the prompt on: the place of the next token outside of chunks."""
-    places = [i for i, chunk in enumerate(text.chunk) if chunk == 0]
-    return {row: place for row, place in zip(places, places[1:]) if row >= text.prompt - 1}
+    """For the rows outside chunks, from the last of the prompt on: the index of the next token outside chunks."""
+    indices = [i for i, chunk in enumerate(text.chunk) if chunk == 0]
+    return {row: target for row, target in zip(indices, indices[1:]) if row >= text.prompt - 1}
 
 
 def chunk_labels(text: Text, masked: Sequence[bool], predicts: str) -> dict[int, int]:
-    """For the rows that are trained on masked content: the place of the token that they are about."""
+    """For the rows that are trained on masked content: the index of the token that they predict."""
     shift = {"own": 0, "next": 1}[predicts]
-    places = [i for i, chunk in enumerate(text.chunk) if chunk > 0 and not text.tag[i] and masked[i]]
-    return {place - shift: place for place in places}
+    indices = [i for i, chunk in enumerate(text.chunk) if chunk > 0 and not text.tag[i] and masked[i]]
+    return {target - shift: target for target in indices}
 
 
 def loss(
@@ -74,7 +74,7 @@ def loss(
     clean = torch.tensor(text.tokens)
     see = visible(text, sparse)
     noisy = torch.tensor([mask_token if hidden else token for token, hidden in zip(text.tokens, masked)])
-    own = {row: place for row, place in chunk_labels(text, masked, predicts).items()}
+    own = {row: target for row, target in chunk_labels(text, masked, predicts).items()}
     if past == "noisy":
         plan_logits = logits_of(noisy, see)
         chunk_logits = {number: plan_logits for number in set(text.round)}
@@ -85,19 +85,19 @@ def loss(
             current = torch.tensor([r == number for r in text.round])
             chunk_logits[number] = logits_of(torch.where(current, noisy, clean), see)
     zero = plan_logits.new_zeros(())
-    plans = sum((F.cross_entropy(plan_logits[row], clean[place]) for row, place in plan_labels(text).items()), zero)
+    plans = sum((F.cross_entropy(plan_logits[row], clean[target]) for row, target in plan_labels(text).items()), zero)
     chunks = zero
-    for row, place in own.items():
-        chunks = chunks + F.cross_entropy(chunk_logits[text.round[place]][row], clean[place]) / p_mask[place]
+    for row, target in own.items():
+        chunks = chunks + F.cross_entropy(chunk_logits[text.round[target]][row], clean[target]) / p_mask[target]
     return plans, chunks, len(text.tokens) - text.prompt
 
 
 def published_loss(
     logits_of: Logits, text: Text, masked: Sequence[bool], t: float, mask_token: int, *, sparse: bool
 ) -> Tensor:
-    """The released code: labels are shifted and the selection is not, and everything is divided by t.
+    """The released code: labels are shifted but the selection is not, and everything is divided by t.
 
-    A row in a chunk keeps its label, the token after it unless that is a tag, where the row itself is masked.
+    A row in a chunk keeps its label, the token after it unless that is a tag, if the row itself is masked.
     """
     noisy = torch.tensor([mask_token if hidden else token for token, hidden in zip(text.tokens, masked)])
     logits = logits_of(noisy, visible(text, sparse))
@@ -106,5 +106,5 @@ def published_loss(
     for row, chunk in enumerate(text.chunk):
         if chunk > 0 and masked[row] and row < last and text.chunk[row + 1] == chunk and not text.tag[row + 1]:
             labels[row] = row + 1
-    total = sum(F.cross_entropy(logits[row], torch.tensor(text.tokens[place])) for row, place in labels.items())
+    total = sum(F.cross_entropy(logits[row], torch.tensor(text.tokens[target])) for row, target in labels.items())
     return total / t / (len(text.tokens) - (text.prompt - 1))

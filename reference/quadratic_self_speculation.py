@@ -1,6 +1,6 @@
-"""Quadratic self-speculation: one forward judges a draft and drafts the next one for every position where acceptance may stop.
+"""Quadratic self-speculation: one forward verifies a draft and drafts the next one for every position where acceptance may stop.
 
-Source: "Nemotron-Labs-Diffusion", appendix C. Equation 11 as printed gives the first token no masks of its own and lets the
+Source: "Nemotron-Labs-Diffusion", appendix C. Equation 11 as printed gives the first token no masks and lets the
 first mask of a group repeat the verifier's position; here, as in the released code, every draft token has a group, the
 first (the anchor) included, and the verifier's token replaces the first mask.
 
@@ -67,12 +67,12 @@ def verifier(own: Tensor, diffusion: Tensor, weight: float, form: str) -> Tensor
     """Logits ``(S, V)`` of the verifier from those of the draft tokens and of the first masks after them.
 
     "probability" is the paper's ``weight * p_AR + (1 - weight) * p_diff``, as logarithms; "logit" mixes logits, as the
-    released code does. Lossless against autoregressive decoding at weight 1 only, which is `own` itself.
+    released code does. Lossless with respect to autoregressive decoding only at weight 1, which is `own` itself.
     """
     if weight == 1.0:
         return own
     if weight == 0.0:
-        return diffusion.double()  # nothing times the minus infinity of an impossible token is no number
+        return diffusion.double()  # 0 times the -inf of an impossible token is NaN
     if form == "logit":
         return weight * own.double() + (1 - weight) * diffusion.double()
     return (weight * distribution(own, 1.0) + (1 - weight) * distribution(diffusion, 1.0)).log()
@@ -97,32 +97,32 @@ def quadratic_self_speculation(
     seed: int = 0,
     draft_model: DraftModel | None = None,
 ) -> QuadraticSelfSpeculationResult:
-    """One forward per step: keep the longest right part of the draft, go on with the guesses of its last token's group.
+    """One forward per step: keep the longest right part of the draft, continue with the guesses of its last token's group.
 
-    The draft shrinks to what `max_new_tokens` leaves; groups do not see later ones, so the others notice nothing. An end
-    token is noticed as soon as it is known, where the released code spends another forward on one that it gives itself.
+    The draft shrinks to what `max_new_tokens` leaves; groups do not see later ones, so the others are unaffected. An end
+    token takes effect as soon as it is known; the released code spends another forward on one of its own.
 
     Args:
         model: callable ``(tokens (1, T), positions (1, T), mask (T, T) bool) -> logits (1, T, V)``.
-        prompt: token ids, at least one. Its forward is a step whose draft is the last prompt token alone.
+        prompt: token ids, at least one. Its forward is a step whose draft is only the last prompt token.
         max_new_tokens: stop after exactly this many new tokens, or earlier after an end token.
-        mask_token: id of the masks; never a guess, where the released code lets it be one.
+        mask_token: id of the masks; never a guess; in the released code it can be.
         block_size: S, the anchor included. 1 is autoregressive decoding.
-        masks_per_group: M, at least ``S - label_shift``; by default that.
-        label_shift: 0 where a mask's row is about its own position (Nemotron-Labs-Diffusion), 1 where it is about the next
-            one. With 0 the first mask's guess is used by the ensemble alone.
+        masks_per_group: M, at least ``S - label_shift``, which is the default.
+        label_shift: 0 if a mask's row predicts its own position (Nemotron-Labs-Diffusion), 1 if it predicts the next
+            one. With 0 the first mask's guess is used only by the ensemble.
         in_group: "bidirectional" or "causal" attention among the masks of a group.
         layout: "spec_first" or "interleaved" order of the tokens; the result is the same.
         ensemble_weight: lambda in [0, 1], the weight of the autoregressive rows in the verifier. The prompt's forward uses
-            them alone.
+            only them.
         ensemble: "probability" (paper) or "logit" (released code), see :func:`verifier`.
-        temperature: of guesses and verifier, whose ensemble it is applied to (T above 0 has no rule in paper or code). The
-            verifier's draw is what is emitted: at weight 1 the tokens are those of
+        temperature: of guesses and verifier; applied to the ensemble (T above 0 has no rule in paper or code). The
+            verifier's draw is emitted: at weight 1 the tokens are those of
             :func:`~pdkernels.reference.sampling.sampled_autoregressive`, seed for seed.
-        allow_mask_token: whether a row that does not guess may say the mask token, as in the released code.
+        allow_mask_token: whether a row that does not guess may produce the mask token, as in the released code.
         end_tokens: stop after one of these; it is kept as the last token.
         seed: of the draws, see sampling.py.
-        draft_model: `model` with its drafting adapters, told which rows they act on: mask rows alone. None: `model`.
+        draft_model: `model` with its drafting adapters, given the rows they act on: only mask rows. None: `model`.
 
     >>> chain = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[(positions + (tokens != 8)) % 8]
     >>> quadratic_self_speculation(chain, [0, 1], 6, mask_token=8, block_size=4)[:2]
@@ -154,8 +154,8 @@ def quadratic_self_speculation(
         # Either layout lists the groups in order, and the masks of a group in order.
         diffusion = without(logits[rank > 0], mask_token).unflatten(0, (len(draft), masks)) if masks else logits[:0]
         judge = verifier(own, diffusion[:, 0], weight, ensemble) if masks else own
-        places = range(len(prefix) + 1, len(prefix) + 1 + len(draft))
-        predictions = draw(judge, places, temperature, seed, OWN)
+        following = range(len(prefix) + 1, len(prefix) + 1 + len(draft))
+        predictions = draw(judge, following, temperature, seed, OWN)
         accepted = accepted_length(draft, predictions, end_tokens)
 
         next_start = len(prefix) + accepted
@@ -168,7 +168,7 @@ def quadratic_self_speculation(
     tokens = draft[:1]
     trace: list[QuadraticStep] = []
     while tokens[-1] not in end_tokens and len(tokens) < max_new_tokens:
-        # The anchor is out already; each accepted draft token and the one after them add one.
+        # The anchor is already emitted; each accepted draft token and the one after them add one.
         draft = draft[: max_new_tokens - len(tokens)]
         accepted, predictions, following = step(prompt + tokens[:-1], draft, ensemble_weight, len(trace) + 2)
         trace.append(QuadraticStep(draft, predictions, accepted))

@@ -1,8 +1,8 @@
-"""A step of the recurrent-depth sampler without the model, written plainly: its input, its exit test, and which rows freeze.
+"""A step of the recurrent-depth sampler without the model, in plain form: its input, its exit test, and which rows freeze.
 
 Source: "Efficient Parallel Samplers for Recurrent-Depth Models" (arXiv 2510.14961), Algorithms 1 and 2, equations 1 to 3.
 Arguments and results are those of `pdkernels.recurrence_inject`, `recurrence_exit` and `recurrence_advance_`. In float64 all
-arithmetic is float64; only the drawn numbers stay the float32 ones that the kernels draw.
+arithmetic is float64; only the random numbers remain the float32 ones of the kernels.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MIXERS = ("linear", "sqrt")
 NEW_STATES = ("fresh", "copied")
 RULES = ("prefix", "last")
 
-# The fourth word of a counter: latent noise is independent of sampled tokens, which have 0 there.
+# The fourth word of a counter: latent noise is independent of sampled tokens, which use 0.
 LATENT = 1
 
 # Phi^-1(1/2 + t (Phi(3) - 1/2)) = t P(y) / Q(y) with y = 1 - t^2, a minimax fit of degree 6 over 6: 2.8e-7, rising powers of y.
@@ -37,7 +37,7 @@ def _powers(coefficients: tuple[float, ...], y: Tensor) -> Tensor:
 def quantile(words: Tensor) -> Tensor:
     """A random word as a number of the normal distribution truncated at +-3, float32.
 
-    The upper 24 bits of the word are ``t = 2 u - 1`` in steps of 2**-23, halfway between the steps: odd in the word, never 0, and
+    The upper 24 bits of the word are ``t = 2 u - 1`` in steps of 2**-23, offset by half a step: odd in the word, never 0, and
     exact in float32. Every operation is rounded separately, so that all devices get the same bits. The error is below 1e-6.
 
     Example:
@@ -59,7 +59,7 @@ def initial_state(
 
     Args:
         steps, positions: integer tensors that broadcast; so does `seed` where it is a tensor.
-        init_std: of the normal distribution before it is truncated at three times that. The published model has sqrt(2 / 5).
+        init_std: of the normal distribution before truncation at three times that. The published model has sqrt(2 / 5).
 
     Example:
         >>> initial_state(torch.tensor(0), torch.tensor([7, 8]), 3).shape
@@ -76,13 +76,13 @@ def initial_state(
 
 
 def _root(x: Tensor) -> Tensor:
-    """The square root, correctly rounded to float32 too, which torch's own need not be."""
+    """The square root, correctly rounded also in float32, which torch's may not be."""
     return x.to(torch.float64).sqrt().to(x.dtype)
 
 
 def noise_share(counts: Tensor, noise: float, schedule: str, horizon: int, dtype: torch.dtype) -> Tensor:
-    """beta: the fraction of a state after `counts` recurrences that becomes noise."""
-    # Tensors instead of numbers: torch divides by a number through its reciprocal, which rounds once more.
+    """beta: the fraction of a state that becomes noise after `counts` recurrences."""
+    # Tensors instead of numbers: torch divides by a number via its reciprocal, which rounds twice.
     counts = counts.to(dtype)
     share = torch.full_like(counts, noise)
     if schedule == "linear":
@@ -103,12 +103,12 @@ def _check_rows(op: str, width: Tensor, most: int, **numbers: Tensor) -> None:
 
 def _shifted(rows: Tensor, count: int, offset: Tensor) -> tuple[Tensor, Tensor]:
     """Row ``i + offset[b]`` for each row ``i < count``, and whether there is one."""
-    place = torch.arange(count, device=rows.device) + offset[:, None]
-    there = (place >= 0) & (place < rows.shape[1])
+    source = torch.arange(count, device=rows.device) + offset[:, None]
+    there = (source >= 0) & (source < rows.shape[1])
     if rows.shape[1] == 0:
         return rows.new_zeros(rows.shape[0], count, rows.shape[2]), there
-    place = place.clamp(0, rows.shape[1] - 1)
-    return rows.gather(1, place[..., None].expand(-1, -1, rows.shape[2])), there
+    source = source.clamp(0, rows.shape[1] - 1)
+    return rows.gather(1, source[..., None].expand(-1, -1, rows.shape[2])), there
 
 
 def recurrence_inject(
@@ -148,9 +148,9 @@ def recurrence_inject(
         last, there = _shifted(state, rows, advance)
         old = inside & (counts > 0)
         for b, i in (old & ~there).nonzero().tolist():
-            place = f"{state.shape[1]} rows, and row {i} of sequence {b} was row {i + int(advance[b])}"
+            actual = f"{state.shape[1]} rows, and row {i} of sequence {b} was row {i + int(advance[b])}"
             raise ValueError(
-                f"pdkernels.recurrence_inject: state must have the rows that recurrences counts, got {place}."
+                f"pdkernels.recurrence_inject: state must have the rows that recurrences counts, got {actual}."
             )
         if new_state == "copied":
             newest = torch.where(old, index, -1).amax(1) if rows else index.new_zeros(batch)
@@ -274,7 +274,7 @@ def recurrence_advance_(
             new = [inputs[0], *guesses[:w]]
             guessed = [0] * min(headway - 1, room) if filler is None else filler[b].tolist()
             row = new[n:] + guessed[: max(wave - 1 - (w - n), 0)]
-            tokens[b, : len(row)] = torch.tensor(row).to(tokens.dtype)  # cut to its bits, as the kernels do
+            tokens[b, : len(row)] = torch.tensor(row).to(tokens.dtype)  # truncated to its bits, as in the kernels
             kept = min(w - n, wave)
             counts = counts[n : n + kept] + [0] * (room - kept)
             unchanged = unchanged[n : n + kept] + [0] * (room - kept)

@@ -1,4 +1,4 @@
-"""Autoregressive decoding of a recurrent-depth model that stops a token's recurrence when it has settled.
+"""Autoregressive decoding of a recurrent-depth model that stops a token's recurrence once it has settled.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.1, with the
 criteria and thresholds of the released code.
@@ -34,7 +34,7 @@ class AdaptiveStep(NamedTuple):
     token: int  # the input
     prediction: int
     recurrences: int
-    values: list[float]  # of the criterion, one per check; inf where a check came too early to count
+    values: list[float]  # of the criterion, one per check; inf for a check too early to count
 
 
 class AdaptiveResult(NamedTuple):
@@ -56,7 +56,7 @@ def minp_distribution(logits: Tensor, min_p: float = 0.1) -> Tensor:
 
 
 def observed(criterion: str, state: Tensor, logits: Tensor | None) -> Tensor:
-    """What a criterion compares between two checks, of a state ``(E,)`` and its logits ``(V,)``."""
+    """The quantity that a criterion compares between two checks, from a state ``(E,)`` and its logits ``(V,)``."""
     if criterion in LATENT:
         return state
     distribution = torch.softmax(logits.double(), -1)
@@ -81,7 +81,7 @@ def at_first(criterion: str, state: Tensor, vocab_size: int) -> Tensor:
 
 
 def change(criterion: str, now: Tensor, before: Tensor) -> float:
-    """How far the observed thing moved; for argmax-stability 0.0 if it stayed and 1.0 if not.
+    """How far the observed quantity moved; for argmax-stability 0.0 if it stayed and 1.0 if not.
 
     >>> change("cosine", torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0]))
     1.0
@@ -94,7 +94,7 @@ def change(criterion: str, now: Tensor, before: Tensor) -> float:
         return (now - before).abs().item()
     if criterion == "argmax-stability":
         return float(now != before)
-    return (before.exp() * (before - now)).sum().item()  # KL of the distribution before from the one now
+    return (before.exp() * (before - now)).sum().item()  # KL of the previous distribution from the current one
 
 
 def recurrent_adaptive(
@@ -117,11 +117,11 @@ def recurrent_adaptive(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> AdaptiveResult:
-    """One token per forward, of as many recurrences as the token needs.
+    """One token per forward, with as many recurrences as the token needs.
 
-    Every `check_every` recurrences, from the first check on, the criterion compares the state, or the distribution of the next token, with that of the check
-    before; the token is done if the value is below the threshold. The prediction is that of the last state. The prompt is never
-    adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
+    Every `check_every` recurrences, from the first check on, the criterion compares the state, or the distribution of the next
+    token, with that of the previous check; the token is done if the value is below the threshold. The prediction is that of the
+    last state. The prompt is never adaptive, as in :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
 
     Args:
         model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
@@ -129,15 +129,15 @@ def recurrent_adaptive(
         recurrences: of the prompt.
         criterion: one of `THRESHOLDS`. "latent-diff": ``|z - z_last| / |z|``. "cosine": 1 - the cosine between the two.
             "entropy-diff": of the distribution, ``-sum p log(p + 1e-10)``, in absolute value. "kl": ``sum p_last (log p_last - log p)``.
-            "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that count and have not
-            changed the argmax; done if they are at least `threshold`.
+            "minp-kl": the same of distributions as in :func:`minp_distribution`. "argmax-stability": checks in a row that count
+            and have not changed the argmax; done if they are at least `threshold`.
         threshold: None: that of `THRESHOLDS`.
-        max_recurrences: of a token; None: `recurrences`. What is left of it after the last check is run without one.
-        min_recurrences: a check counts only if what it is compared with has had so many. With 0 the first check counts too; it
+        max_recurrences: of a token; None: `recurrences`. Those left after the last check run without one.
+        min_recurrences: a check counts only if what it is compared with has had this many. With 0 the first check counts too; it
             is compared with the initial state, entropy 100 or the uniform distribution, as in the released code.
         check_every: recurrences between two checks.
-        first_check: recurrences before the first one; None: `check_every`. The released code with `min_steps` has
-            ``min_steps + 1`` here, and all of its checks count.
+        first_check: recurrences before the first one; None: `check_every`. The released code with `min_steps` corresponds to
+            ``min_steps + 1``, with all checks counting.
 
     >>> from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
     >>> model = RecurrentDepthReference(random_weights(state_scale=0.1))

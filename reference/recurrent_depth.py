@@ -1,6 +1,6 @@
 """A recurrent-depth model as plainly as it can be written: one sequence, published tensor names, any dtype up to fp64.
 
-    e = prelude(tokens);  state = random;  state = core(state, e), as often as one likes;  logits = coda(state)
+    e = prelude(tokens);  state = random;  state = core(state, e), repeatedly;  logits = coda(state)
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 3, and the names
 of the tensors of Huginn-0125. It serves as an oracle for the models and decoders, so it shares no code with them.
@@ -8,14 +8,15 @@ of the tensors of Huginn-0125. It serves as an oracle for the models and decoder
 Weights, by name; a linear layer is ``(out, in)`` and has no bias; E hidden, H heads, D = E / H, F of the MLP, V ids:
 
     transformer.wte.weight (V, E)              times sqrt(E); the head too, unless there is an lm_head.weight (V, E)
-    transformer.{prelude,core_block,coda}.{i}  a layer with norms around its sublayers: norm_1 .. norm_4.weight (E,), attn.Wqkv.weight (3 E, E) with rows
+    transformer.{prelude,core_block,coda}.{i}  a layer with norms around its sublayers: norm_1 .. norm_4.weight (E,),
+    attn.Wqkv.weight (3 E, E) with rows
                                                q, k, v, attn.qk_bias (2, 1, H, D), attn.proj.weight (E, E), mlp.fc.weight (2 F, E)
                                                with rows gate, up, mlp.proj.weight (E, F)
     transformer.adapter.weight (E, 2 E)        columns: state, e
     transformer.ln_f.weight (E,)               used before and after the coda
 
-The layers number the *slots* of K and V: prelude, core, coda. A slot holds one row per position, regardless of the recurrences: each
-recurrence attends to the frozen rows and to the fresh ones that it makes itself, and what the last one made may be frozen.
+Layers number the *slots* of K and V: prelude, core, coda. A slot holds one row per position, regardless of the recurrences: each
+recurrence attends to the frozen rows and to the fresh rows that it makes, and those of the last one may be frozen.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PARTS = ("prelude", "core_block", "coda")
 
 
 class RecurrentPast:
-    """K and V of each slot: the rows that are frozen, and those of the last call, which the next one recomputes.
+    """K and V of each slot: the frozen rows, and those of the last call, which the next call recomputes.
 
     `length` rows are frozen in every slot; they are at positions 0 .. length - 1.
     """
@@ -41,13 +42,14 @@ class RecurrentPast:
         self.fresh: list[tuple[Tensor, Tensor] | None] = [None] * slots  # each (T, H, D)
 
     def seen(self, slot: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What rows `k`, `v` ``(T, H, D)`` of a slot may look at, ``(length + T, H, D)`` each; they become its fresh rows."""
+        """The K and V, ``(length + T, H, D)`` each, visible to rows `k`, `v` ``(T, H, D)`` of a slot; these become its fresh
+        rows."""
         self.fresh[slot] = k, v
         old = self.frozen[slot]
         return (k, v) if old is None else (torch.cat([old[0], k]), torch.cat([old[1], v]))
 
     def freeze(self, rows: int) -> None:
-        """Keep the first `rows` fresh rows of every slot; the other fresh rows are gone."""
+        """Freezes the first `rows` fresh rows of every slot; the other fresh rows are dropped."""
         for slot, fresh in enumerate(self.fresh):
             if fresh is None or len(fresh[0]) < rows:
                 raise ValueError(
@@ -59,13 +61,13 @@ class RecurrentPast:
         self.length += rows
 
     def cut(self, length: int) -> None:
-        """Forget the frozen rows from position `length` on."""
+        """Drops the frozen rows from position `length` on."""
         self.frozen = [None if rows is None else (rows[0][:length], rows[1][:length]) for rows in self.frozen]
         self.length = length
 
 
 class RecurrentDepthReference:
-    """The model of the weights in a flat state dict; sizes are read off their shapes.
+    """The model with the weights of a flat state dict; sizes are read from their shapes.
 
     Rows are at positions ``start, start + 1, ...``; with a `past`, ``start`` is its length. Every part attends causally to the
     frozen rows of its own slots and to the new rows.
@@ -101,7 +103,7 @@ class RecurrentDepthReference:
         return self.weights[f"transformer.{name}"]
 
     def new_past(self) -> RecurrentPast:
-        """A past with nothing frozen."""
+        """A past without frozen rows."""
         return RecurrentPast(sum(map(len, self.layers)))
 
     def prelude(self, tokens: Tensor, start: int, past: RecurrentPast | None = None) -> Tensor:
@@ -113,7 +115,7 @@ class RecurrentDepthReference:
         return self._run(1, torch.cat([state, e], -1) @ self["adapter.weight"].T, start, past)
 
     def coda(self, state: Tensor, start: int, past: RecurrentPast | None = None) -> Tensor:
-        """Logits ``(T, V)``: row i is about position ``start + i + 1``."""
+        """Logits ``(T, V)``: row i predicts position ``start + i + 1``."""
         x = self._run(2, self._norm(state, "ln_f.weight"), start, past)
         head = self.weights.get("lm_head.weight", self["wte.weight"])
         return self._norm(x, "ln_f.weight") @ head.T
@@ -144,7 +146,7 @@ class RecurrentDepthReference:
         return torch.einsum("hqk,khd->qhd", distribution, v).flatten(1) @ self[name + "proj.weight"].T
 
     def _rotate(self, x: Tensor, start: int) -> Tensor:
-        """Component 2 i and its neighbour turn by ``position * theta ** (-2 i / D)``."""
+        """Components 2 i and 2 i + 1 turn by ``position * theta ** (-2 i / D)``."""
         positions = torch.arange(start, start + len(x), dtype=torch.float64)
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64)
         angle = positions[:, None, None] * self.rope_theta ** (-pairs / self.head_dim)
@@ -153,7 +155,7 @@ class RecurrentDepthReference:
         return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        """Rounded to the model's dtype before the weight, as the published model does it."""
+        """Rounded to the model's dtype before the weight, as in the published model."""
         wide = x.to(self.wide)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.norm_eps)).to(x.dtype) * self[name]
 
@@ -171,7 +173,7 @@ def random_weights(
     """An fp64 state dict with the published names: an untrained model in which every part affects the result.
 
     `layers` are those of prelude, core and coda. `state_scale` multiplies the adapter's weights of the state: small ones make the
-    core a contraction, and with 0 the first recurrence is at the fixed point already.
+    core a contraction, and with 0 the first recurrence is already at the fixed point.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -182,7 +184,8 @@ def random_weights(
         return normal(rows, columns, std=columns**-0.5)
 
     width = hidden_size
-    # Rows of one length, since the head is tied, and outputs twice as large as their residual: or one id would win everywhere.
+    # Rows of equal norm, since the head is tied, and outputs twice as large as their residual: otherwise one id would win
+    # everywhere.
     embedding = normal(vocab_size, width)
     weights = {
         "transformer.wte.weight": embedding / embedding.square().mean(-1, keepdim=True).sqrt(),

@@ -1,10 +1,10 @@
-"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the last.
+"""The diffusion-forcing sampler of recurrent-depth models: many positions at once, each a few recurrences behind the previous one.
 
 Source: "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language models", Algorithms 1
-and 2, equations 1 to 3. Where the paper and its code disagree, or slip, this is what the decoders do; the code as it was
+and 2, equations 1 to 3. Where the paper and its code disagree, or are wrong, this is what the decoders do; the code as
 published is recurrent_published.py.
 
-The *wave* is a run of positions from `cursor` on, everything before is frozen. Row 0's token is in the text already, the token
+The *wave* is a run of positions from `cursor` on, everything before is frozen. Row 0's token is already in the text, the token
 of row i is the prediction of row i - 1 in the last step. A step gives every row `inner_recurrence` more recurrences, predicts,
 and freezes some rows from the front: their predictions become text, their K and V stay, and the cursor moves past them. So a
 wave of one row is autoregressive decoding with adaptive exits, and with all recurrences in one step it is static decoding.
@@ -84,7 +84,7 @@ def recurrent_diffusion(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentResult:
-    """Refine a wave of positions, freeze what has settled, append new positions.
+    """Refines a wave of positions, freezes what has settled, appends new positions.
 
     The prompt is one forward of `recurrences`, which gives the first token; the wave then starts with that token's position. One
     sampler step, for rows at positions p (a row is *new* in its first step):
@@ -92,9 +92,9 @@ def recurrent_diffusion(
     1. ``e = prelude(tokens)``; an old row's is ``(1 - momentum) * e + momentum * (its e of the last step)`` (equation 1).
     2. An old row's state is mixed with ``init(step, p)``, step = sampler steps so far (equation 2); a new one is ``init(0, p)``.
     3. `inner_recurrence` recurrences and the coda over the wave, then one token per row.
-    4. Rows are *ready* by `exit`; the leading ready ones freeze, as `rule` and `guard` say, cut after the first end token and
+    4. Rows are *ready* by `exit`; the leading ready ones freeze, by `rule` and `guard`, cut after the first end token and
        after `max_new_tokens`.
-    5. The wave grows by `headway` rows at its end, as far as `max_wavefront` and the tokens still to come allow. The first takes
+    5. The wave grows by `headway` rows at its end, as far as `max_wavefront` and the tokens left allow. The first takes
        the last row's prediction as its token, the others guesses from the text: ``text[word(seed, step, 0, j) mod len(text)]``,
        where text is the prompt and the tokens before this step, j counts the guesses from 0.
 
@@ -103,10 +103,10 @@ def recurrent_diffusion(
     Args:
         model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in
             :func:`~pdkernels.reference.recurrent_static.recurrent_static`.
-        recurrences: of the prompt; of a position before it freezes where exit is "fixed"; and the horizon of the linear schedule.
+        recurrences: of the prompt; of a position before it freezes with exit "fixed"; and the horizon of the linear schedule.
         inner_recurrence: recurrences of a step.
-        threshold: a row is ready if its state has moved by less since the last step.
-        noise: beta of equation 2 before its `schedule`, see :func:`noise_level`; 0 leaves states as they are.
+        threshold: a row is ready if its state moved by less than this since the last step.
+        noise: beta of equation 2 before its `schedule`, see :func:`noise_level`; 0 leaves states unchanged.
         mixer: "linear" takes ``(1 - beta) z + beta init``, "sqrt" the square roots of both factors.
         momentum: eta of equation 1.
         headway: positions that a step appends.
@@ -116,9 +116,9 @@ def recurrent_diffusion(
             at the ends of this step and of the last. "latent-acceleration": ``|z - 2 z_last + z_before| / |z|``, which needs two
             steps before. "token-stability": its prediction has been the same in the last `stability` steps and the one before
             them. "fixed": it has had `recurrences` (Algorithm 1).
-        new_state: "fresh", or "copied": that of the last row which stays in the wave, if one does.
-        guard: freeze no row whose token changed in this very step: its K and V belong to the token it was.
-        max_recurrences: a row is ready at the latest after so many, regardless of `exit`; 0: no limit, and a model that does
+        new_state: "fresh", or "copied": that of the last row that stays in the wave, if any.
+        guard: freeze no row whose token changed in this step: its K and V belong to the old token.
+        max_recurrences: a row is ready at the latest after this many, regardless of `exit`; 0: no limit, and a model that does
             not settle never ends. None: ``4 * recurrences``.
         stability: steps for "token-stability"; None: ``recurrences // inner_recurrence + 1``.
 
@@ -152,11 +152,11 @@ def recurrent_diffusion(
     past.freeze(len(prompt))
     tokens = choose(logits[-1:], [len(prompt)], temperature, top_p, min_p, seed, top_k)
 
-    # What belongs to a position stays under its number; nothing is moved when rows freeze.
+    # State is keyed by position; nothing is moved when rows freeze.
     wave = [len(prompt)]
     inputs = {wave[0]: tokens[0]}
     guess: dict[int, int] = {}  # the last prediction of the token at a position
-    states: dict[int, list[Tensor]] = {}  # of the ends of all its steps
+    states: dict[int, list[Tensor]] = {}  # at the ends of all its steps
     blended: dict[int, Tensor] = {}
     stable: dict[int, int] = {}
     trace: list[RecurrentStep] = []
@@ -231,7 +231,7 @@ def check_options(
     inner_recurrence: int,
     max_wavefront: int,
 ) -> None:
-    """Raises ValueError for a name that is none of the known ones, or a size below 1."""
+    """Raises ValueError for an unknown name, or a size below 1."""
     known = {
         "exit": (exit, EXITS),
         "rule": (rule, ("prefix", "last")),

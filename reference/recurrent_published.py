@@ -1,21 +1,21 @@
-"""The diffusion-forcing sampler step by step as its authors' code runs it, slips included: for comparison, not for use.
+"""The diffusion-forcing sampler step by step as in its authors' code, bugs included: for comparison, not for use.
 
 Source: the released code of "Efficient parallel samplers for recurrent-depth models and their connection to diffusion language
-models". It differs from recurrent_diffusion.py in this:
+models". Differences from recurrent_diffusion.py:
 
-- The states that a step is compared with are kept from after the cut, but read as if they had been kept from before it: after a
+- The states that a step is compared with are stored after the cut, but read as if they had been stored before it: after a
   step that froze i rows, each position is compared with one i positions further on, and hardly anything freezes. The first step
-  compares nothing. The embeddings are aligned rightly.
+  compares nothing. The embeddings are aligned correctly.
 - A row that settles freezes the *inputs* up to its own and stays as the new first row; its prediction is still a draft. The last
   settled row counts, regardless of the rows before it. So a wave of one row never moves.
-- A row whose token changed in this very step may freeze with the K and V of the token it was.
+- A row whose token changed in this step may freeze with the K and V of the old token.
 - A new row's embedding is damped: ``(1 - momentum) * e``, its norm is not restored. New rows are mixed with noise too.
-- Noise falls as ``1 / (1 + recurrences of the position)``. The first position counts the prompt's recurrences as its own.
+- Noise decays as ``1 / (1 + recurrences of the position)``. The first position counts the prompt's recurrences as its own.
 - "fixed" freezes from step ``recurrences // inner_recurrence + 1`` on (counted from 0): of 32 recurrences, 4 in a step, after 40.
 - "token-stability" never restarts its count when a token changes.
-- Stop tokens are looked for only after step number `recurrences`, and only among what that step froze (the first freeze of the
-  latent modes counts the prompt as its own; the other modes look at the last `headway` tokens, new or not); before that they
-  are passed over. The text is cut neither after one nor at `max_new_tokens`.
+- Stop tokens are searched for only after step number `recurrences`, and only among what that step froze (the first freeze of the
+  latent modes counts the prompt as its own; the other modes check the last `headway` tokens, new or not); before that they
+  are ignored. The text is cut neither after one nor at `max_new_tokens`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,14 @@ FREEZES = ("latent-diff", "latent-acceleration-1", "latent-acceleration-2", "tok
 
 # sample(logits (R, V), positions) -> R tokens
 Sample = Callable[[Tensor, Sequence[int]], list[int]]
-# guess(step, count) -> count tokens for positions that nothing predicts
+# guess(step, count) -> count tokens for positions without a prediction
 Guess = Callable[[int, int], list[int]]
 
 
 class PublishedResult(NamedTuple):
-    tokens: list[
-        int
-    ]  # frozen tokens without the prompt: maybe more than were asked for, and not cut after a stop token
+    tokens: list[int]  # frozen tokens without the prompt: possibly more than requested, and not cut after a stop token
     forwards: int  # sampler steps, and the prompt's forward
-    trace: list[RecurrentStep]  # `distance` as far as there is one: of rows 0, 1, ..., maybe fewer than the wave has
+    trace: list[RecurrentStep]  # `distance` covers rows 0, 1, ..., possibly fewer than the wave has
     standing: int  # steps after which the wave could not grow by `headway`
 
 
@@ -74,23 +72,24 @@ def recurrent_published(
 
     Args:
         model, prompt: as there. A wave starts with one position, regardless of `headway`.
-        max_new_tokens: stop once so many are frozen; the prompt's forward freezes the first.
+        max_new_tokens: stop once this many are frozen; the prompt's forward freezes the first.
         init: ``(step, positions) -> (T, E)``. Step 0 gives initial states, step s + 1 the noise of sampler step s (from 0).
         sample: ``(logits (R, V), positions) -> R tokens``. The released code redraws a token in every step; with the keyed
-            draws of :func:`~pdkernels.reference.recurrent_sampling.choose` a position's noise stays.
+            draws of :func:`~pdkernels.reference.recurrent_sampling.choose` a position's noise does not change.
         guess: tokens after the last prediction where headway > 1. The released code draws them from [0, 65510).
         noise, schedule: "harmonic" or "constant".
         max_wavefront: 0 for no limit.
         freeze: one of `FREEZES`.
-        new_state: "copied" takes the last `headway` states of the wave, if it has as many.
+        new_state: "copied" takes the last `headway` states of the wave, if it has that many.
         stop_tokens: see above.
         max_positions: stop when the text and the draft are longer.
-        max_steps: stop after the step of this number.
+        max_steps: stop after the step with this number.
 
     Raises:
         ValueError: for an unknown name; where the states of three steps that "latent-acceleration-2" compares have no position in
-            common (the wave is longer than a short prompt, or many rows froze at once): the released code fails there; and if "fixed" freezes while the wave cannot grow by `headway`: the released code then
-            moves the cache, but not the states, and reads past its sequence in the next step.
+            common (the wave is longer than a short prompt, or many rows froze at once): the released code fails there; and if
+            "fixed" freezes while the wave cannot grow by `headway`: the released code then moves the cache, but not the states,
+            and reads past its sequence in the next step.
     """
     op = "pdkernels.recurrent_published"
     if freeze not in FREEZES:
@@ -104,9 +103,9 @@ def recurrent_published(
     sequence = list(frozen)
     states = init(0, rows(len(prompt), 1))
     counts = dict.fromkeys(range(len(frozen)), recurrences)
-    stable: dict[int, int] = {}  # by position: steps in which its token was what it had been
+    stable: dict[int, int] = {}  # by position: steps in which its token did not change
 
-    # Without the cache, so from position 0 on: all but the last row is never read.
+    # Without the cache, so from position 0 on: only the last row is read.
     old_e = model.prelude(torch.tensor(frozen), 0, model.new_past())
     memory = Memory(states)
     old_cursor = last_cut = 0
@@ -205,7 +204,7 @@ class Memory:
         self.before_cursor = 0  # of the step before the last
 
     def distances(self, freeze: str, states: Tensor, cursor: int, old_cursor: int) -> list[float]:
-        """One for each leading row that has something to be compared with. The offset is the slip: `previous` was cut already."""
+        """One per leading row that has something to compare with. The offset is the bug: `previous` was already cut."""
         matching = self.previous[cursor - old_cursor :]
         now = states[: len(matching)]
         if freeze == "latent-diff":
@@ -216,9 +215,9 @@ class Memory:
             acceleration = delta[:count] - self.delta[:count]  # by row number, not by position
             self.delta = delta
             return relative(acceleration, now[:count])
-        # Where three ranges of positions meet, each taken to start at its step's cursor before the cut.
+        # The intersection of three ranges of positions, each taken to start at its step's cursor before the cut.
         end = min(cursor + len(states), old_cursor + len(self.previous), self.before_cursor + len(self.before))
-        # Where they do not meet, these are the released code's slices too: their ends count from the back.
+        # If it is empty, these are still the released code's slices: their ends count from the back.
         now, last = states[: end - cursor], self.previous[cursor - old_cursor : end - old_cursor]
         before = self.before[cursor - self.before_cursor : end - self.before_cursor]
         if len({len(now), len(last), len(before)} - {1}) > 1:
@@ -229,7 +228,7 @@ class Memory:
         return relative(now - 2 * last + before, now, 1e-6)
 
     def keep(self, states: Tensor, old_cursor: int) -> None:
-        """At the end of a step, with the states after the cut and the cursor of the step before."""
+        """Called at the end of a step, with the states after the cut and the cursor of the previous step."""
         self.before, self.previous, self.before_cursor = self.previous, states, old_cursor
 
 

@@ -1,6 +1,6 @@
-"""What the samplers of recurrent-depth models have in common: states that belong to positions, draws, the prompt's forward.
+"""Shared by the samplers of recurrent-depth models: states keyed by position, draws, the prompt's forward.
 
-Nothing random depends on the moment of the run. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
+Nothing random depends on when it is drawn. The initial state of position p is ``init(0, p)`` whenever a sampler starts it,
 the noise that sampler step s mixes into position p is ``init(s, p)``, and the token of position p is drawn with the numbers
 of p (sampling.py). So all samplers start a position from the same state, and a token's noise does not change from step to step.
 """
@@ -22,7 +22,7 @@ Init = Callable[[int, Tensor], Tensor]
 
 
 class RecurrentModel(Protocol):
-    """The parts of a model without batch, as :class:`~pdkernels.reference.recurrent_depth.RecurrentDepthReference` has them."""
+    """The parts of a model without batch, as in :class:`~pdkernels.reference.recurrent_depth.RecurrentDepthReference`."""
 
     def new_past(self) -> RecurrentPast: ...
 
@@ -37,19 +37,19 @@ class RecurrentStep(NamedTuple):
     """One sampler step: rows i at positions ``cursor + i``."""
 
     cursor: int  # everything before it is frozen
-    tokens: list[int]  # inputs of the rows; tokens[0] is in the text already
-    predictions: list[int]  # predictions[i] is the token of position cursor + i + 1
+    tokens: list[int]  # inputs of the rows; tokens[0] is already in the text
+    predictions: list[int]  # predictions[i] is the token at position cursor + i + 1
     distance: list[
         float
-    ]  # how far each state moved since the last step, relative; inf where there is nothing to compare
-    frozen: int  # predictions[:frozen] became text, and the cursor moves by as much
+    ]  # how far each state moved since the last step, relative; inf if there is nothing to compare with
+    frozen: int  # predictions[:frozen] became text, and the cursor moves by that many
 
 
 class RecurrentResult(NamedTuple):
     tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
     forwards: int  # sampler steps, and the prompt's forward
     recurrences: int  # times the core ran, regardless of its rows; the prompt's count
-    trace: list[RecurrentStep]  # one per sampler step; the prompt's forward is none
+    trace: list[RecurrentStep]  # one per sampler step; not counting the prompt's forward
 
 
 def rows(start: int, count: int) -> Tensor:
@@ -58,11 +58,11 @@ def rows(start: int, count: int) -> Tensor:
 
 
 def position_states(size: int, *, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Init:
-    """The states that all samplers draw: truncated normal, the numbers of `seed`, step and position (recurrence.py).
+    """The states that all samplers draw: truncated normal, keyed by `seed`, step and position (recurrence.py).
 
     Args:
         size: E.
-        scale: of the standard deviation sqrt(2 / 5).
+        scale: factor of the standard deviation sqrt(2 / 5).
 
     >>> position_states(3)(0, rows(5, 2)).shape
     torch.Size([2, 3])
@@ -73,12 +73,12 @@ def position_states(size: int, *, seed: int = 0, scale: float = 1.0, dtype: torc
 def filtered(
     logits: Tensor, temperature: float, top_p: float | None, min_p: float | None, top_k: int | None = None
 ) -> Tensor:
-    """fp64 logits ``(R, V)`` with -inf where a token is out of the question; the distribution is that of the rest, renormalised.
+    """fp64 logits ``(R, V)`` with -inf for filtered tokens; the distribution is that of the rest, renormalised.
 
-    As published: of ``softmax(logits / temperature)``, top-k drops what is below the `top_k`-th largest. Of the rest, sorted from the
-    top with ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but keeps the first one
-    (stricter than the usual rule, which keeps the token that crosses the line). Then min-p drops what is below `min_p` times the
-    largest. Nothing is dropped at temperature 0, by None, by ``top_p = 1`` or by ``min_p = 0``.
+    As published: of ``softmax(logits / temperature)``, top-k drops what is below the `top_k`-th largest. From the rest, in
+    descending order with ties by id, top-p drops every token whose cumulative mass, its own included, exceeds `top_p`, but
+    keeps the first one (stricter than the usual rule, which keeps the token that crosses the threshold). Then min-p drops what
+    is below `min_p` times the largest. Nothing is dropped at temperature 0, by None, by ``top_p = 1`` or by ``min_p = 0``.
 
     >>> distribution = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> filtered(distribution, 1.0, 0.75, None).isfinite().tolist(), filtered(distribution, 1.0, None, 0.5).isfinite().tolist()
@@ -109,7 +109,7 @@ def choose(
     seed: int,
     top_k: int | None = None,
 ) -> list[int]:
-    """The token of each of `positions` by its row of `logits` ``(R, V)``; the argmax at temperature 0.
+    """The token at each of `positions` from its row of `logits` ``(R, V)``; the argmax at temperature 0.
 
     >>> choose(torch.tensor([[1.0, 3.0, 3.0]]), [7], 0.0, None, None, seed=0)
     [1]
@@ -127,7 +127,7 @@ def refine(
 
 
 def forward(model: RecurrentModel, tokens: Sequence[int], past: RecurrentPast, recurrences: int, init: Init) -> Tensor:
-    """Logits ``(T, V)`` of `tokens` after the frozen rows: prelude, `recurrences` from the initial states on, coda."""
+    """Logits ``(T, V)`` of `tokens` after the frozen rows: prelude, `recurrences` from the initial states, coda."""
     start = past.length
     e = model.prelude(torch.tensor(list(tokens), dtype=torch.int64), start, past)
     state = refine(model, init(0, rows(start, len(tokens))), e, start, past, recurrences)

@@ -1,7 +1,7 @@
-"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, all of them judge the draft at once.
+"""Self-speculation of a recurrent-depth model: few recurrences draft some tokens, the full number verifies the draft at once.
 
 Source: Geiping et al., "Scaling up test-time compute with latent reasoning: a recurrent depth approach", section 6.3. The draft
-needs no model of its own, and no cache: its K and V are after the cursor, where the verify forward overwrites them.
+needs neither its own model nor a cache: its K and V are past the cursor, where the verify forward overwrites them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ class RecurrentDraftStep(NamedTuple):
     """One cycle."""
 
     cursor: int
-    draft: list[int]  # draft[0] is in the text already
+    draft: list[int]  # draft[0] is already in the text
     predictions: list[int]  # the verifier's token after each draft token
     accepted: int  # draft[:accepted] is kept, then predictions[accepted - 1]
 
 
 class RecurrentDraftResult(NamedTuple):
     tokens: list[int]  # new tokens only; an end token that stopped the generation is the last one
-    forwards: int  # the prompt's, and those of every cycle: one per drafted token, one that judges
+    forwards: int  # the prompt's, and those of every cycle: one per drafted token, one that verifies
     recurrences: int  # times the core ran
     trace: list[RecurrentDraftStep]
 
@@ -45,16 +45,16 @@ def recurrent_self_speculation(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> RecurrentDraftResult:
-    """Draft token by token, judge all in one causal forward, keep what the verifier would have said.
+    """Drafts token by token, verifies all in one causal forward, keeps what the verifier would have written.
 
-    A cycle starts with the last token, whose K and V are not frozen yet. It drafts `block_size` tokens, or one less than there are
-    tokens to come, autoregressively, even after a drafted end token. The verify forward takes the last token and the whole
+    A cycle starts with the last token, whose K and V are not frozen yet. It drafts `block_size` tokens, or one fewer than the
+    tokens left, autoregressively, even after a drafted end token. The verify forward takes the last token and the whole
     draft, and yields 1 to ``block_size + 1`` tokens. Draft and verifier draw a position's token with the same random numbers
-    ("sample and compare"), so that the verifier's token counts at every temperature and a good draft is accepted.
+    ("sample and compare"), so the verifier's token counts at every temperature and a good draft is accepted.
 
-    Whether that is the very text of :func:`~pdkernels.reference.recurrent_static.recurrent_static` is up to the model: in the
-    verify forward recurrence t of a row reads the draft rows before it as they are after recurrence t, in static decoding as they
-    are after the last (a slot keeps one row per position). It is, exactly, with one recurrence, and where states have converged.
+    Whether that is exactly the text of :func:`~pdkernels.reference.recurrent_static.recurrent_static` is up to the model: in the
+    verify forward recurrence t of a row reads the earlier draft rows as they are after recurrence t, in static decoding as they
+    are after the last (a slot keeps one row per position). It is exact with one recurrence, and where states have converged.
 
     Args:
         model, prompt, max_new_tokens, init, temperature, top_p, min_p, top_k, end_tokens, seed: as in

@@ -1,4 +1,5 @@
-"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences: what the parallel samplers approach."""
+"""Autoregressive decoding of a recurrent-depth model with a fixed number of recurrences, which the parallel samplers
+approximate."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ def recurrent_static(
 ) -> RecurrentResult:
     """One token per forward. A slot keeps one row per position, that of the last recurrence, for all recurrences of later tokens.
 
-    So a token's logits are those of one forward over the whole text only where states have converged (or with one recurrence):
-    within one forward, recurrence t of a row reads the rows before it as they are after recurrence t.
+    So a token's logits equal those of one forward over the whole text only where states have converged (or with one recurrence):
+    within one forward, recurrence t of a row reads the earlier rows as they are after recurrence t.
 
     Args:
         model: parts without batch, see :class:`~pdkernels.reference.recurrent_sampling.RecurrentModel`.
         prompt: token ids, at least one.
         max_new_tokens: stop after this many new tokens.
-        init: ``(step, positions) -> (T, E)``, states drawn for positions; step 0 are the initial ones.
+        init: ``(step, positions) -> (T, E)``, states drawn for positions; step 0 gives the initial ones.
         recurrences: of the prompt and of every token.
         temperature, top_p, min_p, top_k: of the draws, see :func:`~pdkernels.reference.recurrent_sampling.filtered`.
         end_tokens: stop after one of these; it is kept as the last token.

@@ -1,13 +1,13 @@
-"""Uniform diffusion with an entropy budget: a canvas of random tokens that is drawn anew in every step, and of which nothing is kept.
+"""Uniform diffusion with an entropy budget: a canvas of random tokens that is redrawn in every step, with nothing committed.
 
-Sources: the sampler that transformers publishes for DiffusionGemma; the budget is that of "Accelerated Sampling from Masked Diffusion
+Sources: the sampler in transformers for DiffusionGemma; the budget is that of "Accelerated Sampling from Masked Diffusion
 Models via Entropy Bounded Unmasking" (arXiv 2505.24857).
 
 A canvas of C tokens begins as noise. With n of N steps to go, a step divides the logits by ``t_min + (t_max - t_min) n / N``, draws
-a token for every place, and accepts the places of least entropy as long as the entropies of all better ones add up to at most the
-budget. The others become fresh noise; an accepted place may change in the next step. The model also sees the tempered logits of
-the step before. A canvas is done when its likeliest tokens have been the same for some steps and its mean entropy is low. What
-it says are the likeliest tokens of its last step, not the canvas.
+a token for every position, and accepts the positions of least entropy as long as the entropies of all better ones add up to at
+most the budget. The others become fresh noise; an accepted position may change in the next step. The model also sees the
+tempered logits of the previous step. A canvas is done when its likeliest tokens have been the same for some steps and its mean
+entropy is low. The result is the likeliest tokens of its last step, not the canvas.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-# forward(prefix, canvas, logits (C, V) of the step before or None) -> logits (C, V) about the canvas' own places
+# forward(prefix, canvas, logits (C, V) of the previous step or None) -> logits (C, V) for the canvas' own positions
 Forward = Callable[[Sequence[int], Sequence[int], Tensor | None], Tensor]
 
 
 class Draws(Protocol):
-    """Where random numbers come from."""
+    """The source of random numbers."""
 
     def noise(self, length: int) -> list[int]:
-        """Tokens, uniform over the vocabulary."""
+        """Uniform tokens."""
         ...
 
     def tokens(self, probabilities: Tensor) -> list[int]:
-        """One for each row."""
+        """A token for each row of probabilities."""
         ...
 
 
 class RenoiseResult(NamedTuple):
-    tokens: list[int]  # up to the end token, which is the last one
+    tokens: list[int]  # up to and including the end token
     forwards: int  # over canvases; those over the prefix are not counted
 
 
-def accepted_places(entropy: Sequence[float], budget: float) -> list[bool]:
-    """Which places to accept: those for which all of less entropy fit into the budget, the surest one always.
+def accepted_positions(entropy: Sequence[float], budget: float) -> list[bool]:
+    """Which positions to accept: those for which all of less entropy fit into the budget, and always the one of least entropy.
 
     >>> accepted_places([0.5, 0.0, 0.3, 0.1], 0.1)
     [False, True, True, True]
@@ -80,7 +80,7 @@ def renoise(
             before = logits
             said = torch.log_softmax(logits.float(), -1)
             entropy = -(said.exp() * said).sum(-1)
-            drawn, accepted = draws.tokens(said.exp()), accepted_places(entropy.tolist(), entropy_budget)
+            drawn, accepted = draws.tokens(said.exp()), accepted_positions(entropy.tolist(), entropy_budget)
             fresh = draws.noise(canvas_length)
             canvas = [a if yes else b for a, b, yes in zip(drawn, fresh, accepted)]
             answers.append(logits.argmax(-1).tolist())

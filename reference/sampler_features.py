@@ -1,4 +1,4 @@
-"""What the trained sampler of block diffusion sees of every place of a block.
+"""The input of the trained sampler of block diffusion for every position of a block.
 
 Source: the sampler of the SGLang fork of "Nemotron-Labs-Diffusion" (python/sglang/srt/dllm/algorithm/learned_sampler_model.py), whose
 checkpoints fix the order. The paper names the parts: probabilities, margin, entropy and embeddings of the best tokens.
@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def sampler_features(logits: Tensor, tokens: Tensor, active: Tensor, table: Tensor) -> Tensor:
-    """Place by place, number by number.
+    """Computed position by position, number by number.
 
     Args:
-        logits: ``(batch, size, vocab)`` of the block's rows as the model gives them, the mask token's included.
+        logits: ``(batch, size, vocab)`` of the block's rows as the model returns them, the mask token's included.
         tokens: ``(batch, size)`` the block as the forward saw it.
         active: ``(batch, size)`` bool: masks that may be filled.
-        table: ``(ids, width)`` a vector for every token; higher ids take the last one.
+        table: ``(ids, width)`` a vector for every token; higher ids use the last one.
 
     Returns:
         ``(batch, size, 16 + 4 * width)``, dtype of the logits, at least float32.

@@ -2,9 +2,9 @@
 
 The token of position p is ``argmax over v of logits[v] - T * ln(-ln u[v])``: an exact draw from ``softmax(logits / T)``,
 and the argmax itself at ``T = 0``. The uniform number is ``u[v] = (word(seed, step, p, v) + 0.5) / 2**32`` (philox.py):
-its row is the position, its column the vocabulary id, and its step says what is drawn:
+its row is the position, its column the vocabulary id, and its step identifies what is drawn:
 
-- step 0: the token that the model's own distribution puts at p, whichever forward computes it;
+- step 0: the token drawn from the model's own distribution at p, whichever forward computes it;
 - step f, at least 1: a guess for p, or the test of one, made by forward number f of this sequence (its prompt's is 1).
 
 So a decoder that always emits its verifier's draw (sample and compare) writes, for each seed, exactly the tokens of
@@ -22,15 +22,15 @@ from .autoregressive import AutoregressiveResult, Model
 from .masks import causal
 from .philox import random_words
 
-# draft_model(tokens (1, T), positions (1, T), mask (T, T) bool, adapted (T,) bool) -> logits (1, T, V): adapters act on the
-# rows of `adapted` alone, since a cache holds the K and V of all other rows as the plain model computed them.
+# draft_model(tokens (1, T), positions (1, T), mask (T, T) bool, adapted (T,) bool) -> logits (1, T, V): adapters act only on the
+# rows of `adapted`, since a cache holds the K and V of all other rows as the plain model computed them.
 DraftModel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 OWN = 0  # step of the model's own tokens
 
 
 def unadapted(model: Model) -> DraftModel:
-    """`model` itself, where a drafter is expected."""
+    """`model` as a drafter without adapters."""
     return lambda tokens, positions, mask, adapted: model(tokens, positions, mask)
 
 
@@ -44,7 +44,7 @@ def uniforms(seed: int | Tensor, step: int | Tensor, rows: Tensor, columns: Tens
 
 
 def draw(logits: Tensor, positions: Sequence[int], temperature: float, seed: int, step: int) -> list[int]:
-    """One token for each row of `logits` ``(R, V)``, which is for position ``positions[row]``; ties go to the lowest id.
+    """One token for each row of `logits` ``(R, V)``, for position ``positions[row]``; ties go to the lowest id.
 
     >>> draw(torch.tensor([[1.0, 3.0, 3.0]]), [7], temperature=0.0, seed=0, step=OWN)
     [1]
@@ -60,7 +60,7 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
     """fp64 ``(R, V)``: the probabilities that :func:`draw` draws from; all on the first maximum at temperature 0."""
     scores = logits.double()
     if temperature > 0:
-        # The best one at 0: divided by a tiny temperature, scores would overflow.
+        # The best score is at 0: divided by a tiny temperature, others would overflow.
         return torch.softmax((scores - scores.amax(-1, keepdim=True)) / temperature, -1)
     return torch.nn.functional.one_hot(scores.argmax(-1), logits.shape[-1]).double()
 
@@ -73,7 +73,7 @@ def without(logits: Tensor, token: int) -> Tensor:
 
 
 def never(model: Model, token: int) -> Model:
-    """`model`, to whose rows `token` is impossible."""
+    """`model` with `token` made impossible in all rows."""
     return lambda tokens, positions, mask: without(model(tokens, positions, mask), token)
 
 

@@ -1,4 +1,4 @@
-"""SlowFast Sampling: explore how far the text is clear, fill that span quickly, and continue after it.
+"""SlowFast Sampling: explore how far the model is confident, fill that span quickly, and continue after it.
 
 Source: "Accelerating Diffusion Large Language Models with Slow Fast Sampling", section 3.3, and the code of its LLaDA sampler.
 """
@@ -31,11 +31,11 @@ def horizon(
 ) -> int:
     """The slow phase between the start and the end of `span`; returns the end of the fast phase's span, after its start.
 
-    `look` makes a forward and guesses every mask of the span.
+    `look` runs a forward and guesses every mask of the span.
     """
     start, stop = span
     published = cycle == "published"
-    ends: list[int] = []  # candidates, each the position after the last clear one
+    ends: list[int] = []  # candidates, each the position after the last confident one
     stable = False
     for _ in range(max_exploration):
         if canvas.done or (not published and (stable or not canvas.masks(span))):
@@ -79,12 +79,13 @@ def slowfast(
     end_tokens: Sequence[int] = (),
     seed: int = 0,
 ) -> MaskedResult:
-    """Cycles of a slow and a fast phase, each from where the last one ended, until a block has no mask.
+    """Cycles of a slow and a fast phase, each starting where the last one ended, until a block has no mask.
 
-    *Slow*, at most `max_exploration` forwards: note how far guesses go whose confidence exceeds `tau_min` (one position, if none
-    does), from the cycle's start to the block's end, and commit the `k_slow` most confident ones there. The phase is over when
-    the population variance of the last `window` notes is below `variance`, or no mask is left. Masks alone count: what is
-    written has no confidence (the paper does not say).
+    *Slow*, at most `max_exploration` forwards: note how far the guesses extend whose confidence exceeds `tau_min` (one position
+    if none does), from the cycle's start to the block's end, and commit the `k_slow` most confident ones there. The phase is
+    over when
+    the population variance of the last `window` notes is below `variance`, or no mask is left. Only masks count: text already
+    written has no confidence (the paper does not specify).
 
     *Fast*, until the span from the cycle's start to that end has no mask: commit all guesses in it whose confidence exceeds
     `tau_high`; if none does, the `k_fast` most confident ones.
@@ -106,18 +107,18 @@ def slowfast(
     Args:
         model, prompt, max_new_tokens, mask_token, temperature, end_tokens, seed: as in
             :func:`~pdkernels.reference.llada.llada`.
-        block_size: positions of a block; None: all in one, as in the paper.
+        block_size: positions of a block; None: a single block, as in the paper.
         max_exploration: K_max. With 0 the span is the whole block.
         window: W_hist, at least 1.
         variance: sigma squared, below which the last notes are stable. With the paper's, two notes may be one position apart.
         tau_min, tau_high: of the slow and the fast phase.
         k_slow, k_fast: never given by the paper; 1 in the code. k_fast is at least 1.
         cycle: "last", "mean" or "published".
-        drop_suffix: the fast forwards of a cycle, but for its first, leave out everything after the span. That is what the
+        drop_suffix: the fast forwards of a cycle, except its first, leave out everything after the span. That is what the
             paper's out-of-span caching amounts to in the code; the span no longer attends to the masks after it, so results change.
         prompt_interval, gen_interval, transfer_ratio: of a :class:`~pdkernels.reference.dllm_cache.FeatureCache` that all
-            forwards go through, the model being one with parts (masked_model.py). None: no cache. A forward without the suffix
-            leaves the cached rows of the suffix as they are.
+            forwards go through; needs a model with parts (masked_model.py). None: no cache. A forward without the suffix
+            leaves the cached rows of the suffix unchanged.
 
     >>> said = lambda tokens, positions, mask: torch.eye(9, dtype=torch.float64)[positions % 8] * (8.0 - positions[..., None])
     >>> result = slowfast(said, [0, 1], 5, mask_token=8, tau_min=0.5)

@@ -1,4 +1,4 @@
-"""Attention of new tokens over a cached prefix and a masked tail: every sequence by itself, with the whole score matrix."""
+"""Attention of new tokens over a cached prefix and a masked tail: each sequence separately, with the whole score matrix."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ def speculative_attention_append_(
     block_table: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, and new token ``source_index[b, i]`` goes to position ``lengths[b] + i`` of the cache, for ``i < counts[b]``.
+    """As above, and new token ``source_index[b, i]`` goes to position ``lengths[b] + i`` of the cache, for ``i < counts[b]``.
 
     Args:
         counts: ``(batch,)``; None: all of `source_index`.
-        source_index: ``(batch, rows)``, of which those from ``counts[b]`` on may be anything. None: all new tokens in order.
+        source_index: ``(batch, rows)``, entries from ``counts[b]`` on may be anything. None: all new tokens in order.
 
     Example:
         >>> import torch

@@ -1,8 +1,8 @@
-"""Speed of light of block diffusion: the fewest forwards in which a block could be filled with what serial denoising puts there.
+"""Speed of light of block diffusion: the fewest forwards that fill a block with the result of serial denoising.
 
-Source: "Nemotron-Labs-Diffusion", section 4. Nothing is remembered or bounded, and every search tries what its
-definition says, in order. A block is a tuple of ids, `mask` where it is open; `model(block)` gives a guess and its probability
-for every place.
+Source: "Nemotron-Labs-Diffusion", section 4. Nothing is cached or bounded, and every search tries what its
+definition says, in order. A block is a tuple of ids, `mask` at masked positions; `model(block)` gives a guess and its probability
+for every position.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ class Filling(NamedTuple):
     """How a scheme filled a block."""
 
     block: Block  # at the end
-    committed: list[list[int]]  # places filled after each forward, surest first
+    committed: list[list[int]]  # positions filled after each forward, most confident first
 
 
-def open_places(block: Block, mask: int) -> list[int]:
-    return [place for place, token in enumerate(block) if token == mask]
+def open_positions(block: Block, mask: int) -> list[int]:
+    return [position for position, token in enumerate(block) if token == mask]
 
 
-def surest_first(places: Sequence[int], probs: Sequence[float]) -> list[int]:
-    """The first of equals first.
+def surest_first(positions: Sequence[int], probs: Sequence[float]) -> list[int]:
+    """The lower one first on ties.
 
     >>> surest_first([0, 1, 2], [0.5, 0.9, 0.5])
     [1, 0, 2]
     """
-    return sorted(places, key=lambda place: (-probs[place], place))
+    return sorted(positions, key=lambda position: (-probs[position], position))
 
 
-def filled(block: Block, places: Sequence[int], tokens: Sequence[int]) -> Block:
-    """`block` with the guesses `tokens` in `places`."""
-    return tuple(tokens[place] if place in places else token for place, token in enumerate(block))
+def filled(block: Block, positions: Sequence[int], tokens: Sequence[int]) -> Block:
+    """`block` with the guesses `tokens` at `positions`."""
+    return tuple(tokens[position] if position in positions else token for position, token in enumerate(block))
 
 
 def serial(model: BlockModel, block: Block, mask: int) -> Filling:
-    """The surest guess, one a forward. Where it ends is the *target* of the other schemes."""
+    """The most confident guess, one per forward. Its final block is the *target* of the other schemes."""
     committed = []
-    while places := open_places(block, mask):
+    while positions := open_positions(block, mask):
         tokens, probs = model(block)
-        committed.append(surest_first(places, probs)[:1])
+        committed.append(surest_first(positions, probs)[:1])
         block = filled(block, committed[-1], tokens)
     return Filling(block, committed)
 
 
 def greedy(model: BlockModel, block: Block, mask: int, target: Block) -> Filling:
-    """Every guess that is the target's; where there is none the surest one, which is wrong."""
+    """Every guess that equals the target's; if there is none, the most confident one, which is wrong."""
     committed = []
-    while places := open_places(block, mask):
+    while positions := open_positions(block, mask):
         tokens, probs = model(block)
-        ranked = surest_first(places, probs)
-        committed.append([place for place in ranked if tokens[place] == target[place]] or ranked[:1])
+        ranked = surest_first(positions, probs)
+        committed.append([position for position in ranked if tokens[position] == target[position]] or ranked[:1])
         block = filled(block, committed[-1], tokens)
     return Filling(block, committed)
 
 
 def recursive(model: BlockModel, block: Block, mask: int, target: Block, search: str = "first_all") -> Filling:
-    """The largest prefix of the right guesses, surest first, from which `greedy` ends in the target.
+    """The largest prefix of the right guesses, most confident first, from which `greedy` ends in the target.
 
     search: "exhaustive" tries all prefixes, the longest first. "first_all" tries the whole list and then, by bisection, the
     others, as if every prefix of a safe one were safe. "binary", the paper's, is bisection alone.
     """
     committed = []
-    while places := open_places(block, mask):
+    while positions := open_positions(block, mask):
         tokens, probs = model(block)
-        ranked = surest_first(places, probs)
-        right = [place for place in ranked if tokens[place] == target[place]]
+        ranked = surest_first(positions, probs)
+        right = [position for position in ranked if tokens[position] == target[position]]
 
         def safe(count: int) -> bool:
             return greedy(model, filled(block, right[:count], tokens), mask, target).block == target  # noqa: B023

@@ -1,7 +1,8 @@
 """Statistics of rows of logits, as plain PyTorch: a token, its probability, the runners-up, margin, entropy, log-sum-exp.
 
 Sources: LLaDA's sampler (Nie et al., "Large Language Diffusion Models", section 2.4) takes its confidence from the model's own
-distribution; Dream's (Ye et al., "Dream 7B") from the tempered and filtered distribution that it draws from. The token is drawn as in sampling.py.
+distribution; Dream's (Ye et al., "Dream 7B") from the tempered and filtered distribution that it draws from. The token is drawn
+as in sampling.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``(ids, probs, top_ids, top_probs, margin, entropy, logsumexp)`` as in `pdkernels.token_statistics`.
 
-    The random numbers are those of the tokens `first_id` and after; ids count from 0 all the same.
+    The random numbers are those of the tokens `first_id` and after; ids still count from 0.
 
     >>> ids, probs, top_ids, *_ = token_statistics(torch.tensor([[0.0, 2.0, 1.0]]), top_k=2)
     >>> ids.item(), round(probs.item(), 4), top_ids.tolist()
@@ -51,12 +52,12 @@ def token_statistics(
     possible = torch.where(kept(scores, heat, top_p, min_p), scores, -torch.inf)
     drawn = possible
     if temperature > 0:
-        places = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
+        rows_at = (number if positions is None else positions.reshape(-1).long())[:, None].clamp(min=0)
         steps = torch.as_tensor(step, device=rows.device).expand(shape).reshape(-1, 1).long()
         columns = first_id + torch.arange(rows.shape[-1], device=rows.device)
         if isinstance(seed, Tensor):
             seed = seed.expand(shape).reshape(-1, 1)
-        noise = torch.log(-torch.log(uniforms(seed, steps, places, columns)))
+        noise = torch.log(-torch.log(uniforms(seed, steps, rows_at, columns)))
         drawn = possible.double() - temperature * noise
     ids = torch.where(undefined, scores.argmax(-1), drawn.argmax(-1))
 
@@ -110,12 +111,12 @@ def kept(scores: Tensor, temperature: float, top_p: float, min_p: float) -> Tens
         before = mass.cumsum(-1) - mass
         first = torch.ones_like(keep)
         first[..., 1:] = ordered[..., 1:] < ordered[..., :-1]
-        before = torch.where(first, before, 0.0).cummax(-1).values  # of equals, the mass before the first of them
+        before = torch.where(first, before, 0.0).cummax(-1).values  # among equals, the mass before the first
         keep &= torch.empty_like(keep).scatter_(-1, order, before < top_p)
     return keep | (below == 0)
 
 
 def _marked(values: Tensor, undefined: Tensor, missing: Tensor) -> Tensor:
-    """NaN for rows without a distribution, 0 for rows that are not there."""
+    """NaN for rows without a distribution, 0 for missing rows."""
     extra = (1,) * (values.dim() - 1)
     return torch.where(missing.view(-1, *extra), 0.0, torch.where(undefined.view(-1, *extra), torch.nan, values))

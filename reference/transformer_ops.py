@@ -80,22 +80,22 @@ def apply_rope_append_(
     batch, rows = qkv.shape[:2]
     kv_heads = k_cache.shape[2]
     turned_heads = qkv.shape[2] - kv_heads
-    places = _Slots(op, k_cache, block_table)
+    store = _Slots(op, k_cache, block_table)
     offsets = torch.arange(rows, device=qkv.device).expand(batch, -1) if slots is None else slots
     targets = {}
     for b, length in enumerate(lengths.tolist()):
         count = rows if counts is None else int(counts[b])
-        places.check(b, length, 0, rows)
+        store.check(b, length, 0, rows)
         if not 0 <= count <= rows:
             _fail(op, "counts", f"be in [0, {rows}]", count, b)
-        if slots is None and length + count > min(places.capacity, len(cos)):
+        if slots is None and length + count > min(store.capacity, len(cos)):
             _fail(op, "lengths + counts", "be at most the capacity and the positions of the tables", length + count, b)
         for i, slot in enumerate(offsets[b].tolist()):
             counted = slot >= 0 and i < count
-            if slot < -1 or (counted and slot >= min(places.capacity, len(cos)) - length):
+            if slot < -1 or (counted and slot >= min(store.capacity, len(cos)) - length):
                 _fail(op, "lengths + slots", "lie in the cache and in the tables", length + slot, b)
             if counted:
-                targets[b, i] = places(b, length + slot)
+                targets[b, i] = store(b, length + slot)
 
     # A slot far past the tables must not overflow in the sum.
     positions = (lengths[:, None] + offsets.clamp(max=len(cos))).clamp(max=len(cos) - 1)
@@ -109,7 +109,7 @@ def apply_rope_append_(
 
 
 def apply_rope_(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, style: str = "half") -> None:
-    """Row r of sequence b is rotated by position ``positions[b, r]``, or ``positions[r]`` where all sequences share them.
+    """Row r of sequence b is rotated by position ``positions[b, r]``, or ``positions[r]`` if all sequences share them.
 
     >>> x = torch.tensor([3.0, 4.0]).view(1, 1, 1, 2)
     >>> apply_rope_(x, torch.zeros(1, 2), torch.tensor([[-1.0, 1.0]]), torch.tensor([0]))  # a quarter turn

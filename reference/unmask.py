@@ -1,7 +1,7 @@
 """Which guesses for masked tokens are committed, as plain loops over sequences and segments.
 
-Sources of the rules: LLaDA (a quota per step), Fast-dLLM (threshold, and factor as in the released code), LLaDA2 and SlowFast Sampling (all that
-pass a threshold if they are enough, else the best few).
+Sources of the rules: LLaDA (a quota per step), Fast-dLLM (threshold, and factor as in the released code), LLaDA2 and SlowFast
+Sampling (all that pass a threshold if they are enough, else the best few).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def ranked(confidence: Sequence[float]) -> list[int]:
 def count_to_commit(
     best_first: Sequence[float], *, quota: int, threshold: float | None, need: int, factor: float | None, strict: bool
 ) -> int:
-    """How many of the candidates, given their confidences in order, a rule commits.
+    """How many candidates, given their ranked confidences, a rule commits.
 
     >>> rule = {"quota": 1, "need": 1, "strict": False}
     >>> count_to_commit([0.95, 0.9, 0.4], threshold=0.9, factor=None, **rule)
@@ -55,7 +55,7 @@ def count_to_commit(
     """
     m = len(best_first)
     if factor is not None:
-        # Rank 1 never fails, and nothing is known of NaN.
+        # Rank 1 never fails; NaN has no confidence.
         fails = [k for k in range(2, m + 1) if not best_first[k - 1] >= 1 - factor / (k + 1)]
         return m if not fails or fails[0] == m else fails[0] - 1
     if threshold is not None:
@@ -91,7 +91,7 @@ def unmask_(
         if windows is None
         else (windows if windows.dim() == 3 else windows[:, None]).tolist()
     )
-    places = [list(range(length)) for _ in range(batch)] if positions is None else positions.tolist()
+    at = [list(range(length)) for _ in range(batch)] if positions is None else positions.tolist()
 
     def numbers(tensor: Tensor | None, value: int) -> list[list[int]]:
         return (
@@ -102,7 +102,7 @@ def unmask_(
 
     wanted, needed = numbers(quotas, quota), numbers(needs, need)
     for b in range(batch):
-        _check(b, length, places[b], spans[b], wanted[b], needed[b])
+        _check(b, length, at[b], spans[b], wanted[b], needed[b])
 
     committed: list[int] = []
     remaining: list[int] = []
@@ -110,13 +110,13 @@ def unmask_(
         row, guesses = tokens[b].tolist(), ids[b].tolist()
         if confidence is None:
             own, moment = seed if seeds is None else int(seeds[b]), step if steps is None else int(steps[b])
-            scores = random_order(own, moment, [max(p, 0) for p in places[b]])
+            scores = random_order(own, moment, [max(p, 0) for p in at[b]])
         else:
             scores = confidence[b].tolist()
         for (start, end), most, least in zip(spans[b], wanted[b], needed[b]):
             eligible = [
                 r
-                for r, p in enumerate(places[b])
+                for r, p in enumerate(at[b])
                 if start <= p < end and row[p] == mask_token and guesses[r] >= 0 and guesses[r] != mask_token
             ]
             order = [eligible[i] for i in ranked([scores[r] for r in eligible])]
@@ -124,8 +124,8 @@ def unmask_(
                 [scores[r] for r in order], quota=most, threshold=threshold, need=least, factor=factor, strict=strict
             )
             for r in order[:n]:
-                row[places[b][r]] = guesses[r]
-                tokens[b, places[b][r]] = guesses[r]
+                row[at[b][r]] = guesses[r]
+                tokens[b, at[b][r]] = guesses[r]
             committed.append(n)
             remaining.append(row[start:end].count(mask_token))
     done = [left == 0 for left in remaining]
@@ -136,12 +136,12 @@ def unmask_(
     return first, second, third
 
 
-def _check(b: int, length: int, places: list[int], spans: list[list[int]], quotas: list[int], needs: list[int]) -> None:
+def _check(b: int, length: int, at: list[int], spans: list[list[int]], quotas: list[int], needs: list[int]) -> None:
     def fail(what: str, actual: object) -> None:
         raise ValueError(f"pdkernels.unmask_: {what}, got {actual} for sequence {b}.")
 
     seen: set[int] = set()
-    for p in places:
+    for p in at:
         if not -1 <= p < length:
             fail(f"positions must be in [-1, {length - 1}]", p)
         if p >= 0 and p in seen:

@@ -11,7 +11,7 @@ import torch
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", minversion="5.13")
 from pdkernels.integrations.transformers import register, renoise  # noqa: E402
 from pdkernels.integrations.transformers._renoise import within_budget  # noqa: E402
-from pdkernels.reference.renoise import accepted_places  # noqa: E402
+from pdkernels.reference.renoise import accepted_positions  # noqa: E402
 from pdkernels.reference.renoise import renoise as plainly  # noqa: E402
 
 V, CANVAS, PROMPT, STEPS = 40, 8, 13, 6
@@ -236,7 +236,7 @@ def test_budgets() -> None:
     entropy = torch.rand(50, 9, generator=torch.Generator().manual_seed(0))
     for budget in (0.05, 0.5, 2.0, 100.0):
         chosen = within_budget(entropy, budget)
-        assert chosen.tolist() == [accepted_places(row.tolist(), budget) for row in entropy]
+        assert chosen.tolist() == [accepted_positions(row.tolist(), budget) for row in entropy]
     assert within_budget(entropy, 1e-9).sum(1).tolist() == [1] * 50
 
 
