@@ -88,7 +88,7 @@ def test_cuda_is_left_out_without_a_gpu(
     assert os.environ.get("PDKERNELS_BUILD_CUDA") == (given or "0")
 
 
-def test_older_pythons_get_a_sentence_from_bootstrap() -> None:
+def test_older_pythons_get_an_error_from_bootstrap() -> None:
     source = (ROOT / "scripts/bootstrap.py").read_text()
     ast.parse(source, feature_version=(3, 7))
     answer = python(f"import sys; sys.version_info = (3, 8, 10); exec({source!r})", fails=True)

@@ -1,4 +1,4 @@
-"""Every CUDA kernel compiles for every architecture within the registers and shared memory it was granted."""
+"""Every CUDA kernel compiles for every architecture within its budget of registers and shared memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_kernels_stay_within_budget(source: Path) -> None:
 @pytest.mark.skipif(find_nvcc() is None or find_cuobjdump() is None, reason="needs nvcc and cuobjdump")
 @pytest.mark.parametrize("source", kernel_sources(), ids=lambda source: source.stem)
 def test_code_for_every_architecture_and_ptx(source: Path, tmp_path: Path) -> None:
-    """Also where the library is built without CUDA kernels."""
+    """Also if the library is built without CUDA kernels."""
     code = compile_kernels(source, INCLUDE_DIRS, CUDA_ARCHS)
     compiled, ptx = code_in(code, tmp_path)
     assert compiled == {code.stem: set(CUDA_ARCHS)} and {"80", "90a", "100"} <= set(CUDA_ARCHS)

@@ -1,4 +1,4 @@
-"""The processor's vector units, against what the kernel of the operating system says."""
+"""The processor's vector units, against what the operating system reports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_environment_lowers_but_never_raises() -> None:
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_is_compiled_for_a_level_stays_in_its_namespace(level: str) -> None:
-    """The linker keeps one copy of an inline function: a copy with AVX-512 in it would stop other processors."""
+    """The linker keeps one copy of an inline function: a copy with AVX-512 in it would crash other processors."""
     objects = [ROOT / f"build/native/simd_{level}_{unit.stem}.o" for unit in simd_units(level)]
     if platform.machine() != "x86_64" and level != "portable":
         assert not any(path.exists() for path in objects)

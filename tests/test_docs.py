@@ -1,4 +1,4 @@
-"""The code in README.md and docs/ runs, and the tables in them are what the committed results say."""
+"""The code in README.md and docs/ runs, and their tables are those of the committed results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_python_blocks_run(page: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
             assert (page.parent / target).exists(), f"{page.name} points to {target}"
@@ -52,5 +52,5 @@ def test_no_table_is_empty(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_tables_of_methods_are_what_the_decoders_say(page: Path) -> None:
+def test_tables_of_methods_match_the_decoders(page: Path) -> None:
     assert methods.page(page.read_text()) == page.read_text(), "run: python -m docs.methods"

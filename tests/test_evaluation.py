@@ -25,7 +25,7 @@ GREEDY = Candidate("small", "autoregressive")
 
 
 def small_model(mask_token: int | None = 257, pairs: bool = False) -> Transformer:
-    """Random fp64 weights that never say the mask token. `pairs`: ids 2i and 2i + 1 always have the same logit."""
+    """Random fp64 weights that never predict the mask token. `pairs`: ids 2i and 2i + 1 always have the same logit."""
     torch.manual_seed(3)
     config = TransformerConfig(
         vocab_size=258, hidden_size=16, layers=1, heads=2, kv_heads=1, head_dim=8, intermediate_size=16, tied_head=False
@@ -99,7 +99,7 @@ def test_tasks_that_do_not_exist(arguments: tuple[str, int], message: str) -> No
     assert str(caught.value) == message
 
 
-# ---- who competes
+# ---- candidates
 
 
 def test_the_rows_of_the_trained_models() -> None:
@@ -205,7 +205,7 @@ def test_source_is_neither_right_nor_wrong() -> None:
 
 
 def altered(change: Any) -> Any:
-    """Greedy decoding whose tokens are changed afterwards, for prompts that `change` picks."""
+    """Greedy decoding whose tokens are changed afterwards, for the prompts that `change` picks."""
 
     def decode(session: Session) -> None:
         autoregressive.decode(session)
@@ -244,7 +244,7 @@ def test_a_wrong_decoder_is_found_and_has_no_figures(kind: str, monkeypatch: pyt
     assert costs == (None,) * 5 and row.accepted_per_cycle is None
 
 
-def test_a_toss_up_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tie_is_not_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids 2i and 2i + 1 have the same logit; the first differing token decides, whatever follows."""
     task = small_task()
 
@@ -299,7 +299,7 @@ def test_figures_of_forwards_and_cycles(batch_size: int) -> None:
 
 
 class Timed:
-    """In place of `comparison._run`: says how long each generation took, and remembers who was asked for what."""
+    """In place of `comparison._run`: sets how long each generation took, and records which candidate ran what."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[tuple[str, int | None], list[float]]) -> None:
         self.calls: list[tuple[str, int | None, tuple[str, ...]]] = []
@@ -314,7 +314,7 @@ class Timed:
         return decoding.DecodeResult(result.tokens, result.text, replace(result.stats, seconds=taken))
 
 
-def test_speed_is_the_median_against_greedy_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_the_median_against_greedy_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine slows down for a while: both do, and the ratio stays."""
     unseen = 99.0
     Timed(monkeypatch, {("autoregressive", None): [unseen, 1, 1, 10, 1], ("jacobi", 4): [unseen, 0.5, 0.25, 5, 2]})
@@ -366,7 +366,7 @@ def test_what_cannot_be_compared() -> None:
         rows_of([], small_task(), model)
 
 
-# ---- what is handed on
+# ---- output
 
 
 @pytest.fixture

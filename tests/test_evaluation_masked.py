@@ -1,4 +1,4 @@
-"""`eval --family masked`: who competes, tasks that fit a canvas, the pictures."""
+"""`eval --family masked`: its candidates, tasks that fit a canvas, the pictures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_task_for_a_canvas() -> None:
 
 
 def test_a_comparison_of_few() -> None:
-    """Figures that a run by hand gives too."""
+    """The figures of a run by hand."""
     model, task = small_model(), evaluation.make_task("sums", 2, canvas=60)
     competing = [
         evaluation.Candidate("some", "llada"),

@@ -1,4 +1,4 @@
-"""Tables of the papers: what there is, that each can be run, and that the pages are made of committed files."""
+"""Tables of the papers: which there are, that each can be run, and that the pages are made from committed files."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_limits_of_one_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| 16 | linear self-speculation | - |" in papers.as_table(result)
 
 
-def test_pages_tell_what_is_not_measured(tmp_path: Path) -> None:
+def test_pages_report_what_is_not_measured(tmp_path: Path) -> None:
     text = "a\n<!-- figure: jacobi knee -->\nold\n<!-- /figure -->\nb\n"
     made = papers.page(text, tmp_path)
     assert "Not measured yet." in made and "`python -m pdkernels reproduce jacobi knee`" in made and "old" not in made

@@ -1,4 +1,4 @@
-"""The evaluation of models that plan, on a model that has learnt nothing."""
+"""The evaluation of models that plan, on an untrained model."""
 
 from __future__ import annotations
 

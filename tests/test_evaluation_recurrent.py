@@ -1,4 +1,4 @@
-"""What is shown of recurrent-depth models: who competes, memory that is really counted, pictures that show the figures."""
+"""The evaluation of recurrent-depth models: its candidates, memory as actually counted, pictures that show the figures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_options(method: str, **options: Any) -> Candidate:
     return Candidate("small", method, settings=tuple(options.items()))
 
 
-# ---- who competes
+# ---- candidates
 
 
 def test_the_candidates_of_a_recurrent_model() -> None:
@@ -110,7 +110,7 @@ def test_figures_of_a_recurrent_model() -> None:
 def test_memory_counts_what_lives_at_once() -> None:
     with _Live() as live:
         first = torch.zeros(1000)  # 4000 bytes
-        second = first.view(10, 100)  # no memory of its own
+        second = first.view(10, 100)  # a view without its own memory
         third = first + 1
         del third
         fourth = torch.zeros(500)

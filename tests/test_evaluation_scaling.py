@@ -27,12 +27,12 @@ def test_weights_are_those_of_a_model() -> None:
     assert cost.weight_bytes == 2 * matrices and cost.exchanges == cost.exchanged_bytes == 0
     cache = model.new_cache(2, 10)
     assert cost.cache_bytes == 2 * 2 * sum(k.numel() for k in cache.k)
-    # Two FLOPs a weight and row, and for each pair, head and component two of the score and two of the sum.
+    # Two FLOPs per weight and row, and for each pair, head and component two for the score and two for the sum.
     assert cost.flops == 2 * 10 * matrices + 4 * 10 * 15 * 3 * 4 * 16
 
 
 def test_exchanges_are_those_of_the_ranks() -> None:
-    """What the tests of tensor parallel models count, in 16 bits and with a record for the token: 8 (7 + 3 * 2) bytes."""
+    """What the tests of tensor-parallel models count, in 16 bits and with a record for the token: 8 (7 + 3 * 2) bytes."""
     shape, sums = Shape(256, 4, 4, 2, 64, 352, 257), 9
     for ranks in (2, 4):
         cost = step_cost(shape, H200, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Sweeps: which combinations there are, what is kept and resumed, which of them are shown as best, and against what."""
+"""Sweeps: which combinations there are, what is saved and resumed, which of them are shown as best, and against what."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_intervals_of_pairs() -> None:
     assert ratio == pytest.approx(2.0) and 1.9 < low < 2.0 < high < 2.1
 
 
-def test_speed_is_told_against_the_cheapest_baseline_that_is_as_often_right() -> None:
+def test_speed_is_relative_to_the_cheapest_baseline_that_is_right_as_often() -> None:
     rows = [
         row("", 9, 10.0, baseline=True),
         row("8", 9, 4.0, baseline=True),
@@ -274,7 +274,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 SWEEP = ["--method", "block_diffusion", "--sweep", "block_size=2,4", "--sweep", "threshold=.5,none"]
 
 
-def test_the_command_writes_rows_and_goes_on_with_them(command: Any, tmp_path: Path) -> None:
+def test_the_command_writes_rows_and_continues_from_them(command: Any, tmp_path: Path) -> None:
     first = command(*SWEEP, "--json", "s.json")
     assert first.exit_code == 0, first.output
     assert max(map(len, first.output.splitlines())) <= 80

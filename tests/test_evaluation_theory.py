@@ -108,7 +108,7 @@ def test_the_knee_of_the_roofline_is_where_both_bounds_meet() -> None:
         (lambda: fit_row_times([1, 2], [1.0, 0.0]), "seconds must be positive"),
     ],
 )
-def test_errors_say_what_is_wrong(call: object, said: str) -> None:
+def test_errors_name_what_is_wrong(call: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()  # type: ignore[operator]
 
@@ -122,13 +122,13 @@ def test_the_fit_finds_a_knee_that_is_known(knee: float) -> None:
     seconds = [max(2.0, 2.0 + slope * (count - knee)) for count in ROWS]
     fit = fit_row_times(ROWS, seconds)
     assert fit.flat == pytest.approx(2.0, rel=1e-6)
-    if knee <= 50:  # two points behind it, so that the line is determined
+    if knee <= 50:  # two points past it, so that the line is determined
         assert fit.knee == pytest.approx(knee, rel=1e-6) and fit.slope == pytest.approx(slope, rel=1e-6)
     # 10 % of the floor are 20 rows.
     assert fit.budget() == max(count for count in ROWS if count <= knee + 20)
 
 
-def test_the_fit_bears_noise() -> None:
+def test_the_fit_tolerates_noise() -> None:
     noise = random.Random(0)
     for _ in range(20):
         seconds = [max(1.0, 0.3 + count / 40) * noise.uniform(0.97, 1.03) for count in ROWS]

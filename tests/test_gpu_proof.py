@@ -1,4 +1,4 @@
-"""The proof that needs a GPU, as far as it goes without one: its summaries, its steps, and every line of the benchmarks."""
+"""The parts of the GPU proof that run without a GPU: its summaries, its steps, and every line of the benchmarks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ verify_draft: 60 calls on cuda
 """
 
 
-def test_what_a_checker_says_is_summed_up() -> None:
+def test_the_output_of_a_checker_is_summed_up() -> None:
     assert doctest.testmod(proof_summaries).failed == 0
     found = proof_summaries.sanitizer_summary(RACE)
     assert found["verdict"].startswith("RACECHECK SUMMARY: 1 hazard") and found["called"] == ["verify_draft"]
@@ -41,11 +41,12 @@ def test_what_a_checker_says_is_summed_up() -> None:
 def test_every_benchmark_has_a_part() -> None:
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "bench").glob("bench_*.py")}
     listed = [name for names in gpu_proof.BENCHMARKS.values() for name in names]
-    # Decoding with the tiny models, and models of transformers, are measured on the host; loops without one stand in part 3, beside their tests.
+    # Decoding with the tiny models, and models of transformers, are measured on the host; loops without one are in part 3, next to their
+    # tests.
     assert sorted([*listed, "decoding", "decoding_step", "device_loop", "transformers"]) == sorted(benchmarks)
 
 
-def test_steps_are_cut_off_and_go_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_cut_off_and_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = gpu_proof.Part(tmp_path, 1, gpu_proof.time.monotonic() + 60, dry=True)
     late, _ = part.run(
         "late", [sys.executable, "-c", "print('begun', flush=True); import time; time.sleep(50)"], share=0.05
@@ -88,8 +89,8 @@ def test_benchmarks_of_a_gpu_run_on_a_pretended_one(tmp_path: Path) -> None:
     assert all("cuda" in test for test in seen) and {test.partition("::")[0] for test in seen} == set(files)
 
 
-def test_attention_on_a_gpu_is_judged_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oracle of a GPU, on the CPU, judges what it judges there: gradients too."""
+def test_attention_on_a_gpu_is_checked_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oracle of a GPU, run on the CPU, checks what it checks there, gradients included."""
     draw = attention.make_inputs
     monkeypatch.setattr(attention, "make_inputs", lambda case, device: draw(case, "cpu"))
     case = attention.Case("noise-aware", (64, 4), 32, torch.bfloat16, True, (6, 2))

@@ -1,4 +1,4 @@
-"""What a GPU's results become, on results made up here, and the clock they are read from, on a pretended GPU."""
+"""Tables and pictures of a GPU's results, on made-up results, and the clock they are taken from, on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_dry_run_leads_to_a_table(tmp_path: Path) -> None:
         "no:xdist",
         "bench/bench_linear_token_statistics.py",
     ]
-    # A worker of xdist passes its name on, and pytest-benchmark measures nothing where it finds one.
+    # A worker of xdist exports its name, and pytest-benchmark measures nothing if it finds one.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     settings = inherited | {"PDKERNELS_BENCH_DRY": "1", "OMP_NUM_THREADS": "1"}
     options = ["-k", "bf16", "--benchmark-only", f"--benchmark-json={result}"]
@@ -123,7 +123,7 @@ def test_the_clock_of_a_gpu_and_its_floors() -> None:
 
 
 @without_gpu
-def test_what_asks_the_host_is_not_replayed() -> None:
+def test_what_reads_the_device_is_not_replayed() -> None:
     calls: list[int] = []
 
     def asks() -> None:

@@ -1,4 +1,4 @@
-"""The order of the house: every op family has all its files, imports point one way, files are of a readable size, everything is documented."""
+"""House rules: every op family has all its files, imports point one way, files have a readable size, everything is documented."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def relative(path: Path) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_op_family_has_all_its_rooms(family: str) -> None:
+def test_every_op_family_has_all_its_files(family: str) -> None:
     # A kernel that has no values to check is in simd/ alone.
     native = [
         [f"csrc/include/pdkernels/{family}.h"],
@@ -114,7 +114,7 @@ def test_no_import_circle() -> None:
 
 
 def test_only_ops_know_the_reference() -> None:
-    """The package itself hands it to users."""
+    """The package itself exposes it to users."""
     assert [
         f"{relative(path)} imports {name}"
         for module, path in MODULES.items()
@@ -180,7 +180,7 @@ def test_every_public_name_has_a_docstring(module: str) -> None:
     assert loaded.__doc__
     public = {name: getattr(loaded, name) for name in loaded.__all__}
     documented = (inspect.isclass, inspect.isroutine, inspect.ismodule)
-    # What a class takes over from its base would be found too: each needs words of its own.
+    # What a class inherits would be found too: each needs its own docstring.
     assert [
         name
         for name, value in public.items()

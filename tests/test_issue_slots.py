@@ -1,4 +1,4 @@
-"""What a warp issues, read from the machine code, for kernels whose time that decides."""
+"""What a warp issues, read from the machine code, for kernels bound by it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_loops() -> None:
 
 
 # A lane has 64 logits, each of which takes one MUFU.EX2. The whole kernel, from its arguments to its stores: 214 slots for each 512
-# logits of a warp, 13.4 for each of a lane, are what the memory of an H200 lets pass.
+# logits of a warp, 13.4 for each of a lane, are what the memory bandwidth of an H200 allows.
 @needs_tools
 @pytest.mark.parametrize("element, most", [("13__nv_bfloat16", 11.5), ("6__half", 11.5), ("f", 12.5)])
 def test_token_statistics(element: str, most: float) -> None:

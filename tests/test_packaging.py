@@ -1,4 +1,4 @@
-"""What gets built, what gets installed, and what is said when that cannot be done."""
+"""What is built and installed, and the messages if that is not possible."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def pip(interpreter: Path, *arguments: object, **options) -> subprocess.Complete
 
 
 def elsewhere(build: Path) -> dict[str, str]:
-    """Environment that keeps what setuptools leaves behind out of the checkout."""
+    """Environment that keeps setuptools' leftovers out of the checkout."""
     build.mkdir()
     configuration = build / "extra.cfg"
     configuration.write_text(f"[build]\nbuild_base = {build}\n[egg_info]\negg_base = {build}\n")
@@ -133,7 +133,7 @@ assert len(set(sys.modules) - before) <= 10, sorted(set(sys.modules) - before)
 
 
 def _once_more(code: str, seconds: str) -> list[str]:
-    """Another process may have been in the way of the first one."""
+    """Another process may have slowed down the first run."""
     return [] if float(seconds) < 1.0 else [python(code).stdout.split("\n")[0]]
 
 

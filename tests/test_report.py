@@ -1,4 +1,4 @@
-"""What benchmarks become, on results made up here."""
+"""Tables and plots of benchmarks, on made-up results."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_page_shows_them_where_they_were_measured(name: str, rows: list[report
 
 
 def test_peers_are_compared_case_by_case() -> None:
-    """The fastest peer of each case counts; a copy is no peer, and neither is a candidate made of our own ops."""
+    """The fastest peer of each case counts; a copy is not a peer, and neither is a candidate made of our own ops."""
     times = {"pdkernels": (0.5, 1.0), "torch": (1.0, 3.0), "torch.compile": (2.0, 1.5)}
     left_out = {"a copy of as many bytes": (0.1, 0.1), "F.linear + pd.token_statistics": (0.2, 0.2)}
     made = [

@@ -1,4 +1,4 @@
-"""The op tests once more, in a process of their own, on a CPU library built with ASan and UBSan."""
+"""The op tests once more, in a separate process, on a CPU library built with ASan and UBSan."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # a build of its own, and minutes more
+pytestmark = pytest.mark.slow  # a separate build, and minutes more
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "build/native-sanitize/_ops.so"
 
-# The guards around the tests' buffers would hide from ASan what goes on just outside them.
+# The guards around the tests' buffers would hide accesses just outside them from ASan.
 OP_TESTS = """
 import sys, pytest
 from tests.ops import kv_cases
@@ -25,7 +25,7 @@ sys.exit(pytest.main(["tests/ops", "-q", "-x", "--capture=sys", "-p", "no:cachep
     "--ignore=tests/ops/test_cuda_graphs.py", *sys.argv[1:]]))
 """
 
-# A write one byte behind a tensor, through a function that ASan watches in every library.
+# A write one byte past a tensor, through a function that ASan intercepts in every library.
 OVERFLOW = "import ctypes, torch; t = torch.zeros(4); ctypes.memset(t.data_ptr(), 0, 17); print('not noticed')"
 
 
@@ -38,8 +38,8 @@ def run(*arguments: str, environment: dict[str, str]) -> subprocess.CompletedPro
 def environment() -> dict[str, str]:
     compiler = shlex.split(os.environ.get("CXX") or "c++")
     runtimes = []
-    # Torch's own libraries are not instrumented, so the runtime has to be in the process before anything else, and the
-    # C++ library with it, or exceptions would pass it by.
+    # Torch's own libraries are not instrumented, so the runtime has to be loaded first, and the C++ library with it, or
+    # it would miss exceptions.
     for name in ("libasan.so", "libstdc++.so"):
         answer = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=False)
         runtimes.append(answer.stdout.strip())
@@ -58,14 +58,14 @@ def environment() -> dict[str, str]:
     }
 
 
-def test_a_write_behind_a_tensor_is_noticed(environment: dict[str, str]) -> None:
+def test_a_write_past_a_tensor_is_noticed(environment: dict[str, str]) -> None:
     assert b"__asan_init" in LIBRARY.read_bytes()
     answer = run("-c", OVERFLOW, environment=environment)
     assert answer.returncode != 0 and "heap-buffer-overflow" in answer.stderr, answer.stdout + answer.stderr
 
 
 def test_ops(environment: dict[str, str]) -> None:
-    # Simulated and Triton kernels have checks of their own, and compiling graphs has nothing to do with our memory.
+    # Simulated and Triton kernels have their own checks, and compiling graphs does not touch our memory.
     others = ("cudasim", "inductor", "fullgraph", "triton", "compiled", "levels", "reference", "memory")
     # Attention is slow here: this build emulates the widest vector unit. All masks and tails are enough of it.
     wanted = " and ".join(f"not {word}" for word in others) + " and (not attention or test_masks or test_tails)"

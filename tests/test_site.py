@@ -1,4 +1,4 @@
-"""The documentation site: every public name has a place in it, and it builds without a warning."""
+"""The documentation site: it has every public name, and builds without a warning."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ RECURSIVE = ("first_all", "exhaustive", "binary")
 
 
 def random_function(seed: int, size: int, ids: int = 2) -> Function:
-    """Guesses that depend on all of a block, chance otherwise; the same for the same block."""
+    """Guesses that depend on the whole block, otherwise random; the same for the same block."""
 
     def model(block: Block) -> tuple[list[int], list[float]]:
         chance = random.Random(f"{seed} {block}")
@@ -62,7 +62,7 @@ def test_searches_are_the_plain_form() -> None:
 
 
 def gained(count: int) -> dict[str, float]:
-    """What the searches reach on random functions: mean masks a forward, and how often something of interest happened."""
+    """What the searches reach on random functions: mean masks per forward, and how often each event of interest occurred."""
     found = dict.fromkeys((*SCHEMES, "missed", "greedy exact", "binary slower than greedy"), 0.0)
     for seed, size in sizes(count):
         fillings = limit_of_block(random_function(seed, size), (MASK,) * size, MASK).fillings
@@ -86,7 +86,7 @@ def test_three_thousand_random_functions() -> None:
 
 
 def fewest(model: Function, block: Block, target: Block) -> int:
-    """Iterations of the best scheme of all: any right places, in any forward, as long as the end is the target."""
+    """Iterations of the best possible scheme: any right positions, in any forward, as long as the end is the target."""
     front, count = {block}, 0
     while target not in front:
         count += 1
@@ -240,6 +240,6 @@ def test_texts_end_with_an_end_token() -> None:
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
     ],
 )
-def test_errors_say_what_is_wrong(options: dict[str, object], said: str) -> None:
+def test_errors_name_what_is_wrong(options: dict[str, object], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         speed_of_light(small_model(), PROMPTS, **options)  # type: ignore[arg-type]

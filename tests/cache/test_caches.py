@@ -1,4 +1,4 @@
-"""Both caches against one model of what a cache is: a list of rows per sequence."""
+"""Both caches against the same model of a cache: a list of rows per sequence."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_numbers_of_any_integer_type() -> None:
 
 @pytest.mark.parametrize("page_size", [None, 1, 5])
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-def test_copies_go_their_own_way(duplicate, page_size: int | None) -> None:
+def test_copies_are_independent(duplicate, page_size: int | None) -> None:
     cache = make(page_size)
     if page_size:
         cache.reserve_([4, 0, 6])

@@ -1,4 +1,4 @@
-"""Compiles .cu files for the CPU, together with the runtime beside this file, into one shared library (Linux, g++).
+"""Compiles .cu files for the CPU, together with the runtime in this folder, into one shared library (Linux, g++).
 
     path = build_library("pdkernels_cudasim", sources=[...], include_dirs=[...], defines=[...])
     library = ctypes.CDLL(str(path))  # the same object in memory as after torch.ops.load_library(path)
@@ -44,7 +44,7 @@ COMMON_FLAGS = [
     "-fvisibility=hidden",
     "-fno-gnu-unique",
     "-fno-strict-aliasing",  # nvcc does not use type-based aliasing either
-    "-U_FORTIFY_SOURCE",  # its longjmp refuses to change stacks, which is what fibers do
+    "-U_FORTIFY_SOURCE",  # its longjmp refuses to switch stacks, which fibers do
 ]
 # What a GPU refuses or C++ leaves undefined; runtime/sanitizer.cpp turns a hit into an error.
 CHECK_FLAGS = [
@@ -82,7 +82,7 @@ def build_library(
     """Compile `sources` (.cu or .cpp) and the runtime into `build/cudasim/lib<name>-<hash>.so` and return its path.
 
     Headers under `include_dirs` are part of the hash by content; `system_include_dirs` (torch, say) by path only.
-    `defines` are "NAME" or "NAME=VALUE". A failing compilation raises RuntimeError with the compiler's words.
+    `defines` are "NAME" or "NAME=VALUE". A failing compilation raises RuntimeError with the compiler's output.
     """
     own = _Compilation([*RUNTIME_INCLUDE_DIRS, *map(Path, include_dirs)], system_include_dirs, defines)
     runtime = _Compilation(RUNTIME_INCLUDE_DIRS)  # without the caller's flags: compiled once for all
@@ -151,7 +151,7 @@ def schedule(library: ctypes.CDLL, text: str) -> Iterator[None]:
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
-    """Return `path`, after letting one process at a time `build(temporary path)` it where it does not exist."""
+    """Return `path`, which one process at a time makes by `build(temporary path)` if it does not exist."""
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def build_once(path: Path, build: Callable[[Path], None]) -> Path:
 
 
 def _from_root(path: Path) -> str:
-    """As the compiler, which runs in the root of the checkout, gets to see the path: short in its reports and ours."""
+    """The path relative to the root of the checkout, where the compiler runs: short in its reports and ours."""
     path = path.resolve()
     return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 

@@ -1,4 +1,4 @@
-"""The simulator itself: right kernels are right under every schedule, each kind of mistake is found."""
+"""The simulator itself: correct kernels are correct under every schedule, each kind of mistake is found."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ class TestMistakesAreFound:
         assert len(self.results(library, run, "missing_second_barrier", ...)) > 1
 
     @pytest.mark.parametrize("kind", ["static", "template", "dynamic"])
-    def test_shared_memory_starts_as_rubbish(self, library: ctypes.CDLL, run: Run, kind: str) -> None:
+    def test_shared_memory_starts_as_garbage(self, library: ctypes.CDLL, run: Run, kind: str) -> None:
         results = self.results(library, run, f"uninitialised_{kind}", ...)
         assert len(results) > 1
         assert all(0 not in result[:32] for result in results)
@@ -191,17 +191,17 @@ class TestMistakesAreFound:
             ("trap", [], "block (0, 0, 0), thread (0, 0, 0): __trap() was called"),
         ],
     )
-    def test_errors_name_the_place(
+    def test_errors_name_the_location(
         self, run: Run, name: str, arguments: list[torch.Tensor | int], expected: str
     ) -> None:
         message = run(name, *arguments)
         assert message is not None and expected in message, message
         assert message.startswith(f"cudasim: kernel {name}, block (0, 0, 0)")
-        # Half-run fibers are forgotten: the next kernel is none the worse.
+        # Half-run fibers are reset: the next kernel is unaffected.
         out = ints(64)
         assert run("early_return", out, 64) is None
 
-    def test_reading_an_absent_lane_gives_rubbish(self, run: Run) -> None:
+    def test_reading_an_absent_lane_gives_garbage(self, run: Run) -> None:
         out = torch.ones(32, dtype=torch.int32)
         assert run("absent_source", out) is None
         assert 1 not in out[:16].tolist()
@@ -267,7 +267,7 @@ class TestUse:
         run("block_sum", values, sums, 64, 256)
         start = time.thread_time()
         assert run("block_sum", values, sums, 64, 256) is None
-        assert time.thread_time() - start < 0.5  # 0.03 as a rule
+        assert time.thread_time() - start < 0.5  # typically 0.03
 
     def test_schedules_have_names(self, library: ctypes.CDLL) -> None:
         for wrong in ("", "backward", "random", "random:", "random:x"):

@@ -3,9 +3,9 @@
     python -m tests.harness.budgets          a table of all kernels on all architectures
     python -m tests.harness.budgets --add    writes entries for new kernels and drops those of kernels that are gone
 
-Needs nvcc but no GPU. Budgets stand in `tests/compile_budgets.json`, one line a kernel. `registers` is a ceiling for
-all architectures, or one each: `{"sm_80": 40, "sm_90a": 48, "sm_100": 48}`. `spill`, `stack` and `shared` are bytes,
-and 0 where they are left out.
+Needs nvcc but no GPU. Budgets are in `tests/compile_budgets.json`, one line per kernel. `registers` is a ceiling for
+all architectures, or one for each: `{"sm_80": 40, "sm_90a": 48, "sm_100": 48}`. `spill`, `stack` and `shared` are
+bytes, and 0 if left out.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ INCLUDE_DIRS = (ROOT / "csrc" / "include", KERNEL_FOLDER)
 BUDGET_FILE = ROOT / "tests" / "compile_budgets.json"
 CACHE = ROOT / "build" / "budgets"
 
-# Hardware hands out registers to a thread in steps of this many, so nothing is lost below the next multiple.
+# Hardware allocates registers per thread in multiples of this, so rounding up to the next multiple costs nothing.
 REGISTER_STEP = 8
 
 
 class Resources(NamedTuple):
-    """What one kernel takes on one architecture: registers a thread, the rest in bytes."""
+    """What one kernel takes on one architecture: registers per thread, the rest in bytes."""
 
     registers: int
     spill: int
@@ -65,7 +65,7 @@ def kernel_sources() -> list[Path]:
 
 
 def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[str]) -> Path:
-    """The device code of one .cu file as setup.py compiles it, and beside it, as .txt, what ptxas says. Cached."""
+    """The device code of one .cu file as setup.py compiles it, and next to it, as .txt, the output of ptxas. Cached."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise RuntimeError("tests.harness.budgets: no nvcc found. Install the CUDA toolkit or set CUDA_HOME.")
@@ -85,7 +85,7 @@ def compile_kernels(source: Path, include_dirs: Sequence[Path], archs: Sequence[
 def measure(
     source: Path, *, include_dirs: Sequence[Path] = INCLUDE_DIRS, archs: Sequence[str] = CUDA_ARCHS
 ) -> Measured:
-    """What ptxas says of one .cu file on all architectures."""
+    """The output of ptxas for one .cu file on all architectures."""
     return parse_ptxas(compile_kernels(source, include_dirs, archs).with_suffix(".txt").read_text())
 
 
@@ -94,7 +94,7 @@ def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:
     tool = find_cuobjdump()
     assert tool is not None
     subprocess.run([tool, "--extract-elf", "all", str(file)], cwd=folder, capture_output=True, check=True)
-    # Names of the files say 90 for 90a, depending on the tool; what the assembler noted inside is exact.
+    # File names may have 90 for 90a, depending on the tool; what the assembler recorded inside is exact.
     compiled: dict[str, set[str]] = {}
     for cubin in folder.glob("*.cubin"):
         arch = re.search(rb"-arch sm_(\w+)", cubin.read_bytes())[1].decode()
@@ -104,7 +104,7 @@ def code_in(file: Path, folder: Path) -> tuple[dict[str, set[str]], set[str]]:
 
 
 def find_cuobjdump() -> str | None:
-    """Beside nvcc, on PATH, or the one that triton brings along."""
+    """Next to nvcc, on PATH, or the one that triton ships."""
     nvcc, triton = find_nvcc(), importlib.util.find_spec("triton")
     found = [Path(nvcc).with_name("cuobjdump")] if nvcc else []
     found += [Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump"] if triton and triton.origin else []
@@ -142,7 +142,7 @@ def parse_ptxas(report: str) -> Measured:
 
 
 def readable_names(symbols: Sequence[str]) -> dict[str, str]:
-    """Symbol -> `kernel<arguments>`, without namespaces and parameters; the symbol where there is no demangler."""
+    """Symbol -> `kernel<arguments>`, without namespaces and parameters; the symbol if there is no demangler."""
     demangler = shutil.which("c++filt") or shutil.which("cu++filt")
     if not symbols or demangler is None:
         return {symbol: symbol for symbol in symbols}
@@ -183,9 +183,9 @@ def ceiling(budget: Mapping[str, Any], what: str, arch: str) -> int:
 
 
 def suggest(per_arch: Mapping[str, Resources]) -> dict[str, int]:
-    """The budget a kernel just meets, registers rounded up to the hardware's step.
+    """The tightest budget that a kernel meets, registers rounded up to the hardware's step.
 
-    Spills and stack are never suggested: who wants them has to write them down.
+    Spills and stack are never suggested: they have to be written by hand.
     """
     registers = max(used.registers for used in per_arch.values())
     shared = max(used.shared for used in per_arch.values())
@@ -193,7 +193,7 @@ def suggest(per_arch: Mapping[str, Resources]) -> dict[str, int]:
 
 
 def problems(file: str, measured: Measured, budgets: Budgets) -> list[str]:
-    """One sentence for everything that is over budget, has none, or has one and is gone."""
+    """One sentence for every kernel that is over budget or has none, and for every budget whose kernel is gone."""
     found = []
     for kernel, per_arch in measured.items():
         if kernel not in budgets:
@@ -213,7 +213,7 @@ def problems(file: str, measured: Measured, budgets: Budgets) -> list[str]:
 
 
 def add_missing(measured: Mapping[str, Measured], path: Path = BUDGET_FILE) -> None:
-    """Give new kernels the budget they just meet and drop those that are gone. Never loosens one that stands."""
+    """Give new kernels the tightest budget they meet and drop those that are gone. Never loosens an existing one."""
     old = load_budgets(path)
     files = []
     for file, kernels in measured.items():

@@ -1,4 +1,4 @@
-"""How wrong a kernel may be: twice as wrong as PyTorch in the same dtype, plus one rounding; no tuned tolerance."""
+"""The error a kernel may have: twice that of PyTorch in the same dtype, plus one rounding; no tuned tolerance."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ErrorBudget(NamedTuple):
-    """Errors against the fp64 oracle, and what was allowed; each as largest and as root mean square."""
+    """Errors against the fp64 oracle, and those allowed; each as largest and as root mean square."""
 
     kernel_max: float
     kernel_rms: float
@@ -26,15 +26,15 @@ def assert_within_budget(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch
         actual: the kernel's result.
         oracle_fp64: the same quantity computed in float64 from the same inputs. For integers and bools: the exact one.
         same_dtype_pytorch: the same quantity computed by PyTorch from the kernel's inputs; same dtype as `actual`.
-        name: says in the failure what was compared.
+        name: what was compared, for the failure message.
 
     The largest error and the root-mean-square error are each allowed `2 * error of PyTorch + one unit roundoff of the
-    dtype times the oracle's magnitude` (largest or root mean square). NaN and infinities must stand where the oracle,
+    dtype times the oracle's magnitude` (largest or root mean square). NaN and infinities must be where the oracle,
     rounded to the dtype, has them; where PyTorch overflows and the oracle does not, either is right. Integers and bools
     are exactly equal.
 
-    Give it some hundred values or more: of a handful, PyTorch may have got all right by luck. Float64 kernels cannot be
-    judged, since the oracle is no better than they are.
+    Pass some hundred values or more: with a handful, PyTorch may happen to have all of them right. Float64 kernels
+    cannot be checked, since the oracle is no better than they are.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> assert_within_budget(x.sum(), x.double().sum(), x.sum(), name="sum").kernel_max
@@ -55,7 +55,7 @@ def assert_within_budget(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch
 
 
 def measured(actual: Tensor, oracle_fp64: Tensor, same_dtype_pytorch: Tensor, *, name: str) -> ErrorBudget:
-    """What `assert_within_budget` judges. Asserts what needs no budget: integers, and where NaN and infinities stand."""
+    """What `assert_within_budget` checks. Asserts what needs no budget: integers, and where NaN and infinities are."""
     _check_arguments(actual, oracle_fp64, same_dtype_pytorch, name)
     actual, oracle, pytorch = (t.detach().cpu() for t in (actual, oracle_fp64, same_dtype_pytorch))
     if not actual.dtype.is_floating_point:
@@ -122,7 +122,7 @@ def _largest(values: Tensor) -> float:
 
 
 def _rms(values: Tensor) -> float:
-    # Scaled, for squares of the smallest errors would vanish and of the largest overflow.
+    # Scaled, since squares of the smallest errors would underflow and those of the largest overflow.
     largest = _largest(values)
     return largest * (values / largest).square().mean().sqrt().item() if largest > 0 else 0.0
 

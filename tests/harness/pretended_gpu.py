@@ -1,15 +1,15 @@
-"""A GPU in name only: tensors that say ``cuda:0`` and lie in the computer's memory.
+"""A GPU in name only: tensors that report ``cuda:0`` and are in host memory.
 
     with pretended_gpu():
         model = pd.models.load("tiny-code").to("cuda")
         pd.decoding.generate(model, "import os")
 
-Every operator runs on the CPU, with real values, and refuses what a GPU refuses: tensors of both devices in one call, but for
-single numbers. So Python code that forgets a device fails here instead of on the first GPU it sees. It says nothing about
-kernels: an op of ours runs its CPU kernel. There is no backward pass, for which autograd would ask for a driver. Inference mode is
-no_grad inside, because its tensors cannot be wrapped.
+Every operator runs on the CPU, with real values, and refuses what a GPU refuses: tensors of both devices in one call, except
+single numbers. So Python code that forgets a device fails here instead of on the first GPU it runs on. It does not test kernels:
+an op of ours runs its CPU kernel. There is no backward pass, for which autograd would ask for a driver. Inference mode is no_grad
+inside, because its tensors cannot be wrapped.
 
-`waits` tells where a host would have waited for a GPU.
+`waits` reports where a host would have waited for a GPU.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from tests.cudasim.build import CACHE, build_once, compiler, digest_text, run_co
 CPU = torch.device("cpu")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here: none needs to be pretended")
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
-# Where torch itself takes indices from the computer's memory.
+# Where torch itself accepts indices in host memory.
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default, torch.ops.aten._index_put_impl_.default}
-# Operators whose result has a size, or is a number, that only the values tell. Indexing has it where a mask is an index.
+# Operators whose result has a size, or is a number, that depends on the values. Indexing is one if an index is a mask.
 READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 _log: list[str] | None = None  # of `waits`
 _table: Tensor | None = None
 
-# What CUDA builds have and CPU builds lack: switching to the device, which here does nothing.
+# What CUDA builds have and CPU builds lack: switching to the device, a no-op here.
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace {
@@ -69,7 +69,7 @@ def efficient(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, with_lse: bool) -> 
     return out, torch.nn.functional.pad(lse, (0, -q.shape[2] % 32)), unused, unused
 
 
-# Operators that exist on GPUs alone.
+# Operators that exist only on GPUs.
 STAND_INS = {
     torch.ops.aten._fused_sdp_choice.default: lambda *arguments, **options: 0,  # plain operators
     torch.ops.aten._scaled_dot_product_flash_attention.default: flash,
@@ -97,7 +97,7 @@ def install_guard() -> None:
 
 
 class Pretended(Tensor):
-    """A tensor on the pretended GPU, and ``held``, where its values are."""
+    """A tensor on the pretended GPU, and ``held``, which has its values."""
 
     held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -140,7 +140,7 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
     def wrapped(x: Any) -> Any:
         if not isinstance(x, Tensor) or isinstance(x, Pretended) or not stays:
             return x
-        if any(x is other for other in here):  # `to` another device that was none
+        if any(x is other for other in here):  # `to` without another device
             return Pretended(x.clone()) if devices else x
         return known[id(x)] if id(x) in known else Pretended(x)
 
@@ -148,7 +148,7 @@ def run(function: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _event(function: Any, args: Any, kwargs: Any, stays: bool) -> str | None:
-    """What `waits` says of an operator, whose result lies on the GPU if it `stays`."""
+    """What `waits` records for an operator, whose result is on the GPU if it `stays`."""
     if function is torch.ops.aten._to_copy.default:
         return _crossing(isinstance(args[0], Pretended), stays, kwargs.get("non_blocking", False))
     if function is torch.ops.aten.copy_.default:
@@ -162,7 +162,7 @@ def _event(function: Any, args: Any, kwargs: Any, stays: bool) -> str | None:
         if any(index.dtype == torch.bool for index in indices):
             fills = len(args) > 2 and not isinstance(
                 args[2], Pretended
-            )  # a number, for which torch asks no mask where it is set
+            )  # a number, which torch writes without reading the mask
             return None if fills else "read"
         return "upload" if any(not isinstance(index, Pretended) for index in indices) else None
     return "read" if READING.intersection(function.tags) else None
@@ -179,7 +179,7 @@ class Operators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # The one kind of mode under which torch asks for no driver before it makes a tensor.
+        # The only kind of mode under which torch needs no driver to make a tensor.
         self._mode_key = torch._C._TorchDispatchModeKey.FAKE
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,7 +187,7 @@ class Operators(TorchDispatchMode):
 
 
 class Functions(TorchFunctionMode):
-    """What never gets as far as an operator."""
+    """Calls that never reach an operator."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -224,9 +224,9 @@ def pretended_gpu() -> Iterator[None]:
 
 @contextmanager
 def waits(embedding: Tensor | None = None) -> Iterator[list[str]]:
-    """Where the host would wait for the GPU, and the forwards in between, in their order.
+    """Where the host would wait for the GPU, and the forwards in between, in order.
 
-    "read": values come to the host, one by one or many at once, or decide on a shape. "upload": a copy to the GPU that does not say
+    "read": values come to the host, one by one or many at once, or decide on a shape. "upload": a copy to the GPU without
     ``non_blocking``. "forward": tokens were looked up in `embedding`, which a model has on the pretended GPU.
     """
     global _log, _table

@@ -1,7 +1,8 @@
-"""What a run of the tests came to, written while it runs: `pytest -p tests.harness.record`, with PDKERNELS_TEST_RECORD naming a file.
+"""The outcome of a test run, written while it runs: `pytest -p tests.harness.record`, with PDKERNELS_TEST_RECORD naming a file.
 
-A line of JSON a test, so that a run that is cut off loses nothing; `scripts/proof_summaries.py` makes figures of it. And a test that
-leaves the GPU unusable (an illegal access ends every later call of the process) ends its worker: the others go on in a new one.
+One line of JSON per test, so that a run that is cut off loses nothing; `scripts/proof_summaries.py` summarises it. A test that
+leaves the GPU unusable (after an illegal access every later call of the process fails) ends its worker: the others continue in a new
+one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Record:
 
 
 class Worker:
-    """Of xdist. The test that it ends in is the one that xdist reports as its end."""
+    """A hook of xdist. The test in which a worker ends is the one that xdist reports."""
 
     failed = False
 

@@ -1,8 +1,8 @@
-"""Reads the machine code of compiled kernels: what a warp issues, in the loops that count and on the way past what is rare.
+"""Reads the machine code of compiled kernels: what a warp issues, in the loops that matter and on the path that skips rare cases.
 
     functions(listing of cuobjdump -sass or nvdisasm) -> {mangled name: instructions}
 
-Costs are issue slots: one a warp instruction. The pipes behind them take longer for some (`CYCLES`).
+Costs are issue slots: one per warp instruction. Some hold their pipe longer (`CYCLES`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tests.harness.budgets import find_cuobjdump
 
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*);")
 TARGET = re.compile(r"0x([0-9a-f]+)")
-# Cycles a warp instruction holds a pipe of an SM's quarter on sm_90: 16 lanes of MUFU an SM, half rate of doubles and of
-# what converts. Everything else that matters here takes one.
+# Cycles a warp instruction holds a pipe of an SM's quarter on sm_90: 16 lanes of MUFU per SM, half rate for doubles and
+# conversions. Everything else that matters here takes one.
 CYCLES = {"MUFU": 8, "DADD": 2, "DMUL": 2, "DFMA": 2, "F2F": 8, "I2F": 2, "F2I": 2, "IMAD.WIDE": 2, "HGMMA": 128}
 
 
@@ -32,7 +32,7 @@ class Instruction(NamedTuple):
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes, if the instruction says so."""
+        """The target of a branch, if the instruction names one."""
         found = TARGET.search(self.operands) if self.name.startswith("BRA") else None
         return int(found[1], 16) if found else None
 
@@ -72,8 +72,8 @@ def disassemble(code: Path, architecture: str) -> dict[str, list[Instruction]]:
 def cheapest_way(code: Sequence[Instruction], name: str, count: int) -> int:
     """The fewest issue slots from the entry to an exit with `count` instructions called `name` or more, no loop taken twice.
 
-    What a warp issues where nothing rare happens, in kernels that do their work in a straight line: the work is named by
-    the instruction it cannot do without. ValueError: no way has so many.
+    What a warp issues if no rare case occurs, in kernels that do their work in a straight line: the work is identified
+    by an instruction that it needs. ValueError: no path has so many.
     """
     at = {instruction.address: i for i, instruction in enumerate(code)}
     # For each instruction, how many of those called `name` came before it -> fewest slots until there.
@@ -112,7 +112,7 @@ def steady_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 def mix(code: Sequence[Instruction]) -> Counter[str]:
-    """How often each opcode stands in the code, without its modifiers."""
+    """How often each opcode occurs in the code, without its modifiers."""
     return Counter(x.name.split(".")[0] for x in code)
 
 

@@ -43,7 +43,7 @@ def test_missing_and_stale_entries() -> None:
     assert stale == "x.cu: old has a budget but is gone. Remove its line."
 
 
-def test_adding_keeps_what_stands_and_grants_no_spills(tmp_path: Path) -> None:
+def test_adding_keeps_existing_budgets_and_grants_no_spills(tmp_path: Path) -> None:
     path = tmp_path / "budgets.json"
     path.write_text(json.dumps({"x.cu": {"copy<float>": {"registers": 8}, "old": {"registers": 8}}, "y.cu": {}}))
     add_missing({"x.cu": MEASURED}, path)

@@ -53,7 +53,7 @@ def test_one_wrong_element_fails_and_is_named(seed: int, dtype: torch.dtype, row
 
 @given(seed=seeds, dtype=dtypes)
 def test_a_small_bias_everywhere_fails(seed: int, dtype: torch.dtype) -> None:
-    """No element is worse than PyTorch's worst, but all are off: the root mean square tells."""
+    """No element is worse than PyTorch's worst, but all are off: the root mean square shows it."""
     x = values(seed, dtype, 1.0, 64, 64).clamp(-1, 1)
     eps = torch.finfo(dtype).eps
     pytorch, biased = x.clone(), (x.double() + 3 * eps).to(dtype)
@@ -65,7 +65,7 @@ def test_a_small_bias_everywhere_fails(seed: int, dtype: torch.dtype) -> None:
 
 
 @given(dtype=dtypes, special=st.sampled_from([math.nan, math.inf, -math.inf]), index=st.integers(0, 3))
-def test_specials_stand_where_the_oracle_has_them(dtype: torch.dtype, special: float, index: int) -> None:
+def test_nan_and_infinities_are_where_the_oracle_has_them(dtype: torch.dtype, special: float, index: int) -> None:
     plain = torch.ones(4, dtype=dtype)
     marked = plain.clone()
     marked[index] = special
@@ -85,7 +85,7 @@ def test_overflow_is_right_where_the_oracle_rounds_to_it_or_pytorch_overflows_to
     overflowed = huge.half()
     assert overflowed[0].isinf()
     assert_within_budget(overflowed, huge, overflowed, name="overflow of the result")
-    # x * x overflows in fp16 on the way to a small mean: the kernel may do so too, or be better.
+    # x * x overflows in fp16 on the way to a small mean: the kernel may overflow too, or be better.
     oracle, pytorch = torch.tensor([40.0], dtype=torch.float64), torch.tensor([math.inf], dtype=torch.float16)
     assert_within_budget(pytorch, oracle, pytorch, name="as PyTorch")
     assert_within_budget(oracle.half(), oracle, pytorch, name="better")

@@ -1,4 +1,4 @@
-"""What a run came to is known even if it is cut off, and one test's broken GPU is not the next one's."""
+"""The outcome of a run is known even if it is cut off, and a GPU broken by one test does not affect the next."""
 
 from __future__ import annotations
 

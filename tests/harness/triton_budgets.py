@@ -2,10 +2,10 @@
 
     python -m tests.harness.triton_budgets sm_90:bf16:128 sm_80:bf16:64      a JSON object on stdout
 
-Runs as a process of its own: in a test session Triton interprets, which it decides when it is imported. A driver that
-only names its target stands in for the GPU's, and a launch ends once the kernel is compiled; so what is compiled is
-what `pdkernels.triton` launches, down to the specialization by alignment. Budgets stand in `tests/triton_budgets.json`:
-registers a thread, bytes of shared memory, and bytes of spills, which are 0 where they are left out.
+Runs as a separate process: in a test session Triton interprets, which it decides when it is imported. A driver that
+only names its target replaces the GPU's, and a launch ends once the kernel is compiled; so what is compiled is what
+`pdkernels.triton` launches, down to the specialization by alignment. Budgets are in `tests/triton_budgets.json`:
+registers per thread, bytes of shared memory, and bytes of spills, which are 0 if left out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSOR_CORES = ("mma.sync", "wgmma.mma_async", "tcgen05.mma")
 
 
 def measure(cases: list[str], module: str = "tests.harness.triton_budgets") -> dict[str, dict[str, Any]]:
-    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a process of its own. Cached by the sources that go into it."""
+    """`{"sm_90:bf16:128 forward": figures}`, from `module` run as a separate process. Cached by the sources that go into it."""
     import triton
 
     sources = {Path(__file__), ROOT / f"{module.replace('.', '/')}.py", *KERNELS.glob("*.py")}
@@ -51,7 +51,7 @@ def measure(cases: list[str], module: str = "tests.harness.triton_budgets") -> d
 
 
 def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) -> list[str]:
-    """One sentence for everything that is over budget; spills have none unless it is written down."""
+    """One sentence for everything that is over budget; spills have no budget unless one is written down."""
     if budget is None:
         return [f"{name} has no budget. Look at its figures, then add one: {json.dumps(figures)}"]
     architecture, dtype, _ = name.split(":")
@@ -71,7 +71,7 @@ def problems(name: str, figures: dict[str, Any], budget: dict[str, int] | None) 
 
 
 class _Driver:
-    """As much of Triton's driver as compiling takes."""
+    """As much of Triton's driver as compiling needs."""
 
     def __init__(self, architecture: str) -> None:
         from triton.backends.compiler import GPUTarget
@@ -120,7 +120,7 @@ def compile_case(case: str) -> dict[str, Any]:
 
 
 def read_figures(kernel: Any, architecture: str) -> dict[str, Any]:
-    """What ptxas says of a compiled kernel, its shared memory and the tensor-core instructions of its PTX."""
+    """The output of ptxas for a compiled kernel, its shared memory and the tensor-core instructions of its PTX."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     ptx = kernel.asm["ptx"]

@@ -1,4 +1,4 @@
-"""Lets one test run a Triton kernel compiled where there is a GPU, and interpreted on CPU tensors elsewhere.
+"""Runs a test's Triton kernel compiled if there is a GPU, and interpreted on CPU tensors otherwise.
 
 Triton decides when it is imported and a kernel is decorated, by the environment variable TRITON_INTERPRET. So
 `tests/conftest.py` calls `choose_mode()` before anything imports Triton, and a test only needs

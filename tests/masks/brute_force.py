@@ -33,7 +33,7 @@ def brute_force(dense: Tensor, block_q: int, block_k: int) -> dict[str, object]:
     pairs: list[list[int]] = []
 
     def visits(lines: list[list[int | None]], length: int, block: int) -> tuple[list[int], list[int], list[int]]:
-        """The tiles of each line, full ones first; notes the same as ranges and lists."""
+        """The tiles of each line, full ones first; records the same as ranges and lists."""
         offsets, tiles, numbers, described = [0], [], [], []
         for line in lines:
             begin, others = len(pairs), []

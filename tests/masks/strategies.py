@@ -1,4 +1,4 @@
-"""Masks of every builder, drawn with the arguments they were built from; and masks that no builder makes."""
+"""Masks of every builder, with the arguments they were built from; and masks that no builder makes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def anchored(draw: st.DrawFn) -> Call:
 @st.composite
 def tree(draw: st.DrawFn) -> Call:
     count = draw(sizes(14))
-    # Parents are often the token before, so that chains occur.
+    # Parents are often the preceding token, so that chains occur.
     parent = lambda i: st.one_of(st.just(i - 1), sizes(i - 1, -1))  # noqa: E731
     return "tree", {"parents": [draw(parent(i)) for i in range(count)]}
 

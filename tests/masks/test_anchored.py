@@ -1,4 +1,4 @@
-"""`anchored` against the masks of the projects that it serves, each written as a rule on pairs, on random packs."""
+"""`anchored` against the masks of the projects that it supports, each written as a rule on pairs, on random packs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_dflash() -> None:
 
 
 def peagle(documents: Tensor, anchors: Tensor, depths: Tensor) -> Tensor:
-    """speculators: a row stands for a depth behind an anchor; depth 0 are the base tokens."""
+    """speculators: a row is a depth after an anchor; the base tokens are depth 0."""
     own = documents[anchors]
     same_document = (own[:, None] == own) & (own != -1)
     base = (depths == 0) & (anchors <= anchors[:, None])
@@ -64,7 +64,7 @@ def test_peagle() -> None:
     for _ in range(PACKS):
         documents = pack(draw, 40)
         inside = (documents != -1).nonzero().flatten().tolist()
-        # Depth by depth, as sampled: a deeper row exists only behind the anchors that the depth before kept.
+        # Depth by depth, as sampled: a deeper row exists only after the anchors that the previous depth kept.
         rows = [(anchor, 0) for anchor in range(len(documents))]
         kept = inside
         for depth in range(1, draw.randint(2, 6)):
@@ -139,7 +139,7 @@ def test_masks_made_in_other_ways_are_equal() -> None:
     assert repr(made) == "AnchoredMask(8 x 8: 4 context, 2 block)"
 
 
-def test_masks_of_steps_push_no_other_plan_out() -> None:
+def test_masks_of_steps_evict_no_other_plan() -> None:
     kept = masks.causal(48).plan(16, 16)
     for anchor in range(200):
         masks.anchored([200], [anchor], 2).plan(16, 16)

@@ -140,7 +140,7 @@ def test_dual_stream_trains_what_inference_does(length: int, block_size: int, pr
     for start in range(0, noisy_count, block_size):
         block = noisy[start : start + block_size]
         keys = torch.cat([clean[: prefix_len + start], block])
-        # A draft pass: the block over the cache of all that came before it, everything visible.
+        # A draft pass: the block over the cache of everything before it, everything visible.
         assert dense[block][:, keys].all() and dense[block].sum() == len(block) * len(keys)
         assert torch.equal(mask.positions[keys], torch.arange(len(keys)))
 
@@ -213,7 +213,7 @@ def test_planned_rounds() -> None:
     assert dense[first, 0:5].all() and not dense[plan, 2:].any() and not dense[first, 5:].any()
     assert dense[sync, :6].all() and dense[6, :7].all()
     assert dense[7:9, :9].all() and not dense[6, 7:].any()
-    end = 9  # an end token that no sync came before: it sees no open chunk
+    end = 9  # an end token without a sync before it: it sees no open chunk
     assert dense[end, :7].all() and not dense[end, 7:9].any() and dense[end, 9]
     sparse = masks.planned(stages, sparse=True).dense()
     # Nor do later chunks see open ones, as in training.

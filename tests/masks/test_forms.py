@@ -39,7 +39,7 @@ def test_slices(mask: masks.SegmentMask, data: st.DataObject) -> None:
 def test_copies_and_pickles(call: Call, data: st.DataObject) -> None:
     mask = build(call)
     part = mask[data.draw(st.integers(0, mask.q_len)) :]
-    hash(mask), mask.relation  # another process hashes strings differently: what is kept of a mask must not travel
+    hash(mask), mask.relation  # another process hashes strings differently: cached values must not be pickled
     for form in (mask, part):
         for other in (copy.deepcopy(form), pickle.loads(pickle.dumps(form))):
             assert other == form and type(other) is type(form) and other.plan(16, 32) is form.plan(16, 32)
@@ -281,7 +281,7 @@ def test_masks_too_long_for_tiles() -> None:
         lambda: masks.pack([masks.candidates(2, 3)], 9),
     ],
 )
-def test_masks_lie_on_the_cpu_whatever_the_default_device(builder: Callable[[], masks.SegmentMask]) -> None:
+def test_masks_are_on_the_cpu_whatever_the_default_device(builder: Callable[[], masks.SegmentMask]) -> None:
     expected = builder()
     with pretended_gpu(), torch.device("cuda"):
         mask = builder()

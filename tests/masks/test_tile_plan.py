@@ -1,4 +1,4 @@
-"""The planner against a brute-force planner on the dense mask, published tile counts, and what plans offer."""
+"""The planner against a brute-force planner on the dense mask, published tile counts, and the methods of plans."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_dense_is_the_mask(mask: masks.SegmentMask, block_q: int, block_k: int) 
 
 @pytest.mark.parametrize("layout", ["streams", "interleaved"])
 def test_ranges_hold_every_whole_full_tile(layout: str) -> None:
-    """A kernel that walks ranges without a mask reads nothing beyond the lengths, and lists hold no tile that needs none."""
+    """A kernel that walks ranges without a mask reads nothing beyond the lengths, and lists hold no tile that needs no mask."""
     plan = masks.noise_aware_causal(37, 32, 9, layout=layout).plan(32, 48)
     q_tiles = plan.grid[0]
     for rows, length, block in ((plan.rows[:q_tiles], plan.kv_len, 48), (plan.rows[q_tiles:], plan.q_len, 32)):

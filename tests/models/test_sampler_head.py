@@ -205,6 +205,6 @@ def test_nothing_in_the_files_is_run(tmp_path: Path, capsys: pytest.CaptureFixtu
         (lambda: semantic_table(torch.zeros(3)), r"embedding must have shape \(ids, hidden\)"),
     ],
 )
-def test_errors_say_what_is_wrong(call: object, said: str) -> None:
+def test_errors_name_what_is_wrong(call: object, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         call()  # type: ignore[operator]

@@ -23,13 +23,13 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(params=["reference", "native", *CUDA], scope="session")
 def backend(request: pytest.FixtureRequest) -> str:
-    """``reference`` and ``native`` on the CPU, ``cuda``: what `auto` is there."""
+    """``reference`` and ``native`` on the CPU, ``cuda``: what `auto` means there."""
     return request.param
 
 
 @pytest.fixture(params=["native", *CUDA], scope="session")
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What promises more than PyTorch does: bits that depend on nothing but the inputs."""
+    """Implementations that promise more than PyTorch: bits that depend on the inputs alone."""
     return request.param
 
 

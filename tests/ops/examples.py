@@ -1,4 +1,4 @@
-"""The representative call that every op states (`define`), on any device: what the tests of all ops run."""
+"""The representative call in every op's definition (`define`), on any device: what the tests of all ops run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def example(op: str, seed: int = 0, device: str = "cpu", dtype: torch.dtype = to
 
 
 def run(op: str, arguments: Arguments, **options: Any) -> Any:
-    """The public function; of a backward pass, that of its op and then the gradients."""
+    """The public function; for a backward pass, that of its op and then the gradients."""
     if not op.endswith("_backward"):
         return getattr(pd, op)(**arguments, **options)
     leaves = {name: x.detach().requires_grad_() if is_float(x) else x for name, x in arguments.items()}
@@ -62,7 +62,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def raw_arguments(op: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What the op itself is given in its example."""
+    """The arguments of the raw op in its example."""
     with _Recorder(OPS[op].overload) as recorder:
         run(op, example(op, dtype=dtype))
     (call,) = recorder.calls
@@ -70,7 +70,7 @@ def raw_arguments(op: str, dtype: torch.dtype = torch.float32) -> tuple[tuple[An
 
 
 def dims_to_expand(tensor: Tensor) -> Iterator[int]:
-    """Of rows of numbers the last dimension is contiguous."""
+    """The last dimension of rows of numbers is contiguous."""
     yield from (
         dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1 and (tensor.dim() < 3 or dim < tensor.dim() - 1)
     )

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Call:
-    """Tensors of a call by their names, with the storages behind them."""
+    """Tensors of a call by their names, with their storages."""
 
     def moved(self, device: torch.device) -> Call:
         return replace(self, **{name: copy_of(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)})
@@ -77,7 +77,7 @@ def make_selection(
     update: str = "all",
     index_dtype: torch.dtype = torch.int64,
 ) -> Selection:
-    """Cosines of a sequence lie far apart, so that no rounding decides which are lowest."""
+    """Cosines of a sequence are far apart, so that no rounding decides which are lowest."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     per_sequence = -(-capacity // page_size) if page_size else 1
     capacity = per_sequence * page_size if page_size else capacity

@@ -1,10 +1,10 @@
-"""Draws calls of all ops and looks at what becomes of them.
+"""Draws calls of all ops and checks their outcome.
 
     python -m tests.ops.fuzz --calls 1000000 --seed 1
 
-A call begins as the example of its op, in any dtype. Then a few things happen to its arguments: other sizes and strides,
-values at the ends of their range, memory that is shared, and what is no valid argument at all. It either gives what the
-reference gives, or raises an error in the package's words and leaves all memory as it was.
+A call begins as the example of its op, in any dtype. Then its arguments are mutated: other sizes and strides, values at
+the ends of their range, shared memory, and invalid arguments. It either gives what the reference gives, or raises an
+error in the package's words and leaves all memory as it was.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ NUMBERS = [
     numpy.float32(1.5),
     [],
 ]
-COUNTERS = ["recurrences", "stable", "steps", "cursor"]  # these go up
+COUNTERS = ["recurrences", "stable", "steps", "cursor"]  # ops increment these
 SECONDS = 60
 
 Change = Callable[[random.Random, Arguments], None]
@@ -128,7 +128,7 @@ def odd_values(rng: random.Random, arguments: Arguments) -> None:
 
 
 def number(rng: random.Random, arguments: Arguments) -> None:
-    """An argument that is no tensor, or an option that the example leaves out."""
+    """An argument that is not a tensor, or an option that the example leaves out."""
     names = [name for name, x in arguments.items() if not isinstance(x, (Tensor, TilePlan))]
     names += [
         "seed",
@@ -148,7 +148,7 @@ def number(rng: random.Random, arguments: Arguments) -> None:
 
 
 def shared_memory(rng: random.Random, arguments: Arguments) -> None:
-    """One tensor starts inside the memory of another."""
+    """Makes one tensor start inside the memory of another."""
     a, b = pick(rng, arguments), pick(rng, arguments)
     x, y = arguments[a], arguments[b]
     if a == b or y.is_complex() or x.numel() == 0 or y.numel() == 0:
@@ -205,7 +205,7 @@ def make(op: str, seed: int) -> Arguments:
     arguments = example(op, seed % 1000, dtype=rng.choice(DTYPES))
     if is_product(
         arguments
-    ):  # of quarters, which are exact in any order of sums: equal columns stay equal, and ids are the reference's
+    ):  # multiples of 1/4, whose sums are exact in any order: equal columns stay equal, and ids are the reference's
         for name in ("hidden", "x", "weight", "bias"):
             if name in arguments:
                 arguments[name] = (arguments[name] * 4).round() / 4
@@ -215,14 +215,14 @@ def make(op: str, seed: int) -> Arguments:
         try:
             change(rng, arguments)
         except (RuntimeError, TypeError, AttributeError):
-            continue  # not possible with what the change before made
+            continue  # not possible after the previous change
     if "quota" in arguments and "plan" not in arguments and rng.random() < 0.5:
         arguments["quota"] = rng.choice([0, 1, 5])
     return arguments
 
 
 def bytes_of(arguments: Arguments) -> list[bytes]:
-    """All dense memory that the arguments lie in."""
+    """All dense memory that contains the arguments."""
     found = []
     for x in arguments.values():
         if isinstance(x, Tensor) and x.layout is torch.strided and not x.is_meta:
@@ -250,7 +250,7 @@ def differs(a: Tensor, b: Tensor) -> bool:
 
 
 def check(op: str, seed: int) -> str:
-    """Runs a call. Returns "valid" or "refused", or says what is wrong."""
+    """Runs a call. Returns "valid" or "refused", or what is wrong."""
     first, second = make(op, seed), make(op, seed)
     before = bytes_of(first)
     found, error = outcome(op, first, "auto")

@@ -1,7 +1,7 @@
 """Every way to run an op, behind one interface, so that a test body is written once.
 
 ``cpu``      the compiled CPU kernels through the public functions
-``cuda``     the compiled CUDA kernels through the public functions, where a GPU is at hand
+``cuda``     the compiled CUDA kernels through the public functions, where there is a GPU
 ``cudasim``  the very same CUDA sources and bindings, executed on the CPU by tests/cudasim
 
 `emulated_ops` are the CPU kernels of every vector unit, on any processor.
@@ -33,7 +33,7 @@ class Public:
 
     def __init__(self, device: str) -> None:
         self.name, self.device = device, torch.device(device)
-        # On the CPU bad values raise; on CUDA the sequence they belong to is left alone.
+        # On the CPU bad values raise; on CUDA the sequence they belong to is left unchanged.
         self.raises = device == "cpu"
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
@@ -41,7 +41,7 @@ class Public:
 
 
 class Simulated:
-    """The public functions with the CUDA kernels on the CPU runtime; what those refuse is not put into words."""
+    """The public functions with the CUDA kernels on the CPU runtime; their refusals have no message."""
 
     name, device, raises = "cudasim", torch.device("cpu"), False
 
@@ -67,7 +67,7 @@ class Simulated:
 
 @cache
 def simulated_ops() -> tuple[ctypes.CDLL, object]:
-    """Builds the CUDA half of the library against the CPU runtime and registers it beside the real ops."""
+    """Builds the CUDA half of the library against the CPU runtime and registers it alongside the real ops."""
     path = build_library(
         "pdkernels_cudasim",
         [*sorted((ROOT / "csrc/cuda").glob("*.cu")), ROOT / "python_bindings/ops.cpp"],
@@ -91,7 +91,7 @@ def simulated_ops() -> tuple[ctypes.CDLL, object]:
 
 @cache
 def emulated_ops() -> object:
-    """All CPU ops once more beside the real ones; PDKERNELS_CPU_ISA names the level of each call."""
+    """All CPU ops once more alongside the real ones; PDKERNELS_CPU_ISA names the level of each call."""
     environment = os.environ | {"PDKERNELS_EMULATE_ISA": "1"}
     built = subprocess.run(
         [sys.executable, "setup.py", "-q", "build_ext"], cwd=ROOT, env=environment, capture_output=True, text=True

@@ -17,7 +17,7 @@ GUARD = 64  # elements before and after every buffer
 def storage(
     shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...], pad: int, seed: int, offset: int = 0
 ) -> Tensor:
-    """A view of `shape` whose dimensions lie in memory in `order`, rows `pad` elements apart, in a random storage."""
+    """A view of `shape` whose dimensions are in memory in `order`, rows `pad` elements apart, in a random storage."""
     sizes = [shape[dim] for dim in order]
     strides = [0] * len(shape)
     step = 1
@@ -34,7 +34,7 @@ def storage(
 
 
 def whole(t: Tensor) -> Tensor:
-    """All bytes of the storage behind a view."""
+    """All bytes of a view's storage."""
     return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
 
 
@@ -47,7 +47,7 @@ def copy_of(t: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def filled(t: Tensor, place: int | tuple[int, int], value: int) -> Tensor:
-    """A copy with another value at a place."""
+    """A copy with another value at one index."""
     t = t.clone()
     t[place] = value
     return t
@@ -74,7 +74,7 @@ class Case:
         for name in ("k", "v", "k_new", "v_new", "lengths", "counts", "source_index", "block_table"):
             value = getattr(self, name)
             if isinstance(value, list):
-                # Layers held apart stay apart: each has a storage of its own.
+                # Separate layers stay separate: each has its own storage.
                 values[name] = [copy_of(t, device) for t in value]
             else:
                 values[name] = None if value is None else copy_of(value, device)
@@ -147,7 +147,7 @@ def make_case(
 
 
 def pick_sources(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
-    """Accepted rows in one of the patterns that occur, or in none; what lies behind the count is garbage."""
+    """Accepted rows in one of the patterns that occur, or in none; entries past the count are garbage."""
     pattern = rng.choice(["prefix", "stride", "branch", "any", "reversed"])
     if pattern == "prefix":
         picked = list(range(count))

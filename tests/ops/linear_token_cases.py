@@ -1,4 +1,4 @@
-"""Inputs and judges that the tests of linear_token_statistics share."""
+"""Inputs and checks that the tests of linear_token_statistics share."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def inputs(
 
 
 def whole_numbers(rows: int, width: int, depth: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """As `inputs`, of small integers: every order of summation gives the same logits, and many are equal."""
+    """As `inputs`, with small integers: every order of summation gives the same logits, and many are equal."""
     generator = torch.Generator().manual_seed(rows * 10_007 + width * 101 + depth)
     hidden, weight = (torch.randint(-2, 3, (size, depth), generator=generator) for size in (rows, width))
     return hidden.to(dtype), weight.to(dtype)
 
 
 def check_exactly(found: pd.TokenStatistics, hidden: Tensor, weight: Tensor, **options: Any) -> None:
-    """Of logits that are exact: ids as the reference has them, floats to some roundings, NaN where it has them."""
+    """For exact logits: the ids of the reference, floats to some roundings, NaN where it has NaN."""
     exact = pd.TokenStatistics(*reference(hidden.double(), weight.double(), **options))
     for name, actual, wanted in zip(exact._fields, found, exact):
         if not actual.dtype.is_floating_point:
@@ -54,7 +54,7 @@ def check(
     top_k: int = 5,
     distribution: str = "model",
 ) -> None:
-    """Floats by the error budget. What is chosen, in the exact logits, is no worse than the best by more than the error two
+    """Floats by the error budget. In the exact logits the chosen token is below the best by at most the error that two
     logits may have: that of the product in this dtype, by the same budget."""
     options = dict(
         temperature=temperature, seed=seed, step=step, suppress=suppress, top_k=top_k, distribution=distribution

@@ -1,4 +1,4 @@
-"""Calls of the recurrence ops: waves that froze some rows a step ago, with all that belongs to them."""
+"""Calls of the recurrence ops: waves that froze some rows a step ago, with all their tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = [1, 7, 33, 64, 5280]
 
 
 def spread_out(x: Tensor, style: str) -> Tensor:
-    """The same numbers with other strides: rows apart, rows off 16 bytes, or a batch that is not the slowest dimension."""
+    """The same numbers with other strides: rows with gaps, rows not aligned to 16 bytes, or a batch that is not the slowest dimension."""
     if style == "contiguous":
         return x.contiguous()
     if style == "transposed":
@@ -74,7 +74,7 @@ def make_rows(
     style: str = "contiguous",
     first_step: bool = False,
 ) -> Rows:
-    """Old rows in front, new ones behind, in waves of any width; some sequences have finished."""
+    """Old rows first, then new ones, in waves of any width; some sequences have finished."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     before, then = rows + rng.randint(0, 3), rows + rng.randint(0, 4)
@@ -135,7 +135,7 @@ def bits(x: Tensor) -> Tensor:
 
 
 class Wave(NamedTuple):
-    """What recurrence_advance_ writes, in its order but for the predictions, which it reads."""
+    """What recurrence_advance_ writes, in its order, plus the predictions, which it reads."""
 
     tokens: Tensor
     predictions: Tensor
@@ -164,7 +164,7 @@ class AdvanceCase(NamedTuple):
 
 
 def make_advance(seed: int, *, batch: int = 3, room: int = 6, dtype: torch.dtype = torch.int64) -> AdvanceCase:
-    """Few different tokens and mostly settled rows, so that all that can happen does."""
+    """Few different tokens and mostly settled rows, so that every case occurs."""
     rng = random.Random(seed)
     rows = rng.choice([room, rng.randint(0, room)])
     cap = rng.choice([None, rng.randint(max(rows, 1), room)]) if room else None

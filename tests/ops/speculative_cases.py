@@ -21,7 +21,7 @@ from tests.ops.kv_cases import copy_of, whole
 OP = torch.ops.pdkernels.speculative_attention.default
 APPEND = torch.ops.pdkernels.speculative_attention_append_.default
 NAN = float("nan")
-# Names a page that is not there; no place of a table that is read holds it.
+# A page that does not exist; no entry of a table that is read holds it.
 NO_PAGE = -(2**20)
 
 
@@ -63,7 +63,7 @@ def make_inputs(
     head_dim: int = 32,
     dtype: torch.dtype = torch.float32,
 ) -> Inputs:
-    """NaN stands wherever nothing may be read: in the cache behind the lengths, and with a page size in pages nobody owns."""
+    """NaN is wherever nothing may be read: in the cache past the lengths, and with a page size in pages that no sequence owns."""
     generator = torch.Generator().manual_seed(new + 7 * sum(lengths))
     batch, slots = len(lengths), max(lengths, default=0) + 3 if slots is None else slots
 
@@ -73,7 +73,7 @@ def make_inputs(
     q, k_new, v_new, k_cache, v_cache = (randn(new, heads), *(randn(n, kv_heads) for n in (new, new, slots, slots)))
     for b, length in enumerate(lengths):
         k_cache[b, length:] = v_cache[b, length:] = NAN
-    # int32 and int64 take turns, apart from each other in the table.
+    # int32 and int64 alternate, with a gap between the entries of the table.
     inputs = Inputs(
         q, k_new, v_new, k_cache, v_cache, torch.tensor(lengths, dtype=torch.int64 if new % 2 else torch.int32)
     )
@@ -121,7 +121,7 @@ def check(
     scale: float | None = None,
     plan: TilePlan | None = None,
 ) -> Results:
-    """`mask` is one for all sequences, or one for each; `plan` another plan of it than that of `tiles`."""
+    """`mask` is one for all sequences, or one for each; `plan` replaces the plan by `tiles`."""
     if isinstance(mask, SegmentMask):
         made, dense = mask.plan(*tiles), mask.dense()
     else:
@@ -149,7 +149,8 @@ class Rows(NamedTuple):
 
 
 def make_rows(inputs: Inputs, how: str) -> Rows:
-    """``"all"``, ``"counts"``, ``"sources"`` (any, more than once too) or ``"both"``, as many as fit; what is not read is wild."""
+    """``"all"``, ``"counts"``, ``"sources"`` (any, more than once too) or ``"both"``, as many as fit; entries that are
+    not read are garbage."""
     generator, (batch, new), index = torch.Generator().manual_seed(3), inputs.q.shape[:2], inputs.lengths.dtype
     room = capacity(inputs) - inputs.lengths
     counts = (torch.rand(batch, generator=generator) * (room.clamp(max=new) + 1)).to(index)
@@ -167,7 +168,7 @@ def capacity(inputs: Inputs) -> int:
 
 
 def with_room(inputs: Inputs, rows: Rows, page_size: int) -> Inputs:
-    """The same cache in pages, which exist for the prefix and for what is stored behind it, and no further."""
+    """The same cache in pages, which exist for the prefix and the rows stored after it, and no further."""
     stored = torch.tensor(
         [len(rows.chosen(inputs.q.shape[1], b)) for b in range(len(inputs.q))], dtype=inputs.lengths.dtype
     )
@@ -197,7 +198,7 @@ def run_append(backend: str, inputs: Inputs, plan: TilePlan, rows: Rows) -> tupl
 def check_append(
     backend: str, inputs: Inputs, mask: SegmentMask, rows: Rows, tiles: tuple[int, int] = (32, 32)
 ) -> None:
-    """The results are those without storing, bit for bit, and no byte of the caches changes but the chosen rows' places."""
+    """The results are those without storing, bit for bit, and no byte of the caches changes except the slots of the chosen rows."""
     plan = mask.plan(*tiles)
     results, *caches = run_append(backend, inputs, plan, rows)
     assert all(torch.equal(a, b) for a, b in zip(results, run(backend, inputs, plan)))
@@ -223,7 +224,7 @@ TAILS: dict[str, SegmentMask] = {
     "block": masks.full(32),
     "causal": masks.causal(67),
     "one token": masks.causal(1),
-    # The chunks of a round, which are drafted together behind a cached plan.
+    # The chunks of a round, which are drafted together after a cached plan.
     "planned chunks": masks.planned([Stage(3, (33, 20))])[3:56, 3:56],
     "planned chunks, sparse": masks.planned([Stage(3, (33, 20))], sparse=True)[3:56, 3:56],
     "rows that see the prefix alone": SegmentMask(

@@ -1,4 +1,4 @@
-"""What an op writes shares no memory with anything else it is given; what merely interleaves with it may."""
+"""What an op writes shares no memory with its other arguments; tensors that only interleave are allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.ops.examples import Arguments, example, raw_arguments, run, tensors_i
 from tests.ops.implementations import implementation
 
 WRITERS = [name for name, spec in OPS.items() if spec.written]
-# Every tensor that an op writes, with every other one that it is given.
+# Every tensor that an op writes, with every other argument.
 PAIRS = [
     (op, written, other)
     for op in WRITERS
@@ -62,7 +62,7 @@ def test_shared_memory_is_refused_and_left_alone(op: str, written: str, other: s
 
 
 @pytest.mark.parametrize("op", WRITERS)
-def test_neighbours_are_taken(op: str) -> None:
+def test_neighbours_are_accepted(op: str) -> None:
     for written, other in {(w, o) for name, w, o in PAIRS if name == op}:
         arguments, expected = sharing(op, written, other, 0)[0], example(op)
         found, wanted = tensors_in(run(op, arguments)), tensors_in(run(op, expected))
@@ -84,7 +84,7 @@ def test_a_tensor_that_overlaps_itself_is_refused(op: str) -> None:
                 run(op, arguments, backend=backend)
 
 
-def test_new_rows_that_lie_in_the_cache() -> None:
+def test_new_rows_inside_the_cache() -> None:
     k = torch.arange(8.0).view(1, 1, 8, 1, 1)
     v, before, lengths = k.clone(), k.clone(), torch.tensor([2])
     with pytest.raises(ValueError, match="k_new must not overlap the memory of k_cache, got tensors that share bytes"):
@@ -107,13 +107,13 @@ def test_layers_and_sides(backend: str) -> None:
     with pytest.raises(ValueError, match=r"v_cache must not overlap the memory of k_cache"):
         pd.kv_commit_(one, one, lengths, counts, backend=backend)
     assert lengths.item() == 1
-    # The rows that a commit moves lie in the cache itself: that is no other tensor.
+    # The rows that a commit moves are in the cache itself, which is not another tensor.
     pd.kv_commit_(one, layer(), lengths, counts, torch.tensor([[2, 3]]), backend=backend)
     assert lengths.item() == 3
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
-def test_interleaved_views_are_taken(backend: str) -> None:
+def test_interleaved_views_are_accepted(backend: str) -> None:
     """K and V of one buffer, state vectors as columns of one table."""
     buffers, expected = torch.randn(2, 8, 2, 2, 16), torch.randn(2, 8, 2, 2, 16)
     expected.copy_(buffers)

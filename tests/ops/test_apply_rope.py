@@ -1,4 +1,4 @@
-"""apply_rope_: rows within the error budget, every byte beside them as it was, the bits of apply_rope_append_."""
+"""apply_rope_: rows within the error budget, every byte around them unchanged, the bits of apply_rope_append_."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ P = 40
 
 
 class Case(NamedTuple):
-    """One call; `x` has heads and guards beside it whose bytes are random."""
+    """One call; `x` has heads and guards around it whose bytes are random."""
 
     x: Tensor
     cos: Tensor
@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def check(case: Case, actual: Case) -> None:
-    """What a call on a copy of the case made of it."""
+    """The results of a call on a copy of the case."""
     expected, exact = case.moved(CPU).run(reference).x, case.moved(CPU).doubled().run(reference).x
     if case.x.numel() >= 500:
         assert_within_budget(actual.x.cpu(), exact, expected, name="rows")
@@ -137,7 +137,7 @@ def test_is_the_rotation_of_the_models(impl, style: str) -> None:
 
 
 def both_ops(ops: tuple, dtype: torch.dtype, style: str, head_dim: int, device: torch.device) -> list[Tensor]:
-    """The rows that apply_rope_ leaves, and those that apply_rope_append_ does, at the same positions and without a bias."""
+    """The rows that apply_rope_ leaves, and those that apply_rope_append_ leaves, at the same positions and without a bias."""
     first, second = (
         torch.randn(2, 4, 8, head_dim, generator=torch.Generator().manual_seed(head_dim))
         .to(device, dtype)

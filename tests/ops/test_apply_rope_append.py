@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Case:
-    """One call; values are in range unless a test spoils them."""
+    """One call; values are in range unless a test changes them."""
 
     qkv: Tensor
     bias: Tensor | None
@@ -81,7 +81,7 @@ class Case:
 
 
 def finite(t: Tensor, seed: int) -> Tensor:
-    """Random bytes are NaN now and then: numbers in their place, guards stay as they are."""
+    """Random bytes are sometimes NaN: replaced by numbers, guards stay as they are."""
     return t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(seed)))
 
 
@@ -128,7 +128,7 @@ def make_case(
 
 
 def pick_slots(rng: random.Random, rows: int, count: int, room: int) -> list[int]:
-    """Slots of rows that count, each once, padding among them; rows that do not count may stand anywhere."""
+    """Slots of rows that count, each once, padding among them; rows that do not count may have any slot."""
     free = rng.sample(range(room), min(room, count))
     picked = [free.pop() if free and rng.random() < 0.8 else -1 for _ in range(count)]
     return picked + [rng.choice([-1, 0, room, 2**31 - 1]) for _ in range(rows - count)]
@@ -158,14 +158,14 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def check(case: Case, actual: Case) -> None:
-    """What a call on a copy of the case made of it."""
+    """The results of a call on a copy of the case."""
     expected, exact = case.moved(CPU).run(reference), case.moved(CPU).doubled().run(reference)
     if case.qkv.numel() >= 500:
         assert_within_budget(actual.turned.cpu(), exact.turned, expected.turned, name="q and k")
     else:
         eps = torch.finfo(case.qkv.dtype).eps
         assert torch.allclose(actual.turned.cpu().double(), exact.turned, rtol=4 * eps, atol=8 * eps)
-    # All other bytes of the input are as they were; the cache holds the very bits that the input does now.
+    # All other bytes of the input are unchanged; the cache holds exactly the bits that the input holds now.
     left, was = actual.moved(CPU), case.moved(CPU)
     kv_heads = left.k.shape[2]
     k, v = left.qkv[:, :, -2 * kv_heads : -kv_heads].clone(), left.qkv[:, :, -kv_heads:].clone()
@@ -200,7 +200,7 @@ def test_is_the_rotation_of_the_models(impl, style: str) -> None:
     assert torch.allclose(actual.turned.cpu(), expected, atol=1e-6)
 
 
-def test_rows_that_do_not_count_may_stand_behind_the_tables(impl) -> None:
+def test_rows_that_do_not_count_may_be_past_the_tables(impl) -> None:
     case = make_case(7, batch=1, rows=6, capacity=8, positions=8)
     case.lengths.fill_(6)
     case.counts.fill_(2)
@@ -209,7 +209,7 @@ def test_rows_that_do_not_count_may_stand_behind_the_tables(impl) -> None:
     last = case.moved(CPU)
     last.lengths.fill_(7)
     last.counts.fill_(1)
-    last.run(implementation("cpu").apply_rope_append_)  # its row 0 stands at 7; so do all that lie behind
+    last.run(implementation("cpu").apply_rope_append_)  # its row 0 is at 7, and so are all rows past the end
     moved = case.moved(CPU)
     moved.qkv.copy_(moved.qkv[:, [2, 3, 4, 5, 0, 1]])
     moved.lengths.fill_(7)

@@ -46,7 +46,7 @@ TILES = [(32, 32), (64, 32), (16, 48), (128, 128), (16, 16), (64, 64), (48, 96),
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", MASKS)
 def test_masks(backend: str, kind: str, dtype: torch.dtype) -> None:
-    """All masks in all dtypes; head dimensions, groups and tiles turn at speeds of their own."""
+    """All masks in all dtypes; head dimensions, groups and tiles cycle independently."""
     mask, turn = MASKS[kind], list(MASKS).index(kind) * len(DTYPES) + DTYPES.index(dtype)
     (heads, kv_heads), tiles = GROUPS[turn % len(GROUPS)], TILES[turn % len(TILES)]
     inputs = make_inputs(
@@ -64,7 +64,7 @@ def test_head_dims(backend: str, head_dim: int, dtype: torch.dtype) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Inputs, TilePlan, Tensor]:
-    """Any masks, shared or one a sample, rows and columns of any number, tiles of any form."""
+    """Any masks, shared or one per sample, any number of rows and columns, tiles of any shape."""
     tiles = [draw(st.sampled_from([16, 32, 48, 64, 80, 128])) for _ in range(2)]
     mask = draw(random_masks(90))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (7, 1)]))
@@ -308,7 +308,8 @@ def test_opcheck(kernels: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(BACKWARD, backward[:-1])
 
 
-# Else sizes that happen to be equal in the first call have to stay so, places in the plan's memory among them.
+# Otherwise sizes that happen to be equal in the first call have to stay equal, offsets into the plan's memory among
+# them.
 @torch.fx.experimental._config.patch(use_duck_shape=False)
 def test_fullgraph_without_recompiles(kernels: str) -> None:
     """One op in the graph, one graph for all batches, heads, lengths and plans."""

@@ -1,4 +1,4 @@
-"""What block_sparse_attention refuses, and what it says."""
+"""What block_sparse_attention refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_triton_is_for_gpus() -> None:
 
 
 def test_no_cuda_kernel_becomes_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton is missing, a call on CUDA says so."""
+    """If Triton is missing, a call on CUDA reports it."""
     monkeypatch.setitem(backends.CHOICES, "block_sparse_attention", {("reference", "cuda"): "reference"})
     with pytest.raises(
         NotImplementedError,

@@ -1,5 +1,5 @@
-"""Float32 gradients within the error budget, in many small cases: what was left of a rounded log-sum-exp shows in a worst entry of
-one in a hundred. Short rows of few keys are the hard ones, so small masks say more than large ones.
+"""Float32 gradients within the error budget, in many small cases: the error of a rounded log-sum-exp shows in the worst entry of
+one case in a hundred. Short rows of few keys are the hard ones, so small masks test more than large ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SEEDS = 16  # times 8 masks, 3 head dimensions, with and without a gradient of t
 
 
 def cases(kind: str, seeds: int) -> Iterator[tuple[Inputs, TilePlan]]:
-    """Heads and tiles turn at speeds of their own."""
+    """Heads and tiles cycle independently."""
     mask, turn = MASKS[kind], list(MASKS).index(kind)
     for seed in range(seeds):
         for j, head_dim in enumerate(HEAD_DIMS):
@@ -66,7 +66,8 @@ def check_gradients(kind: str, seeds: int, run_kernels: Callable[[Inputs, TilePl
                 found = measured(*tensors, name=name)
                 assert found.kernel_rms <= found.allowed_rms, (name, found)
                 alike[name].append(tensors)
-    # Largest errors together: that of PyTorch in a single case may be small by luck, which depends on the processor.
+    # Largest errors over all cases: PyTorch's error in a single case may happen to be small, which depends on the
+    # processor.
     for name, every in alike.items():
         assert_within_budget(*(torch.cat(parts) for parts in zip(*every)), name=name)
 

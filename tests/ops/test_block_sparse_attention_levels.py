@@ -1,7 +1,7 @@
 """The CPU kernels of every vector unit, on whatever processor this is: all levels built without special instructions.
 
-What is left unproved is only what the compiler makes of the same source for AVX-512, and that AMX instructions do what
-csrc/cpu/simd/amx_emulation.h says.
+Not proved here: what the compiler generates from the same source for AVX-512, and that AMX instructions do what
+csrc/cpu/simd/amx_emulation.h does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def run(ops: object, inputs: Inputs, plan: TilePlan) -> Results:
 
 @pytest.mark.parametrize("kind", MASKS)
 def test_within_the_error_budget(level_ops: object, kind: str) -> None:
-    """Dtypes, shapes and tiles turn at speeds of their own; what AMX adds is bfloat16."""
+    """Dtypes, shapes and tiles cycle independently; AMX only adds bfloat16."""
     mask, turn = MASKS[kind], list(MASKS).index(kind)
     dtype = torch.bfloat16 if os.environ["PDKERNELS_CPU_ISA"] == "amx" else DTYPES[turn % len(DTYPES)]
     head_dim, heads, kv_heads = SHAPES[turn % len(SHAPES)]
@@ -42,7 +42,7 @@ def test_within_the_error_budget(level_ops: object, kind: str) -> None:
         assert_within_budget(*tensors, name=name)
 
 
-def test_what_is_not_a_number_stays_where_it_is_seen(level_ops: object) -> None:
+def test_non_finite_values_stay_where_they_are_seen(level_ops: object) -> None:
     for dtype in DTYPES:
         inputs = make_inputs(50, 50, heads=2, kv_heads=2, dtype=dtype)
         inputs.q[:, 20, 1] = torch.nan
@@ -52,7 +52,7 @@ def test_what_is_not_a_number_stays_where_it_is_seen(level_ops: object) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_hidden_reaches_nothing(level_ops: object, dtype: torch.dtype) -> None:
+def test_hidden_pairs_have_no_effect(level_ops: object, dtype: torch.dtype) -> None:
     """A hidden pair has a weight of 0, and 0 times infinity is NaN: forward and backward, whatever is not finite."""
     mask = masks.pack([masks.causal(45), masks.dual_stream(20, 8)], length=100)
     seen, plan = mask.dense(), mask.plan(32, 48)
@@ -77,7 +77,7 @@ def test_what_is_hidden_reaches_nothing(level_ops: object, dtype: torch.dtype) -
 
 
 def test_rows_that_see_nothing_are_zero_whatever_the_values(level_ops: object) -> None:
-    """Weights of 0 times infinity would be no number."""
+    """Weights of 0 times infinity would be NaN."""
     mask = masks.pack([masks.pack([masks.causal(9)], length=20), masks.dual_stream(30, 8)], length=160)
     blind = ~mask.dense().any(1)
     for dtype in DTYPES:

@@ -15,8 +15,8 @@ PROMPT, BLOCK = 512, 32
 MOST_BYTES = 64 * 2**20
 MOST_PLAN_BYTES = 1_000_000
 
-# A process of its own, whose peak of resident memory is told by the system: what compiled code allocates counts too. Inputs are
-# there before the peak is reset; results are subtracted from its growth.
+# A separate process, whose peak resident memory comes from the system, so that what compiled code allocates counts too. Inputs
+# exist before the peak is reset; results are subtracted from its growth.
 PROGRAM = """
 import json, resource, sys, time
 import torch, pdkernels as pd
@@ -62,7 +62,7 @@ def peak_can_be_reset() -> bool:
 
 def measure(blocks: int, head_dim: int, backend: str = "native") -> dict[str, float]:
     arguments = [sys.executable, "-c", PROGRAM, *map(str, (PROMPT, BLOCK, blocks, head_dim)), backend]
-    # Freed blocks go back to the system at once: results must not find room that counts as resident already.
+    # Freed blocks go back to the system at once: results must not reuse memory that is already counted as resident.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     answer = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
     assert answer.returncode == 0, answer.stderr

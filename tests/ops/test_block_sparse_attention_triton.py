@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton")
 from pdkernels.triton import block_sparse_attention as kernels
 from pdkernels.triton._blocks import split_head_dim
 
-# The interpreter computes in NumPy, which remarks on log2(0) and on exp2 of hidden scores.
+# The interpreter computes in NumPy, which warns about log2(0) and exp2 of hidden scores.
 pytestmark = [requires_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 DEVICE = triton_device()
 
@@ -32,7 +32,7 @@ def make_plan(mask: Tensor, block_q: int, block_k: int) -> PlanArguments:
 
 
 def without_ranges(plan: PlanArguments) -> PlanArguments:
-    """The same plan with full tiles in the lists, among the others and backwards."""
+    """The same plan with full tiles in the lists, among the others and in reverse."""
     rows, lists = plan.plan_rows.clone(), []
     for row in rows:
         begin, middle, end = row[:3].tolist()
@@ -44,7 +44,7 @@ def without_ranges(plan: PlanArguments) -> PlanArguments:
 
 
 def stack(plans: list[PlanArguments]) -> PlanArguments:
-    """One plan per sequence, apart from each other by words that must not be read."""
+    """One plan per sequence, separated by words that must not be read."""
     rows, lists, bitmaps = [], [], []
     for plan in plans:
         shift = torch.tensor([sum(map(len, lists))] * 3 + [0], dtype=torch.int32, device=DEVICE)
@@ -201,7 +201,7 @@ def test_rows_that_see_nothing() -> None:
     mask = causal(72)
     mask[5:9] = False  # inside a tile
     mask[32:64] = False  # a whole tile
-    mask[:, 20:24] = False  # keys that nobody sees
+    mask[:, 20:24] = False  # keys that no row sees
     results = check(mask)
     for rows in (slice(5, 9), slice(32, 64)):
         assert (results.out[:, rows] == 0).all() and results.lse[..., rows].isneginf().all()

@@ -1,6 +1,6 @@
 """Every op in a CUDA graph: captured once, replayed with other data, the same bits as a call; and no call waits for the device.
 
-Without a GPU the calls run on a pretended one, where a replay is one more call: that holds the cases right, not the kernels.
+Without a GPU the calls run on a pretended one, where a replay is one more call: that tests the cases, not the kernels.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def test_capture_and_replay_with_other_data(op: str, gpu: None) -> None:
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("op", OPS)
-def test_a_captured_op_asks_the_host_nothing(op: str) -> None:
+def test_a_captured_op_does_not_sync(op: str) -> None:
     first, second = arguments_of(op, 1), arguments_of(op, 2)
     results(op, first)
     with no_sync():

@@ -1,4 +1,4 @@
-"""Derivatives that kernels do not have: none is dropped in silence, and the reference has it."""
+"""Derivatives that kernels do not have: none is dropped silently, and the reference has it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ops.examples import PUBLIC, example, floats_of, is_float, run, tensor
 
 # Each op with each of its float inputs: some ops have none.
 CASES = [(op, name) for op in PUBLIC for name in floats_of(op)]
-# An op of its own derivative, and those that a caller may train beside: results that are no part of a graph, as documented.
+# The op with its own derivative; and those whose results are detached from the graph, as documented.
 DIFFERENTIABLE = "block_sparse_attention"
 CUT = [op for op in PUBLIC if OPS[op].gradients == "cut" or op == "unmask_"]
 FIRST = {op: floats_of(op)[0] for op in PUBLIC if floats_of(op)}
@@ -51,7 +51,7 @@ def test_a_tangent_is_refused(op: str, name: str, level: None) -> None:
     with pytest.raises(NotImplementedError, match=text):
         function(tangent)
     function(forward_ad.unpack_dual(tangent).primal)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match=text):  # which turns forward mode off for nobody
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=text):  # which does not disable forward mode
         function(tangent)
 
 
@@ -74,7 +74,7 @@ def test_the_transform_is_refused_too(op: str, name: str) -> None:
 
 @pytest.mark.parametrize("op", ["block_sparse_attention", "speculative_attention", "speculative_attention_append_"])
 def test_a_raw_call_of_attention_refuses_it_too(op: str, level: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those have a kernel for autograd, which looks for itself."""
+    """These ops have an autograd kernel with its own check."""
     monkeypatch.setattr("pdkernels.ops._library.refuse_tangents", lambda *_: None)
     x, function = call(op, "q")
     with pytest.raises(NotImplementedError, match="must have no tangent"):
@@ -82,7 +82,7 @@ def test_a_raw_call_of_attention_refuses_it_too(op: str, level: None, monkeypatc
 
 
 def test_a_gradient_has_no_derivative_in_forward_mode(level: None) -> None:
-    """The gradient is linear in the one it is made of: a tangent of that would be lost in it."""
+    """The gradient is linear in the incoming one, whose tangent would be lost in it."""
     x, function = call(DIFFERENTIABLE, "q")
     out = function(x.requires_grad_())
     with pytest.raises(NotImplementedError, match="block_sparse_attention: its inputs must have no tangent"):

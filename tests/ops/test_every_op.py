@@ -1,4 +1,4 @@
-"""What holds for each op that is defined, by the example that it states."""
+"""What holds for every defined op, by the example in its definition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an op writes has a place for each entry: of an expanded tensor only the last write would be left."""
+"""What an op writes has memory for each entry: in an expanded tensor only the last write would remain."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ def test_expanded_is_refused_and_left_alone(op: str, name: str, dim: int, backen
 
 
 @pytest.mark.parametrize("op", WRITERS)
-def test_whole_tensors_and_views_are_taken(op: str) -> None:
-    """Every other entry of a larger tensor is a place of its own."""
+def test_whole_tensors_and_views_are_accepted(op: str) -> None:
+    """Every other entry of a larger tensor has its own memory."""
     run(op, example(op) | {name: x.repeat_interleave(2, 0)[::2] for name, x in written_by(op).items()})
 
 
-def test_layers_in_one_place() -> None:
+def test_layers_that_share_memory() -> None:
     layers, new, one = kv()[None].expand(3, -1, -1, -1, -1), kv(3)[None].expand(3, -1, -1, -1, -1), kv()[None]
     with pytest.raises(ValueError, match="v_cache must have a place in memory for each entry"):
         pd.kv_append_(layers.contiguous(), layers, new, new, ints(2))
-    pd.kv_append_(layers.contiguous(), layers.contiguous(), new, new, ints(2))  # what is read may lie anywhere
+    pd.kv_append_(layers.contiguous(), layers.contiguous(), new, new, ints(2))  # what is read may be anywhere
     pd.kv_append_(one.expand(1, -1, -1, -1, -1), one.clone(), new[:1], new[:1], ints(1).expand(2))
 
 
-def test_nothing_may_lie_anywhere() -> None:
+def test_empty_tensors_may_have_any_strides() -> None:
     pd.unmask_(ints(1, 0).expand(2, 0), ints(2, 0), mask_token=0)
     pd.kv_append_(kv(0)[:1].expand(2, 0, 2, 16), kv(0), kv(0), kv(0), ints(2))
 
 
-def test_pages_in_one_place() -> None:
+def test_pages_that_share_memory() -> None:
     pages, table = kv(), torch.tensor([[0], [1]])
     with pytest.raises(ValueError, match="k_cache must have a place in memory for each entry"):
         pd.kv_append_(pages[:1].expand_as(pages), pages.clone(), kv(3), kv(3), ints(2), block_table=table)

@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
 
 
 def check(case: Selection, actual: Selection, index: Tensor) -> None:
-    """What a call on a copy of the case gave and left."""
+    """The results of a call on a copy of the case, and the memory after it."""
     expected = case.moved(CPU)
     assert torch.equal(index.cpu(), case.moved(CPU).doubled().run(reference.select_stale_rows_))
     assert torch.equal(index.cpu(), expected.run(reference.select_stale_rows_)) and index.dtype == torch.int64
@@ -80,8 +80,8 @@ def test_select_from_values_of_no_size(impl) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ties_and_numbers_that_are_none(impl, dtype: torch.dtype) -> None:
-    """No number first, then by cosine; of equal rows the first."""
+def test_ties_and_nan(impl, dtype: torch.dtype) -> None:
+    """Non-finite similarities first, then by cosine; among equal rows the first."""
     large = 1e30 if dtype != torch.float16 else INF
     pairs = [
         ((1, 0), (1, 0)),
@@ -224,13 +224,13 @@ def test_rows_that_moved_at_all_come_before_rows_that_did_not(impl, dtype: torch
 
 
 def nearly_parallel(dtype: torch.dtype, dims: Iterable[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Cosines that agree but for the last bits: only with one order of sums are the choices the same. Values, cached ones, starts,
+    """Cosines that agree except for the last bits: the choices are the same only with the same order of sums. Values, cached ones, starts,
     the choice of the reference."""
     for seed, dim in enumerate(dims):
         generator = torch.Generator().manual_seed(seed)
         v = torch.randn(1, 24, 3, dim, generator=generator).to(dtype)
         cached = (v.float() * 3 + 1e-3 * torch.randn(v.shape, generator=generator)).to(dtype)
-        if seed % 2:  # heads apart
+        if seed % 2:  # separate heads
             v, cached = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (v, cached))
         starts = torch.tensor([0])
         yield v, cached, starts, reference.select_stale_rows_(v, cached, starts, 8, None, None, "none")

@@ -1,4 +1,4 @@
-"""feature_cache: what is refused and in which words; what the device does with values that nobody checked before."""
+"""feature_cache: what is refused and with which message; what the device does with values that were not checked before."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_bad_sequence_is_refused_or_left_alone(impl, seed: int, page_size: int
 
 
 def test_wild_indices_on_the_device(device_impl) -> None:
-    """A bad number gives zeros; a bad list of rows replaces nothing, in its sequence alone."""
+    """A bad index gives zeros; a bad list of rows replaces nothing, and affects only its own sequence."""
     x = torch.arange(24.0).view(2, 3, 4)
     index = torch.tensor([[0, 3, -2, 2], [2**62, -(2**63), 1, -1]])
     gathered = device_impl.gather_rows(x.to(device_impl.device), index.to(device_impl.device)).cpu()

@@ -15,7 +15,7 @@ PARTS = 4
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_calls_are_right_or_refused_in_words(part: int) -> None:
+def test_calls_are_right_or_refused_with_an_error(part: int) -> None:
     counts, faults = fuzz.fuzz(CALLS // PARTS, seed=part)
     assert not faults, "\n".join(faults)
     valid = {op: counts[f"{op} valid"] for op in PUBLIC}
@@ -23,7 +23,7 @@ def test_calls_are_right_or_refused_in_words(part: int) -> None:
 
 
 def test_it_finds_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is off, one that raises what is not ours, and one that writes before it raises."""
+    """A kernel with wrong results, one that raises a foreign error, and one that writes before it raises."""
 
     def wrong(op: str, arguments: fuzz.Arguments, backend: str) -> tuple[object, Exception | None]:
         if backend == "reference":

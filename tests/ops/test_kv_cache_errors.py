@@ -38,7 +38,7 @@ def good_case(page_size: int | None = None) -> Case:
 
 
 GOOD, PAGES = good_case(), good_case(4)
-# What the message must contain, and what is wrong.
+# What the message must contain, and what is wrong with the call.
 APPEND = {
     r"kv_append_: lengths must be in \[0, 12\], got -1 for sequence 1": {"lengths": filled(GOOD.lengths, 1, -1)},
     r"counts must be in \[0, 4\], got 5 for sequence 0": {"counts": filled(GOOD.counts, 0, 5)},
@@ -172,7 +172,7 @@ WILD = [-(2**63), -(2**40), -(2**31), -1, 2**31 - 1, 2**40, 2**62, 2**63 - 1]
 
 
 def spoil(case: Case, rng: random.Random) -> None:
-    """Puts values far out of range, or just out of range, in one to four random places."""
+    """Puts values far out of range, or just out of range, at one to four random indices."""
     targets = [
         case.lengths,
         case.counts,
@@ -206,7 +206,7 @@ def bad_case(seed: int) -> Case:
 
 
 def expected_after(case: Case, call, sequence_by_sequence: bool) -> tuple[Case, bool]:
-    """What the reference makes of a call: all or nothing, or one sequence at a time. And whether it complained."""
+    """The reference's result of a call: all or nothing, or one sequence at a time; and whether it raised."""
     result, refused = case.moved(CPU), False
     batch = case.lengths.shape[0]
     for rows in [slice(b, b + 1) for b in range(batch)] if sequence_by_sequence else [slice(0, batch)]:

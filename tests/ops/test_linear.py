@@ -1,4 +1,4 @@
-"""linear against float64, and the promise that a row's bits are its own."""
+"""linear against float64, and the promise that a row's bits do not depend on the others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_level(level_ops: Any, rows: int, outputs: int, width: int) -> Non
 
 @given(data=st.data())
 @settings(max_examples=60)
-def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(data: st.DataObject) -> None:
     dtypes = data.draw(st.sampled_from(DTYPES))
     outputs, width = data.draw(st.integers(1, 80)), data.draw(st.sampled_from([1, 8, 33, 96, 576, 1100]))
     x, weight, bias = inputs(70, outputs, width, dtypes)

@@ -1,4 +1,4 @@
-"""linear_token_statistics against the logits in double precision, and against token_statistics of logits that are all there."""
+"""linear_token_statistics against the logits in double precision, and against token_statistics of stored logits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.errors import refused
 
 ops = importlib.import_module("pdkernels.ops.linear_token_statistics")  # the function has the name of its module
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-DEVICES = [name for name in NAMES if name != "cudasim"]  # what it is made of is simulated there
+DEVICES = [name for name in NAMES if name != "cudasim"]  # the ops it is made of are simulated there
 NAN = math.nan
 
 
@@ -89,7 +89,7 @@ def test_means_what_token_statistics_means(options: dict[str, Any], dtype: torch
 def test_blocks_of_rows_change_nothing(
     device: str, chosen: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five rows at a time, then one, beside all at once; the product of whole numbers is the same anyhow."""
+    """Five rows at a time, then one, against all at once; the product of whole numbers is the same anyway."""
     hidden, weight = whole_numbers(30, 200, 12)
     hidden[7] = NAN
     shape = (5, 6)
@@ -108,7 +108,7 @@ def test_blocks_of_rows_change_nothing(
 
 
 def test_never_more_logits_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those of a block are gone before the next ones come."""
+    """And those of a block are freed before the next block."""
     product = ops._product
     held: list[weakref.ref] = []
     sizes = []
@@ -128,7 +128,7 @@ def test_never_more_logits_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None
     cases.check_exactly(found, hidden, weight)
 
 
-# A process of its own, whose peak of resident memory is told by the system: what compiled code allocates counts too.
+# A separate process, whose peak resident memory comes from the system, so that what compiled code allocates counts too.
 PROGRAM = """
 import sys
 import torch, pdkernels as pd

@@ -23,7 +23,7 @@ FIRST_CLASS = "sm_90:bf16:4096"
 
 
 def compile_variant(case: str, temperature: float) -> dict[str, Any]:
-    """What the harness compiles when this launch stands where it launches the block-sparse kernels."""
+    """What the harness compiles when this launch replaces those of the block-sparse kernels."""
     import torch
 
     from pdkernels.triton import block_sparse_attention, linear_token_statistics

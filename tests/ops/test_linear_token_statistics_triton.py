@@ -20,7 +20,7 @@ from tests.ops.linear_token_cases import DRAWS, inputs, whole_numbers
 pytest.importorskip("triton", reason="needs triton")
 from pdkernels.triton import linear_token_statistics as kernels
 
-# The interpreter computes in NumPy, which remarks on logarithms of 0 and on differences of infinities.
+# The interpreter computes in NumPy, which warns about logarithms of 0 and differences of infinities.
 pytestmark = [requires_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 DEVICE = triton_device()
 INF, NAN = math.inf, math.nan
@@ -28,7 +28,7 @@ ops = importlib.import_module("pdkernels.ops.linear_token_statistics")  # the fu
 
 
 def run(hidden: Tensor, weight: Tensor, **options: Any) -> pd.TokenStatistics:
-    """The kernel of CUDA, whatever the device is."""
+    """The CUDA kernel, whatever the device is."""
     step = options.pop("step", 0)
     steps, step = (step.to(DEVICE), 0) if isinstance(step, Tensor) else (None, step)
     seed = options.pop("seed", 0)
@@ -69,7 +69,7 @@ def test_ties_go_to_the_lowest_id(
 
 
 def test_rows_that_are_asked_for() -> None:
-    """In any order, again and again, with positions, seeds and steps of their own; -1 and numbers out of range are none."""
+    """In any order, repeated, with their own positions, seeds and steps; -1 and numbers out of range are no rows."""
     hidden, weight = whole_numbers(6, 300, 10)
     hidden[3] = NAN  # not read
     rows = torch.tensor([[5, -1, 0, 0], [2, 4, -1, 5]])
@@ -89,7 +89,7 @@ def test_rows_that_are_asked_for() -> None:
     assert same_bits(run(hidden, weight, **out_of_range), found)
 
 
-def test_values_that_are_no_ordinary_numbers(few_parts: None) -> None:
+def test_infinities_and_nan(few_parts: None) -> None:
     hidden, weight = whole_numbers(5, 300, 4)
     hidden[:, 0] = torch.tensor([1.0, 0.0, 1.0, 1.0, NAN])
     weight[:, 0] = 0.0
@@ -112,7 +112,7 @@ def test_values_that_are_no_ordinary_numbers(few_parts: None) -> None:
 
 
 def test_nothing_left() -> None:
-    """Suppressed altogether, a row counts as none."""
+    """A row whose tokens are all suppressed counts as no row."""
     hidden, weight = whole_numbers(3, 4, 8)
     found = run(hidden, weight, suppress=(0, 1, 2, 3), top_k=4)
     assert (found.ids == -1).all() and (found.top_ids == -1).all() and (found.logsumexp == -INF).all()
@@ -168,7 +168,7 @@ def test_every_column_is_in_one_part() -> None:
 
 
 def test_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches left out, what is allocated for the rows of a vocabulary of 126464 is a small part of their logits."""
+    """Without the launches: what is allocated for rows of a vocabulary of 126464 is a small part of their logits."""
 
     class Unlaunched:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -192,7 +192,7 @@ def test_memory_does_not_grow_with_the_vocabulary(monkeypatch: pytest.MonkeyPatc
 
 
 def test_filters_take_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which tokens stay is known once all logits are there."""
+    """Which tokens stay is known only once all logits are."""
     asked = []
 
     def by_blocks(*arguments: Any) -> tuple[Tensor, ...]:
@@ -208,7 +208,7 @@ def test_filters_take_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_draws_are_those_of_the_reference() -> None:
-    """Word for word: of equal logits the noise alone decides."""
+    """Word for word: among equal logits the noise alone decides."""
     hidden, weight = torch.ones(20, 1), torch.ones(403, 1)
     for seed, step in ((0, 0), (2**63 - 1, 5), (-1, 2**31)):
         options = {"temperature": 1.0, "seed": seed, "step": step}

@@ -1,4 +1,4 @@
-"""log_step_ against the plain form of the reference: integers, so always exactly; and what it tells a graph."""
+"""log_step_ against the plain form of the reference: integers, so always exactly; and the condition it sets in a graph."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_full_log_ends_the_loop(impl, count: int) -> None:
 
 
 @pytest.mark.parametrize("handle", HANDLES)
-def test_a_graph_is_told(handle: int) -> None:
+def test_the_condition_of_a_graph_is_set(handle: int) -> None:
     impl = implementation("cudasim")
     condition = impl.library.cudasim_condition
     condition.argtypes, condition.restype = [ctypes.c_uint64], ctypes.c_longlong

@@ -79,18 +79,18 @@ def test_nothing_moved(impl) -> None:
 
 
 def test_a_uniform_distribution_is_the_first_of_all(impl) -> None:
-    """Where no earlier distribution is given, equal logits are it."""
+    """If no earlier distribution is given, it is that of equal logits."""
     logits, _ = inputs(20, 500)
     for a, b in zip(run(impl, logits), run(impl, logits, torch.full_like(logits, 2.5))):
         assert torch.allclose(a, b, rtol=1e-5, atol=1e-6)
     assert run(impl, torch.full((1, 500), -7.0)).kl.item() == pytest.approx(0, abs=1e-6)
 
 
-# --- values that are no ordinary numbers -----------------------------------------------------------------------------------
+# --- infinities and NaN -----------------------------------------------------------------------------------
 
 
 def test_masked_tokens(impl) -> None:
-    """Logits of -inf on either side, on both, and a distribution that gives its all to one token."""
+    """Logits of -inf on either side, on both, and a distribution with all its mass on one token."""
     logits, previous = inputs(100, 1000)
     logits[::4, ::3] = -INF
     previous[::4, ::3] = -INF
@@ -108,7 +108,7 @@ def test_masked_tokens(impl) -> None:
 
 @pytest.mark.parametrize("below", [88.0, 95.0, 103.0, 110.0, 500.0])
 def test_a_token_that_became_impossible_is_infinitely_far(impl, below: float) -> None:
-    """However small its probability was: one that no float can hold is not 0."""
+    """However small its probability was: one that underflows a float is not 0."""
     logits, previous = torch.tensor([[0.0, -INF, 0.0]]), torch.tensor([[0.0, -below, 0.0]])
     for min_p in (0.0, 0.1):
         found = run(impl, logits, previous, min_p=min_p)

@@ -31,7 +31,7 @@ def check_inject(impl, rows: Rows, **options: object) -> Tensor:
 # --- the distribution of a state --------------------------------------------------------------------------------------------------------
 
 
-def test_quantile_is_the_normal_one_cut_at_three() -> None:
+def test_quantile_is_the_normal_one_truncated_at_three() -> None:
     words = torch.arange(2**31, 2**32, 2**8 * 5)  # every fifth number that can be drawn, above 0
     drawn = reference.quantile(words).double()
     half = torch.special.ndtr(torch.tensor(3.0, dtype=torch.float64)) - 0.5
@@ -48,7 +48,7 @@ def test_quantile_at_the_ends(ends: range) -> None:
     assert drawn.abs().max() <= 3 and (drawn != 0).all() and (drawn.diff() >= 0).all()
 
 
-def test_a_state_is_philox_under_a_counter_of_its_own(impl) -> None:
+def test_a_state_is_philox_under_its_own_counter(impl) -> None:
     """Counter (component // 4, position, step, 1), key of the seed, word component % 4."""
     rows = make_rows(3, batch=1, rows=2, size=6)._replace(state=None, previous_embedding=None)
     rows.width[0], rows.cursor[0] = 2, 9
@@ -66,7 +66,7 @@ def test_moments_of_a_state() -> None:
     assert state.abs().max() <= 3 * 0.4**0.5
     assert (
         abs(state.mean()) < 3e-3 and abs(state.var() / 0.4 - 0.97334) < 3e-3
-    )  # 0.97334: variance of the cut distribution
+    )  # 0.97334: variance of the truncated distribution
     assert abs((state[:-1] * state[1:]).mean()) < 3e-3 and abs((state[:, :-1] * state[:, 1:]).mean()) < 3e-3
 
 
@@ -130,7 +130,7 @@ def test_inject_of_huginns_size(impl, dtype: torch.dtype) -> None:
 
 
 def test_inject_takes_its_own_result_apart(impl) -> None:
-    """The next step reads both halves of a result where they are."""
+    """The next step reads both halves of a result in place."""
     rows = make_rows(2, batch=2, rows=4, size=16)
     result = check_inject(impl, rows, momentum=0.3)
     again = rows._replace(state=result[..., :16], previous_embedding=result[..., 16:], advance=torch.tensor([1, 0]))
@@ -140,7 +140,7 @@ def test_inject_takes_its_own_result_apart(impl) -> None:
 
 
 def test_a_row_follows_its_position_when_rows_freeze(impl) -> None:
-    """The trap of the published code: after a freeze, state and embedding still belong to the same positions."""
+    """Where the published code fails: after a freeze, state and embedding still belong to the same positions."""
     state = torch.arange(1.0, 6.0).view(1, 5, 1).expand(1, 5, 4).contiguous()
     embedding = torch.zeros(1, 4, 4)
     numbers = [torch.tensor([n]) for n in (10, 4, 2, 5)]  # cursor, width, advance, step
@@ -154,8 +154,8 @@ def test_a_row_follows_its_position_when_rows_freeze(impl) -> None:
     assert copied[3, 0] == 5.0
 
 
-def test_noise_depends_on_place_and_time_alone(impl) -> None:
-    """One position, whichever row of whichever batch it is."""
+def test_noise_depends_on_position_and_step_alone(impl) -> None:
+    """The same position in any row of any batch."""
     state = torch.zeros(2, 3, 8)
     recurrences = torch.ones(2, 3, dtype=torch.int64)
     two = torch.tensor([2, 2])
@@ -208,7 +208,7 @@ def check_exit(impl, rows: Rows, **options: object) -> pd.RecurrenceExit:
     same = pd.RecurrenceExit(*reference.recurrence_exit(*rows.exit_arguments(), **options))
     exact = pd.RecurrenceExit(*reference.recurrence_exit(*rows.to(torch.float64).exit_arguments(), **exact_options))
     assert_within_budget(actual.state, exact.state, same.state, name="state")
-    # The distance is that of the states as they are stored: judged from there.
+    # The distance is that of the states as stored, so it is computed from those.
     stored = distances(actual.state.double(), rows.to(torch.float64), **exact_options)
     roundoff = 2e-6 * (1 + stored.nan_to_num(0, 0, 0))
     close = (actual.distance.double() - stored).abs() <= roundoff
@@ -229,7 +229,7 @@ def distances(
     older_advance: Tensor | None = None,
     **_: object,
 ) -> Tensor:
-    """Row by row, as the sentence says it."""
+    """Row by row, as the docs define it."""
     result = torch.full(state.shape[:2], torch.inf, dtype=torch.float64)
     for b in range(state.shape[0]):
         for i in range(int(rows.width[b])):
@@ -272,7 +272,7 @@ def test_exit_of_odd_and_large_sizes(impl, size: int, dtype: torch.dtype) -> Non
 
 
 def test_what_counts_as_settled(impl) -> None:
-    """By hand: still, moved, new, nothing to compare with, behind the wave."""
+    """By hand: unchanged, moved, new, nothing to compare with, after the wave."""
     state = torch.tensor([[[1.0, 1.0], [1.0, 1.0], [1.0, -1.0], [1.0, 1.0]]])
     x = torch.ones(1, 5, 2)
     arguments = (
@@ -289,7 +289,7 @@ def test_what_counts_as_settled(impl) -> None:
     )
     assert result.settled.tolist() == [[True, False, False, False, False]]
     assert result.distance[0, 1].item() == pytest.approx(2**0.5, rel=1e-5)
-    assert result.distance[0, 2:].tolist() == [torch.inf] * 3  # new; no row 4 a step ago; behind the wave
+    assert result.distance[0, 2:].tolist() == [torch.inf] * 3  # new; no row 4 a step ago; after the wave
     assert (result.state[0, 4] == 0).all()
 
 

@@ -1,4 +1,4 @@
-"""recurrence_advance_: which rows freeze, how a wave moves on, when a sequence ends. Integers, so always exactly."""
+"""recurrence_advance_: which rows freeze, how a wave advances, when a sequence ends. Integers, so always exactly."""
 
 from __future__ import annotations
 
@@ -48,11 +48,12 @@ def test_equals_reference(impl, case: AdvanceCase) -> None:
         assert torch.equal(a, b), f"{name}: {a} instead of {b}"
 
 
-# --- another way to say it, from the rules alone -------------------------------------------------------------------------------
+# --- a second implementation, from the rules alone
+# -------------------------------------------------------------------------------
 
 
 class Sequence:
-    """One sequence as its text and the rows behind it: what a sampler would keep that knows nothing of buffers."""
+    """One sequence as its text and the rows after it: what a sampler without buffers would keep."""
 
     def __init__(self, case: AdvanceCase, b: int) -> None:
         wave, self.options = case
@@ -177,14 +178,14 @@ def test_prefix_and_last(impl, pattern: str, prefix: int, last: int) -> None:
 
 def test_guard_stops_at_the_first_changed_input(impl) -> None:
     before, _ = settle(impl, "xxxx")
-    before.predictions[0, 1] = 7  # row 2's input becomes 7: what the cache has of rows 2 and 3 belongs to 102 and 103
+    before.predictions[0, 1] = 7  # row 2's input becomes 7: rows 2 and 3 of the cache belong to 102 and 103
     options = {"settled": torch.ones(1, 4, dtype=torch.bool), "inner_recurrence": 4}
     after = run(impl, AdvanceCase(before, options))
     assert after.advance.item() == 2 and after.tokens[0, :3].tolist() == [7, 103, 104]
     assert run(impl, AdvanceCase(before, {**options, "guard": False})).advance.item() == 4
 
 
-def test_filler_rows_never_freeze_behind_a_wrong_guess(impl) -> None:
+def test_filler_rows_never_freeze_after_a_wrong_guess(impl) -> None:
     _, after = settle(impl, "x.", headway=4, filler=torch.tensor([[1, 2, 3]]))
     assert after.width.item() == 5 and after.tokens[0, :5].tolist() == [101, 102, 1, 2, 3]
     predictions = torch.tensor([[102, 103, 104, 105, 106]])
@@ -203,7 +204,7 @@ def test_headway_is_capped_by_the_wavefront_and_what_remains(impl) -> None:
     assert after.recurrences[0].tolist() == [8, 0, 0, 0, 0, 0]
 
 
-def test_a_wave_that_cannot_grow_stands(impl) -> None:
+def test_a_wave_that_cannot_grow_keeps_its_width(impl) -> None:
     _, after = settle(impl, "...", max_wavefront=3)
     assert after.width.item() == 3 and after.advance.item() == 0
     assert after.tokens[0, :4].tolist() == [100, 101, 102, 103]
@@ -237,7 +238,7 @@ def test_the_end(impl, end: int, remaining: int, frozen: int, text: list[int] | 
 
 
 def test_stability_and_the_limit(impl) -> None:
-    """A new row has nothing to agree with; a row that agrees often enough freezes, and so does one that ran out of time."""
+    """A new row has nothing to agree with; a row that agrees often enough freezes, and so does one that reached the limit."""
     before, _ = settle(impl, "..")
     before.recurrences[0, :2] = torch.tensor([4, 0])
     wave, widths = before, []
@@ -273,7 +274,7 @@ def test_a_wavefront_of_one_is_autoregression(impl) -> None:
 
 
 def test_many_steps_keep_states_and_positions_together(impl) -> None:
-    """What belongs to a position is found at row i + advance, step after step: the misalignment of the published code."""
+    """The data of a position are at row i + advance, step after step, where the published code is misaligned."""
     generator = torch.Generator().manual_seed(0)
     room, target = 8, torch.arange(1000, 1100)
     tokens = torch.zeros(1, room + 1, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What the recurrence ops refuse, and how they say so."""
+"""What the recurrence ops refuse, and their messages."""
 
 from __future__ import annotations
 

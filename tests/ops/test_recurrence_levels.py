@@ -37,6 +37,6 @@ def test_exit_within_the_error_budget(level_ops: object, dtype: torch.dtype, siz
             *(x if x is None or x.dtype == torch.int64 else x.double() for x in older),
         )
         assert_within_budget(state, exact[0], same[0], name="state")
-        # A rounding of a state that fell to the other side moves the distance by some thousandths of the dtype's last place.
+        # A state that rounds the other way moves the distance by some thousandths of the dtype's last place.
         assert torch.allclose(distance, same[1], rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert torch.equal(settled, distance < 1.4)

@@ -30,7 +30,7 @@ LENGTHS = [37, 0, 300, 128, 5, 64, 1, 200]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails(backend: str, tail: str, dtype: torch.dtype) -> None:
-    """All tails in all dtypes; head dimensions, groups, tiles and pages turn at speeds of their own."""
+    """All tails in all dtypes; head dimensions, groups, tiles and pages cycle independently."""
     mask, turn = TAILS[tail], list(TAILS).index(tail) * len(DTYPES) + DTYPES.index(dtype)
     heads, kv_heads = GROUPS[turn % len(GROUPS)]
     inputs = make_inputs(
@@ -89,7 +89,7 @@ def test_long_prefixes(backend: str, lengths: list[int], slots: int, page_size: 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Inputs, list[SegmentMask], tuple[int, int]]:
-    """Any square mask, shared or one a sequence, any lengths, any pages, tiles of any form."""
+    """Any square mask, shared or one per sequence, any lengths, any pages, tiles of any shape."""
     mask = draw(random_masks(60))
     new = min(mask.shape)
     mask = mask[:new, :new]
@@ -138,7 +138,7 @@ def test_without_log_sum_exp(backend: str) -> None:
 
 
 def prefix_and_tail(inputs: Inputs) -> list[Tensor]:
-    """K and V of a single sequence in one piece, from a contiguous cache."""
+    """K and V of a single sequence, contiguous, from a contiguous cache."""
     length = int(inputs.lengths)
     return [torch.cat([cache[:, :length], new], 1) for cache, new in zip(inputs[3:5], inputs[1:3])]
 
@@ -334,7 +334,7 @@ def test_the_same_bits_whatever_the_threads(kernels: str, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("page_size, slots", [(0, 600), (16, 8200)])
 def test_a_sequence_does_not_depend_on_its_batch(kernels: str, page_size: int, slots: int, dtype: torch.dtype) -> None:
-    """Nor on the lengths of the others, nor on what stands behind its own."""
+    """Nor on the lengths of the others, nor on what is stored past its own."""
     both, lengths = [masks.causal(40), masks.candidates(4, 10)], [300, 0, 600, 77, 511]
     inputs = make_inputs(40, lengths, slots=slots, page_size=page_size, dtype=dtype)
     plans = [both[b % 2].plan(32, 32) for b in range(len(lengths))]
@@ -363,7 +363,8 @@ def test_opcheck(kernels: str, dtype: torch.dtype, page_size: int) -> None:
         torch.library.opcheck(OP, arguments[:-1])
 
 
-# Else sizes that happen to be equal in the first call have to stay so, places in the plan's memory among them.
+# Otherwise sizes that happen to be equal in the first call have to stay equal, offsets into the plan's memory among
+# them.
 @torch.fx.experimental._config.patch(use_duck_shape=False)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_fullgraph_without_recompiles(kernels: str, page_size: int) -> None:

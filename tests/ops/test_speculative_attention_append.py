@@ -45,7 +45,7 @@ CHOICES = ["all", "counts", "sources", "both"]
 def make(
     new: int, lengths: list[int], how: str = "both", *, page_size: int = 0, slots: int | None = None, **options: Any
 ) -> tuple[Inputs, Rows]:
-    """With room for all new tokens, if no other capacity is said."""
+    """With room for all new tokens, unless another capacity is given."""
     inputs = make_inputs(new, lengths, slots=max(lengths, default=0) + new if slots is None else slots, **options)
     rows = make_rows(inputs, how)
     return with_room(inputs, rows, page_size) if page_size else inputs, rows
@@ -54,7 +54,7 @@ def make(
 @pytest.mark.parametrize("how", CHOICES)
 @pytest.mark.parametrize("tail", TAILS)
 def test_tails(backend: str, tail: str, how: str) -> None:
-    """Dtypes, groups and pages turn at speeds of their own."""
+    """Dtypes, groups and pages cycle independently."""
     mask, turn = TAILS[tail], list(TAILS).index(tail) * len(CHOICES) + CHOICES.index(how)
     heads, kv_heads = [(4, 2), (7, 1), (3, 3)][turn % 3]
     options = dict(page_size=[0, 16, 1, 64][turn // 3 % 4], heads=heads, kv_heads=kv_heads, dtype=DTYPES[turn // 2 % 3])
@@ -112,7 +112,7 @@ def test_empty(backend: str, batch: int, new: int, slots: int, page_size: int) -
 
 
 def test_nothing_to_store(backend: str) -> None:
-    """A forward that only reads: places behind the prefix need not exist, sources may be anything."""
+    """A forward that only reads: slots after the prefix need not exist, sources may be anything."""
     inputs = make_inputs(9, [33, 16, 0], slots=48, page_size=16)
     none = torch.zeros(3, dtype=torch.int64)
     for rows in (Rows(none), Rows(none, torch.full((3, 4), 2**40)), Rows(None, torch.empty(3, 0, dtype=torch.int32))):
@@ -134,7 +134,7 @@ def test_strides(backend: str, order: tuple[int, ...]) -> None:
 
 
 def test_a_choice_for_all_sequences(backend: str) -> None:
-    """The draft tokens of an interleaved layout, which the commit need not move then."""
+    """The draft tokens of an interleaved layout, which the commit then need not move."""
     draft = 5
     mask = masks.quadratic(draft, layout="interleaved")
     inputs, _ = make(mask.q_len, [40, 7, 19])
@@ -260,7 +260,7 @@ BAD_VALUES = {
 @pytest.mark.parametrize("case", BAD_VALUES)
 @pytest.mark.parametrize("name", ["native", "reference"])
 def test_bad_values_write_nothing(name: str, case: str) -> None:
-    """The last sequence that is wrong keeps the first from being written."""
+    """One bad sequence, the last, keeps the first from being written."""
     inputs, rows, text = BAD_VALUES[case]
     before = [whole(x).clone() for x in inputs[3:5]]
     with pytest.raises(ValueError) as raised:
@@ -308,7 +308,7 @@ def test_it_has_no_gradient(kernels: str, place: int) -> None:
 
 
 def test_debug_checks_look_at_values_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a bad sequence is left alone; with PDKERNELS_DEBUG_CHECKS=1 its values are read back and refused."""
+    """On a GPU a bad sequence is left unchanged; with PDKERNELS_DEBUG_CHECKS=1 its values are read back and refused."""
     pytest.importorskip("triton")
     monkeypatch.setattr(module, "DEBUG_CHECKS", True)
     for inputs, rows, text in BAD_VALUES.values():
@@ -333,7 +333,7 @@ def step(inputs: Inputs, plan: TilePlan, rows: Rows) -> Tensor:
     return out.sin() + tensors[3].nan_to_num().sum()  # sees what was stored
 
 
-# Else sizes that happen to be equal in the first call have to stay so.
+# Otherwise sizes that happen to be equal in the first call have to stay equal.
 @torch.fx.experimental._config.patch(use_duck_shape=False)
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_fullgraph_without_recompiles(kernels: str, page_size: int) -> None:

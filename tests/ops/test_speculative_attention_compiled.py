@@ -14,7 +14,7 @@ from tests.harness.triton_interpreter import requires_triton
 
 pytestmark = requires_triton
 # Budgets are named "sm_90:bf16:128 speculative many paged": quadratic self-speculation of width 8 or a single token, 4 query
-# heads for each KV head; "storing" chosen rows, which asks for most of all.
+# heads for each KV head; "storing" chosen rows, which needs the most.
 NEW = {"many": 81, "few": 1}
 PAGES = {"contiguous": 0, "paged": 16, "paged, storing": 16}
 BUDGETS = {
@@ -25,7 +25,7 @@ FIRST_CLASS = [case for case in CASES if case.endswith("bf16:128")]
 
 
 def compile_variant(case: str, new: int, layout: str) -> dict[str, Any]:
-    """What the harness compiles when this launch stands where it launches the block-sparse kernels."""
+    """What the harness compiles when this launch replaces those of the block-sparse kernels."""
     import torch
 
     from pdkernels.triton import block_sparse_attention, speculative_attention
@@ -78,7 +78,7 @@ def check(case: str) -> None:
 @pytest.mark.parametrize("case", FIRST_CLASS)
 def test_kernels_stay_within_budget(case: str) -> None:
     check(case)
-    # Many rows deserve the instructions of their own architecture.
+    # Many rows should use the instructions of their own architecture.
     best = dict(zip(("sm_80", "sm_90", "sm_100"), harness.TENSOR_CORES))[case.split(":")[0]]
     assert all(harness.measure([case], __name__)[f"{case} speculative many {layout}"][best] for layout in PAGES)
 

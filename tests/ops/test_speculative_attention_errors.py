@@ -1,4 +1,4 @@
-"""What speculative_attention refuses, and what it says."""
+"""What speculative_attention refuses, and its messages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ TRACED = {
     },
     "plan must be on cpu like q, got meta. Move it with plan.to('cpu').": {"plan": PLAN.to("meta")},
 }
-# What values are is known when a kernel runs, and types are Python's business.
+# Values are known when a kernel runs, and types are checked in Python.
 CASES = TRACED | {
     "TypeError: q must be a tensor, got list": {"q": [1.0]},
     "TypeError: k_cache must be a tensor, got NoneType": {"k_cache": None},
@@ -148,7 +148,7 @@ def test_bad_call_while_tracing(case: str) -> None:
         compiled()
 
 
-def test_values_behind_a_length_may_be_anything(backend: str) -> None:
+def test_values_past_a_length_may_be_anything(backend: str) -> None:
     """Pages that hold no token of a prefix need not exist."""
     device, name = on_device(backend)
     *tensors, table = PAGED.map(lambda x: x.to(device))
@@ -189,7 +189,7 @@ def test_it_has_no_gradient(kernels: str, place: int) -> None:
 
 
 def on_fake_gpu(**changed: object) -> None:
-    """What a call with these caches would be told on a GPU that need not be there."""
+    """The message of a call with these caches on a GPU, which need not exist."""
     *good, block_q, block_k, scale, _ = raw(GOOD, MASK, "cpu")
     with FakeTensorMode():
         tensors = [torch.empty(x.shape, dtype=x.dtype, device="cuda") for x in good]
@@ -258,7 +258,7 @@ def test_bad_raw_plan(kernels: str, place: int, change, text: str) -> None:
     ],
 )
 def test_a_plan_of_wild_numbers(place: int, change, text: str) -> None:
-    """A plan is trusted with addresses: on the CPU its numbers are looked at."""
+    """Kernels derive addresses from a plan: on the CPU its numbers are checked."""
     if not pd.has_native():
         pytest.skip("needs the compiled library")
     arguments = raw(make_inputs(70, [9]), masks.causal(70), "cpu")

@@ -35,7 +35,7 @@ def run(ops: object, inputs: Inputs, tail: str) -> Results:
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_within_the_error_budget(level_ops: object, tail: str) -> None:
-    """Dtypes, shapes and pages turn at speeds of their own; what AMX adds is bfloat16."""
+    """Dtypes, shapes and pages cycle independently; AMX only adds bfloat16."""
     mask, turn = TAILS[tail], list(TAILS).index(tail)
     dtype = torch.bfloat16 if os.environ["PDKERNELS_CPU_ISA"] == "amx" else DTYPES[turn % len(DTYPES)]
     head_dim, heads, kv_heads = SHAPES[turn % len(SHAPES)]
@@ -77,8 +77,8 @@ def test_rows_are_stored(level_ops: object, dtype: torch.dtype, page_size: int) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_causal_row_has_bits_of_its_own(level_ops: object, dtype: torch.dtype) -> None:
-    """Whatever is cached, however many rows there are, in pages or not, and beside rows that see something else."""
+def test_a_causal_row_has_the_same_bits_in_any_call(level_ops: object, dtype: torch.dtype) -> None:
+    """Whatever is cached, however many rows there are, in pages or not, and next to rows that see something else."""
     inputs, length = make_inputs(150, [0], slots=150, heads=4, kv_heads=2, head_dim=40, dtype=dtype), 150
     scale = inputs.q.shape[-1] ** -0.5
     whole = Results(*level_ops.speculative_attention(*inputs[:6], *causal(length).plan(48, 64).arguments, scale))

@@ -17,7 +17,7 @@ from tests.ops.speculative_cases import NAN, TAILS, Inputs, Results, in_pages
 pytest.importorskip("triton", reason="needs triton")
 from pdkernels.triton import speculative_attention as kernels
 
-# The interpreter computes in NumPy, which remarks on log2(0) and on exp2 of hidden scores.
+# The interpreter computes in NumPy, which warns about log2(0) and exp2 of hidden scores.
 pytestmark = [requires_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
 DEVICE = triton_device()
 
@@ -71,7 +71,7 @@ def test_lengths(length: int) -> None:
 
 @pytest.mark.parametrize("blocks", [(16, 16), (48, 32), (128, 128), (64, 16), (16, 96)])
 def test_tile_sizes(blocks: tuple[int, int]) -> None:
-    """Tiles of rows lie across those of the plan, and more than one of either is needed."""
+    """Tiles of rows straddle those of the plan, and more than one of either is needed."""
     mask = pd.masks.quadratic(7)
     check(make_inputs(mask.q_len, [20, 130], heads=7, kv_heads=1), mask, blocks)
 
@@ -94,7 +94,7 @@ def test_lists_may_be_in_any_order() -> None:
     rows, lists = plan.rows.clone(), plan.lists.clone()
     for row in rows[: plan.grid[0]]:
         begin, middle, end = row[:3].tolist()
-        # The ranges, tile by tile, behind the tiles that need a mask.
+        # The ranges, tile by tile, after the tiles that need a mask.
         tiles = [[tile, -1] for first, last in plan.lists[begin:middle].tolist() for tile in range(first, last)]
         turned = torch.tensor(plan.lists[middle:end].tolist() + tiles[::-1], dtype=torch.int32).view(-1, 2)
         row[:2], row[2] = len(lists), len(lists) + len(turned)
@@ -110,7 +110,7 @@ def test_any_scale(scale: float) -> None:
 
 
 def test_rows_that_see_nothing() -> None:
-    """Only without a prefix there are any."""
+    """There are any only without a prefix."""
     mask = SegmentMask([pd.masks.Segment(20, "none"), pd.masks.Segment(16, "causal")])
     inputs = make_inputs(36, [0, 290, 0], slots=600)
     out, lse = check(inputs, mask)
@@ -180,7 +180,7 @@ def test_lengths_change_and_nothing_else() -> None:
 
 
 def test_launches_follow_from_the_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither lengths nor the batch change how a prefix is split."""
+    """Neither lengths nor the batch changes how a prefix is split."""
     asked = []
     choose = kernels.choose_splits
     monkeypatch.setattr(kernels, "choose_splits", lambda *sizes: asked.append((sizes, choose(*sizes))) or asked[-1][1])
@@ -200,7 +200,7 @@ def test_lengths_out_of_range_are_clamped() -> None:
 
 
 def test_nothing_is_read_or_written_outside() -> None:
-    """NaN around the new tokens stays out, as NaN behind the lengths does in all tests."""
+    """NaN around the new tokens stays out, as NaN past the lengths does in all tests."""
     inputs = make_inputs(10, [300], slots=512)
     surrounded = [torch.full((3, 10 + 80, *x.shape[2:]), NAN, dtype=x.dtype, device=DEVICE) for x in inputs[:3]]
     for around, x in zip(surrounded, inputs[:3]):
@@ -212,8 +212,8 @@ def test_nothing_is_read_or_written_outside() -> None:
 
 @pytest.mark.parametrize("page_size", [0, 1, 5, 16, 64])
 @pytest.mark.parametrize("how", ["all", "counts", "sources", "both"])
-def test_rows_are_stored_behind_the_prefix(how: str, page_size: int) -> None:
-    """By the programs of both tiles of rows; of sources there are more than are looked at in one go."""
+def test_rows_are_stored_after_the_prefix(how: str, page_size: int) -> None:
+    """By the programs of both tiles of rows; there are more sources than one load covers."""
     inputs = cases.make_inputs(30, [150, 0, 260], slots=420, heads=5, kv_heads=1, head_dim=24, dtype=torch.float16)
     assert kernels.choose_decode_blocking(inputs.q, 150).block_m == 128
     rows = cases.make_rows(inputs, how)
@@ -233,12 +233,12 @@ def test_one_of_many_splits_stores(page_size: int) -> None:
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_sequence_with_bad_values_keeps_its_cache(paged: bool) -> None:
-    """Nothing is stored for it, all is for the others; their attention is as ever."""
+    """Nothing is stored for it, everything is for the others; their attention does not change."""
     inputs = cases.make_inputs(6, [17, 5, 20], slots=24, heads=2, kv_heads=1, head_dim=16, dtype=torch.float16)
     rows = cases.Rows(torch.tensor([3, 4, 4]), torch.tensor([[5, 0, 1, 99], [4, 4, 2, 0], [1, 2, 3, 4]]))
     inputs, plan = cases.with_room(inputs, rows, 4) if paged else inputs, pd.masks.causal(6).plan(16, 16)
     expected = run(inputs, plan)
-    # A length behind the capacity is clamped for attention, whose pages have to be right.
+    # A length past the capacity is clamped for attention, whose pages have to be valid.
     spoilt = {"lengths": [-1] if paged else [-1, 21], "counts": [-1, 5], "source_index": [-1, 6]}
     if paged:
         spoilt["block_table"] = [-1, 2**30]

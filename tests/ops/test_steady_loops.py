@@ -1,4 +1,4 @@
-"""The loops that attention spends its time in, by the machine code of sm_90a: what they issue, wait for and spill."""
+"""The loops in which attention spends its time, by the machine code of sm_90a: what they issue, wait for and spill."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BUDGETS = {
 
 
 def tensor_cycles(loop: Sequence[Instruction]) -> int:
-    """Of a warp group: ``HGMMA.64xNx16`` multiplies for N / 2 cycles."""
+    """Cycles of a warp group: ``HGMMA.64xNx16`` multiplies for N / 2 cycles."""
     shapes = [x.name.split(".")[1] for x in loop if x.name.startswith("HGMMA")]
     return sum(int(shape.split("x")[1]) // 2 for shape in shapes)
 

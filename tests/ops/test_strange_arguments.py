@@ -1,4 +1,4 @@
-"""Arguments that are no mistake of one op: devices without values, sizes without memory, numbers of other libraries."""
+"""Unusual arguments that concern all ops: devices without values, sizes without memory, numbers of other libraries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_absurd_sizes() -> None:
 
 
 def test_numbers_of_numpy() -> None:
-    """Integers are taken, what has to be rounded is not."""
+    """Integers are accepted, numbers that would have to be rounded are not."""
     logits = torch.randn(2, 9)
     assert torch.equal(pd.token_statistics(logits, top_k=numpy.int64(3)).top_ids, logits.topk(3).indices)
     for number in (numpy.float32(1.5), numpy.float32(2), numpy.float64(2)):
@@ -68,7 +68,7 @@ def test_masks_of_numbers(given: object) -> None:
 @pytest.mark.parametrize(
     "op", ["apply_rope_append_", "gather_rows", "add_cached_rows_", "recurrence_exit", "kv_append_"]
 )
-def test_batches_that_no_grid_holds(op: str) -> None:
+def test_batches_larger_than_a_grid(op: str) -> None:
     """On CUDA the batch is a dimension of the grid, of at most 65535 blocks."""
     arguments, _ = raw_arguments(op)
     batch = 2
@@ -98,8 +98,8 @@ def test_backward_without_query_rows(backend: str) -> None:
     assert torch.autograd.grad(pd.block_sparse_attention(q, k, v, plan), (k,), odd)[0].shape == k.shape
 
 
-def test_a_wave_of_any_headway_ends_at_the_room() -> None:
-    """Of a headway near 2**63 the sum with the wave's width must not overflow."""
+def test_a_wave_of_any_headway_ends_at_the_capacity() -> None:
+    """With a headway near 2**63 the sum with the wave's width must not overflow."""
     arguments, expected = example("recurrence_advance_"), example("recurrence_advance_")
     run("recurrence_advance_", arguments | {"headway": 2**63 - 1})
     run("recurrence_advance_", expected | {"headway": 1000})

@@ -31,7 +31,7 @@ def test_within_the_error_budget(impl, rows: int, width: int, dtype: torch.dtype
 
 
 def test_a_real_vocabulary(impl) -> None:
-    """Rows as flat and as peaked as those of models, and the parts of the vocabulary put together."""
+    """Rows as flat and as peaked as those of models, and merged parts of the vocabulary."""
     logits = rows_of(2, 126_464, torch.bfloat16)
     logits[1] *= 4
     actual, exact = run(impl, logits), reference(logits.double())
@@ -43,7 +43,7 @@ def test_a_real_vocabulary(impl) -> None:
 
 @pytest.mark.parametrize("top_k", [1, 2, 3, 8, 16])
 def test_runners_up(impl, top_k: int) -> None:
-    """Many equals, so the order of ids shows; 16-bit logits of a small range."""
+    """Many equal logits, so the order of ids shows; 16-bit logits of a small range."""
     logits = (rows_of(60, 700) * 2).round().to(torch.bfloat16)
     check(run(impl, logits, top_k=top_k), logits, top_k=top_k)
     wide = (rows_of(3, 17_000)).round()
@@ -76,7 +76,7 @@ def test_by_hand(impl) -> None:
 
 
 def test_sure_rows(impl) -> None:
-    """One token has it all: probability 1, margin 1, entropy 0, exactly."""
+    """One token has all the mass: probability 1, margin 1, entropy 0, exactly."""
     logits = torch.full((3, 9000), -200.0)
     logits[0, 8999] = logits[1, 0] = 1.0
     logits[2] = -INF
@@ -132,7 +132,7 @@ def test_a_row_that_is_not_there_is_not_read(impl) -> None:
     assert run(impl, logits, row_index=torch.zeros(0, 3, dtype=torch.int64)).top_ids.shape == (0, 3, 5)
 
 
-# --- values that are no ordinary numbers -----------------------------------------------------------------------------------
+# --- infinities and NaN -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -45,7 +45,7 @@ def test_steps_and_positions_of_rows(impl) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_seeds_of_rows(impl, dtype: torch.dtype) -> None:
-    """A row draws what it draws with its seed alone, and equal rows draw differently."""
+    """A row draws what it would draw alone with its seed, and equal rows draw differently."""
     logits, seeds = rows_of(1, 300).expand(2, 3, 300), torch.tensor([[-5], [2**31 - 1]]).to(dtype)
     places = torch.arange(3).expand(2, 3)
     found = run(impl, logits, temperature=1.5, seed=seeds, positions=places)
@@ -68,7 +68,7 @@ def test_any_temperature(impl, temperature: float) -> None:
 
 
 def test_equal_scores_go_to_the_lowest_id(impl) -> None:
-    """Of huge logits the noise is lost in rounding."""
+    """With huge logits the noise is lost in rounding."""
     found = run(impl, torch.full((5, 9000), 1e30), temperature=1.0)
     assert found.ids.tolist() == [0] * 5
 
@@ -133,7 +133,7 @@ def test_the_edge_of_the_nucleus(impl) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_equals_at_the_edge(impl, dtype: torch.dtype) -> None:
-    """Half the mass is in one token, half in thousands of equals, negative ones and close to others."""
+    """Half the mass is in one token, half in thousands of equal ones, negative and close to others."""
     logits = torch.full((2, 9000), -0.75, dtype=dtype)
     logits[:, 4500:] = -40.0
     logits[0, 77] = -0.75 + math.log(4500)

@@ -1,4 +1,4 @@
-"""add_rms_norm and silu_and_mul against the reference in double precision; apply_rope_append_ stands in test_apply_rope_append.py."""
+"""add_rms_norm and silu_and_mul against the reference in double precision; apply_rope_append_ is tested in test_apply_rope_append.py."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_norms_within_the_error_budget(impl, rows: int, width: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_roundings_stand_where_the_published_model_has_them(impl, dtype: torch.dtype) -> None:
-    """Bit for bit, but for the rare value that a differently rounded sum of squares takes over an edge."""
+def test_roundings_are_where_the_published_model_has_them(impl, dtype: torch.dtype) -> None:
+    """Bit for bit, except for the rare value that a differently rounded sum of squares moves across a rounding boundary."""
     inputs = norm_inputs(16, 2000, dtype)
     expected, actual = reference.add_rms_norm(*inputs), add_rms_norm(impl, inputs)
     assert all((a == b).float().mean() > 0.998 for a, b in zip(actual, expected))
@@ -115,7 +115,7 @@ def test_eps_is_added_to_the_mean_square(impl) -> None:
 
 
 def layouts(t: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The values of a (2, 3, width) tensor in other places."""
+    """The values of a (2, 3, width) tensor with another layout."""
     width = t.shape[-1]
     poisoned = torch.full((2, 3, width + 5), torch.nan, dtype=t.dtype, device=t.device)
     unaligned = torch.full((t.numel() + 3,), torch.nan, dtype=t.dtype, device=t.device)[3:].view(t.shape)

@@ -20,12 +20,12 @@ from tests.harness import triton_budgets as harness
 from tests.harness.triton_interpreter import requires_triton
 
 pytestmark = [requires_triton, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")]
-# Of tokens or rows: what Triton would compile for 1, for multiples of 16 and for others, each by itself.
+# Numbers of tokens or rows: Triton would compile separate kernels for 1, for multiples of 16 and for others.
 SIZES = (160, 1, 100)
 
 
 class CurrentDevice:
-    """What torch switches, for as long as it is patched in."""
+    """Records the device switches of torch while it is patched in."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -112,7 +112,7 @@ def main(cases: list[str]) -> None:
     print(json.dumps({name: len(hashes) for name, hashes in kernels.items()}))
 
 
-def test_no_kernel_is_compiled_anew_for_another_length() -> None:
+def test_no_kernel_is_recompiled_for_another_length() -> None:
     compiled = harness.measure(["sm_90"], __name__)
     assert len(compiled) == 8 and set(compiled.values()) == {1}, compiled
 
@@ -129,7 +129,7 @@ def heads_first(memory: Tensor, at: int, values: Tensor) -> Tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the memory is that of the host, which the interpreter reads")
 def test_heads_of_a_view_may_be_far_apart(tmp_path: Path) -> None:
-    """Offsets of 32 bits would go the other way round; the memory reaches as far there, and holds other numbers."""
+    """Offsets of 32 bits would wrap to the other side; the memory extends as far there, and holds other numbers."""
     from tests.ops.test_block_sparse_attention_triton import causal, make_plan, randn, run_kernels
 
     memory = torch.from_file(str(tmp_path / "sparse"), shared=True, size=2**32 + 2**20, dtype=torch.float16)

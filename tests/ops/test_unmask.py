@@ -34,7 +34,7 @@ def test_equals_reference(impl, case: Case, style: str) -> None:
     assert not differs(run(impl, case, style), expected(case))
 
 
-# --- the rules said in another way: whole tensors, sorted ------------------------------------------------------------------------
+# --- the rules in another form: whole tensors, sorted ------------------------------------------------------------------------
 
 
 def by_sorting(case: Case) -> Outcome:
@@ -57,7 +57,7 @@ def by_sorting(case: Case) -> Outcome:
             open_ = (places >= start) & (places < end) & (case.ids[b] >= 0) & (case.ids[b] != MASK)
             open_[open_.clone()] = tokens[b, places[open_]] == MASK
             sortable = torch.where(scores.isnan(), -torch.inf, scores)
-            # Stable sorts, the last one rules: NaN behind -inf, candidates that are none behind everything.
+            # Stable sorts, the last one decides: NaN after -inf, ineligible candidates after everything.
             order = sortable.argsort(descending=True, stable=True)
             order = order[scores[order].isnan().to(torch.int8).argsort(stable=True)]
             order = order[open_[order]]
@@ -181,7 +181,7 @@ def step(impl, confidence: list[float] | None, canvas: str = "", **options: obje
     [
         ([0.9, 0.4, 0.95, 0.8], {"quota": 2}, "x_x_"),
         ([0.5] * 4, {"quota": 2}, "xx__"),  # ties: the lower index
-        ([0.0, -0.0, 0.0], {"quota": 2}, "xx_"),  # both zeros are one
+        ([0.0, -0.0, 0.0], {"quota": 2}, "xx_"),  # both zeros are equal
         ([math.nan, -math.inf, 0.1], {"quota": 2}, "_xx"),  # NaN last
         ([math.nan, math.nan], {"quota": 1}, "x_"),
         ([0.1, 0.2], {"quota": 0}, "__"),
@@ -198,18 +198,14 @@ def step(impl, confidence: list[float] | None, canvas: str = "", **options: obje
         ([math.nan, -math.inf], {"threshold": -math.inf, "need": 0}, "_x"),
         ([math.inf, 3e38], {"threshold": math.inf, "need": 0}, "x_"),
         ([math.inf, 3e38], {"threshold": math.inf, "need": 0, "strict": True}, "__"),
-        ([0.99, 0.01], {"factor": 1.0}, "xx"),  # the failure at the last rank is none
+        ([0.99, 0.01], {"factor": 1.0}, "xx"),  # a failure at the last rank does not count
         ([0.01], {"factor": 1.0}, "x"),
         ([0.01, 0.02], {"factor": 0.0}, "xx"),
         ([0.99, 0.01, 0.01], {"factor": 1.0}, "x__"),
-        (
-            [0.99, 0.7, 0.74],
-            {"factor": 1.0},
-            "xxx",
-        ),  # 2/3 and 3/4 are asked of ranks 2 and 3: the failure is at the last one
+        ([0.99, 0.7, 0.74], {"factor": 1.0}, "xxx"),  # ranks 2 and 3 need 2/3 and 3/4: the failure is at the last one
         ([0.99, 0.7, 0.74, 0.74], {"factor": 1.0}, "x_x_"),
         ([0.99, 0.7, 0.76, 0.8], {"factor": 1.0}, "xxxx"),
-        ([0.1, math.nan, 0.1], {"factor": 30.0}, "xxx"),  # bars below 0, which NaN fails at the last rank
+        ([0.1, math.nan, 0.1], {"factor": 30.0}, "xxx"),  # bounds below 0, which NaN fails at the last rank
         ([math.nan, 0.1, math.nan], {"factor": 30.0}, "_x_"),
     ],
 )
@@ -234,8 +230,8 @@ def test_only_masks_in_the_window_are_written(impl) -> None:
     assert step(impl, confidence, "______", windows=torch.tensor([[3, 3]]), quota=9) == "______"
 
 
-def test_sequences_at_different_places(impl) -> None:
-    """Half-filled canvases, each with a window, a quota and candidates of its own."""
+def test_sequences_at_different_positions(impl) -> None:
+    """Half-filled canvases, each with its own window, quota and candidates."""
     tokens = torch.full((3, 6), MASK)
     tokens[1, :3], tokens[2] = 1, 2
     positions = torch.tensor([[5, 0, -1, 2], [4, 3, 0, 5], [0, 1, 2, 3]])
@@ -309,7 +305,7 @@ def test_random_orders_of_sequences(impl) -> None:
 
 
 def test_random_order_is_uniform() -> None:
-    """Which 2 of 6 places: 15 pairs, chi-square with 14 degrees of freedom, 36.1 at 0.001."""
+    """Which 2 of 6 positions: 15 pairs, chi-square with 14 degrees of freedom, 36.1 at 0.001."""
     trials, length = 6000, 6
     tokens = torch.full((trials, length), MASK)
     pd.unmask_(tokens, torch.zeros_like(tokens), mask_token=MASK, quota=2, step=torch.arange(trials))
@@ -318,7 +314,7 @@ def test_random_order_is_uniform() -> None:
     assert float(((pairs - trials / 15) ** 2 / (trials / 15)).sum()) < 36.1
 
 
-def test_random_order_with_a_threshold_is_a_coin_for_each_place() -> None:
+def test_random_order_with_a_threshold_is_a_coin_for_each_position() -> None:
     trials, length, p = 500, 40, 0.3
     tokens = torch.full((trials, length), MASK)
     committed = pd.unmask_(

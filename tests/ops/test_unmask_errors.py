@@ -1,4 +1,4 @@
-"""What unmask_ refuses, how it says so, and that nothing is written then."""
+"""What unmask_ refuses, its messages, and that nothing is written then."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_cuda_leaves_a_bad_sequence_alone(device_impl, options: dict[str, object
 
 
 def test_float64_confidence_is_for_the_reference() -> None:
-    """It tells apart what float32 does not."""
+    """It distinguishes values that float32 does not."""
     tokens = torch.full((1, 2), MASK)
     pd.unmask_(
         tokens,

@@ -80,7 +80,7 @@ def test_equals_reference(impl, call: dict[str, torch.Tensor]) -> None:
 @given(call=calls())
 @settings(max_examples=60)
 def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
-    """The documented rules, checked from the outside rather than by another implementation."""
+    """The documented rules, checked as properties rather than by another implementation."""
     verdict = check_equal(impl, call)
     draft, predictions = (t if t.dim() == 3 else t[:, None] for t in (call["draft"], call["predictions"]))
     ends = set(call["end_tokens"].tolist()) if "end_tokens" in call else set()
@@ -105,9 +105,9 @@ def test_what_the_verdict_promises(impl, call: dict[str, torch.Tensor]) -> None:
         ([5, 1, 2, 3], [7, 2, 3, 4], 9, 1, 7, False),  # only the known token
         ([5], [6], 9, 1, 6, False),  # width 1 is plain decoding
         ([9, 1, 2, 3], [1, 2, 3, 4], 9, 1, 9, True),  # the known token ends it
-        ([5, 1, 9, 3], [1, 9, 3, 4], 9, 3, 9, True),  # an end among the accepted
+        ([5, 1, 9, 3], [1, 9, 3, 4], 9, 3, 9, True),  # an end token among the accepted
         ([5, 1, 2, 3], [1, 9, 3, 4], 9, 2, 9, True),  # the end is the next token: not counted
-        ([5, 1, 2, 9], [1, 8, 9, 4], 9, 2, 8, False),  # an end in the rejected part is nothing
+        ([5, 1, 2, 9], [1, 8, 9, 4], 9, 2, 8, False),  # an end token in the rejected part does not count
         ([5, 9, 9, 3], [9, 9, 3, 4], 9, 2, 9, True),  # the first of two ends
     ],
 )

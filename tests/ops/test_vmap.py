@@ -1,4 +1,4 @@
-"""torch.vmap: ops without written arguments run sample by sample, the others refuse it in words."""
+"""torch.vmap: ops without written arguments run sample by sample, the others refuse it with an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FUNCTIONAL = [op for op in PUBLIC if not OPS[op].written]
 
 
 def mapped(op: str) -> tuple[str, list[Tensor]]:
-    """An argument of the op, in two samples."""
+    """An argument of the op, as two samples."""
     name = next(name for name, x in example(op).items() if isinstance(x, Tensor))
     return name, [example(op, seed)[name] for seed in (0, 1)]
 

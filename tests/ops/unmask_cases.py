@@ -55,7 +55,7 @@ def make_case(
     segments: int | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Case:
-    """Some tokens are masks, some guesses are none, some confidences tie, and `segments` (0: one window) lie anywhere."""
+    """Some tokens are masks, some guesses are the mask token, some confidences tie, and `segments` (0: one window) are anywhere."""
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
 
@@ -114,7 +114,7 @@ class Outcome(NamedTuple):
 
 
 def expected(case: Case) -> Outcome:
-    """By the reference. Integers that may be tensors are two arguments there."""
+    """With the reference, where integers that may be tensors are two arguments."""
     options, tokens = dict(case.options), case.tokens.clone()
     for name, plural in (("quota", "quotas"), ("need", "needs"), ("step", "steps")):
         if isinstance(options.get(name), Tensor):
@@ -123,7 +123,7 @@ def expected(case: Case) -> Outcome:
 
 
 def run(impl: Any, case: Case, style: str = "contiguous") -> Outcome:
-    """By an implementation, on tensors laid out in a style; bytes that are not tokens must stay as they are."""
+    """With an implementation, on tensors laid out in a style; bytes that are not tokens must not change."""
     poison = -77
 
     def spread(x: Tensor | None) -> Tensor | None:
@@ -154,6 +154,6 @@ def run(impl: Any, case: Case, style: str = "contiguous") -> Outcome:
 
 
 def differs(a: Outcome, b: Outcome) -> str:
-    """What differs, in words; empty where nothing does."""
+    """A description of the differences; empty if there are none."""
     pairs = [(name, x, y) for name, x, y in zip(Outcome._fields, a, b) if x.dtype != y.dtype or not torch.equal(x, y)]
     return "; ".join(f"{name}: {x} instead of {y}" for name, x, y in pairs)

@@ -44,7 +44,7 @@ class CachedFake:
 
 
 class RandomRows:
-    """Random logits for every key, from a table that fills as it is asked: as arbitrary as a model can be."""
+    """Random logits for every key, from a table filled on demand: as arbitrary as a model can be."""
 
     def __init__(self, size: int, seed: int, spread: float) -> None:
         self.size, self.seed, self.spread = size, seed, spread
@@ -71,7 +71,7 @@ def random_transformer(seed: int, std: float, vectors: bool = False, **sizes: An
 
 
 class Plain:
-    """The interface of the reference samplers: a forward over everything, without a cache. No row says the mask token."""
+    """The interface of the reference samplers: a forward over everything, without a cache. No row predicts the mask token."""
 
     def __init__(self, model: Any) -> None:
         self.predicts = model.config.predicts
@@ -116,7 +116,7 @@ class HostReads(TorchFunctionMode):
 
 
 def reads_of_the_device(*arguments: Any, **options: Any) -> int:
-    """How often a decoding loop brings something to the host while it generates."""
+    """How often a decoding loop reads the device while it generates."""
     with HostReads() as reads:
         generate(*arguments, **options)
     return reads.count
@@ -140,7 +140,7 @@ def sequence_distribution(
 
 
 def follows(counts: dict[tuple[int, ...], int], expected: dict[tuple[int, ...], float]) -> bool:
-    """Pearson's chi-square test, four standard deviations above its mean; outcomes too rare for it are lumped together."""
+    """Pearson's chi-square test, four standard deviations above its mean; outcomes too rare for it are merged."""
     assert set(counts) <= set(expected)
     total = sum(counts.values())
     common = [outcome for outcome, p in expected.items() if p * total >= 5]

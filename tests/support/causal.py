@@ -1,8 +1,8 @@
 """Scripted language models with the interface of `pdkernels.models.transformer.Transformer`, cache included.
 
-The next token is a plain function of the whole token history. The history is not handed over: it is read back from
-the KV cache, whose K rows are token ids and whose V rows are positions, so that a wrong commit gives wrong tokens (and
-a row in the wrong place fails at once). Both of two layers keep it, and must agree.
+The next token is a plain function of the whole token history. The history is not passed in: it is read back from the KV
+cache, whose K rows are token ids and whose V rows are positions, so that a wrong commit gives wrong tokens (and a row
+in the wrong slot fails at once). Two layers store it, and must agree.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def by_position(history: list[int]) -> int:
 
 
 def by_bigram(history: list[int]) -> int:
-    """Only the token before counts, and the orbit is long: a wrong draft is repaired one token per pass."""
+    """Depends on the last token only, with a long orbit: a wrong draft is repaired one token per pass."""
     return (3 * history[-1] + 1) % VOCABULARY
 
 
 def by_history(history: list[int]) -> int:
-    """Every token of the past counts."""
+    """Depends on every earlier token."""
     value = 7
     for token in history:
         value = (value * 31 + token + 1) % 10007
@@ -42,7 +42,7 @@ def by_history(history: list[int]) -> int:
 
 
 def sticky(history: list[int]) -> int:
-    """Long runs of one token that the position ends: partial acceptance of every length."""
+    """Long runs of one token whose ends depend on the position: partial acceptance of every length."""
     if len(history) % 7 == 3 or len(history) % 11 == 5:
         return (history[-1] + len(history)) % VOCABULARY
     return history[-1]
@@ -72,7 +72,7 @@ def from_list(tokens: list[int], prompt_length: int) -> Script:
 
 @dataclass
 class FakeModel(CachedFake):
-    """`ties` gives every logit row a second maximum at a higher id, which a decoder must not take."""
+    """`ties` gives every logit row a second maximum at a higher id, which a decoder must not choose."""
 
     LAYERS = 2
 
@@ -98,7 +98,7 @@ class FakeModel(CachedFake):
     def _under_a_mask(
         self, out: torch.Tensor, prefix: list[int], tokens: list[int], offsets: list[int], mask: torch.Tensor
     ) -> None:
-        """A row says something if it sees the new tokens at every offset up to its own, once each; else it stays poison."""
+        """A row gets logits if it sees the new tokens at every offset up to its own, once each; else it stays poison."""
         for row, seen in enumerate(mask.tolist()):
             new = sorted(zip(compress(offsets, seen), compress(tokens, seen)))
             if [offset for offset, _ in new] == list(range(offsets[row] + 1)):
@@ -138,7 +138,7 @@ class FakeModel(CachedFake):
         out = torch.full((batch, width, VOCABULARY), float("nan"))  # rows that do not count are poison
         for b in range(batch):
             end = lengths[b] + valid[b]
-            ordered = end if tail is None else lengths[b]  # under a mask the new tokens need not stand in order
+            ordered = end if tail is None else lengths[b]  # under a mask the new tokens need not be in order
             for k, v in read:
                 assert v[b, :ordered].flatten().tolist() == list(range(ordered)), (
                     "a cache row stands in the wrong place"

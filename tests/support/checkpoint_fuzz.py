@@ -1,4 +1,4 @@
-"""Checkpoints with faults drawn by chance, and the judgement: an error of the house that names the file, or a right load.
+"""Checkpoints with random faults, and the expected outcome: one of our errors that names the file, or a correct load.
 
     python -m tests.support.checkpoint_fuzz 5000
 
@@ -97,7 +97,7 @@ TRUNCATION = dict(direction="Right", max_length=1, strategy="LongestFirst", stri
 
 
 class Checkpoint:
-    """Files in parts that can be spoilt one by one; `files` overrides what the parts would write."""
+    """Files in parts that can be corrupted one by one; `files` overrides what the parts would write."""
 
     def __init__(self, fields: dict[str, Any], content: bytes, shards: int) -> None:
         self.fields: Any = copy.deepcopy(fields)
@@ -244,7 +244,7 @@ def tensors(rng: random.Random, made: Checkpoint) -> None:
         data += added
         header[name] = {"dtype": dtype, "shape": known["shape"], "data_offsets": [first, first + len(added)]}
         _compact(made, file)
-    elif kind == 6:  # other numbers, NaN among them
+    elif kind == 6:  # other numbers, including NaN
         at = rng.randrange(max(len(data) - 64, 1))
         data[at : at + 64] = rng.randbytes(len(data[at : at + 64]))
     elif kind == 7:
@@ -255,7 +255,7 @@ def tensors(rng: random.Random, made: Checkpoint) -> None:
 
 
 def _compact(made: Checkpoint, file: str) -> None:
-    """The bytes that the header speaks of, without gaps."""
+    """The bytes that the header describes, without gaps."""
     header, data = made.shards[file]
     packed = bytearray()
     for known in header.values():
@@ -310,7 +310,7 @@ def raw(rng: random.Random, made: Checkpoint) -> None:
 
 
 def files(rng: random.Random, made: Checkpoint) -> None:
-    """Pipes, devices, links, folders and nothing where a file belongs."""
+    """Pipes, devices, links, folders or nothing in place of a file."""
     present = {"config.json", *made.shards, *([INDEX] if made.index is not None else [])}
     name = rng.choice([*sorted(present), "tokenizer.json", "generation_config.json", "pipe", "link"])
     kind = rng.randrange(6)
@@ -367,7 +367,7 @@ def peak() -> int:
 
 
 def judge(seed: int, folder: Path) -> str:
-    """Make, load and judge one case: "right", or the beginning of its error. AssertionError for everything else."""
+    """Make, load and check one case: "right", or the beginning of its error. AssertionError for everything else."""
     rng = random.Random(seed)
     fields, content = rng.choice(bases())
     made = Checkpoint(fields, content, rng.choice([1, 1, 2, 3]))
@@ -396,7 +396,7 @@ def judge(seed: int, folder: Path) -> str:
 
 
 def run(first: int, count: int, folder: Path, *, tell: Callable[[str], None] = lambda line: None) -> Counter[str]:
-    """How often each end came; AssertionError with the seeds of the cases that have none of those allowed."""
+    """How often each outcome came; AssertionError with the seeds of the cases whose outcome is not allowed."""
     ends: Counter[str] = Counter()
     wrong = []
     handler, before = signal.signal(signal.SIGALRM, _too_slow), peak()
@@ -406,7 +406,7 @@ def run(first: int, count: int, folder: Path, *, tell: Callable[[str], None] = l
             place.mkdir(parents=True)
             try:
                 ends[judge(seed, place)] += 1
-            except Exception as error:  # whatever it is, its seed is what helps
+            except Exception as error:  # whatever it is, its seed reproduces it
                 wrong.append(f"seed {seed}: {type(error).__name__}: {str(error)[:300]}")
                 tell(wrong[-1])
     finally:

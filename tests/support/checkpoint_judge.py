@@ -1,4 +1,4 @@
-"""The contents of a checkpoint's folder, read and computed without the library: the measure of what was loaded from it."""
+"""The contents of a checkpoint's folder, read and computed without the library: the oracle for what was loaded from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen3, Llama and Ministral3 written down once more, from the published maths: plain, uncached, fp64, HF names."""
+"""Qwen2, Qwen3, Llama and Ministral3 written independently from the published maths: plain, uncached, fp64, HF names."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def rope_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """What a config.json says of RoPE besides its base, under either of the two published names."""
+    """The RoPE fields of a config.json besides its base, under either of the two published names."""
     return fields.get("rope_parameters") or fields.get("rope_scaling") or {}
 
 
@@ -102,7 +102,7 @@ def magnitude(fields: dict[str, Any]) -> float:
 def rotate_pairs(
     x: torch.Tensor, positions: list[int], fields: dict[str, Any], interleaved: bool = False
 ) -> torch.Tensor:
-    """x (length, head_dim), one component pair after the other."""
+    """Rotates x (length, head_dim), pair by pair."""
     out = torch.empty_like(x)
     head_dim = x.shape[-1]
     for pair in range(head_dim // 2):
@@ -243,7 +243,7 @@ QWEN3 = {
     "rope_scaling": None,
     "eos_token_id": 20,
 }
-# Of its eight pairs one keeps its frequency, two lie between, five are slowed down.
+# Of its eight pairs one keeps its frequency, two are in between, five are slowed down.
 LLAMA31 = {
     **LLAMA,
     "head_dim": 16,

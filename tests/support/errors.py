@@ -15,6 +15,6 @@ def kind_of(sentence: str) -> tuple[type[Exception], str]:
 
 
 def refused(sentence: str) -> Any:
-    """As `pytest.raises`, for a regular expression behind the kind."""
+    """As `pytest.raises`, for a regular expression after the kind."""
     kind, text = kind_of(sentence)
     return pytest.raises(kind, match=text)

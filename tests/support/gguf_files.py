@@ -34,7 +34,7 @@ FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
 
 
 def permuted(matrix: np.ndarray, heads: int) -> np.ndarray:
-    """What the converter does to q and k of Llama."""
+    """The converter's permutation of q and k of Llama."""
     return (
         matrix.reshape(heads, 2, matrix.shape[0] // heads // 2, *matrix.shape[1:]).swapaxes(1, 2).reshape(matrix.shape)
     )

@@ -19,13 +19,13 @@ from tests.support.base import RandomRows, random_transformer
 
 VOCABULARY, MASK = 13, 12
 
-# A batch. A mask token inside a prompt is part of it; a canvas of nothing else would have all its rows alike.
+# A batch. A mask token inside a prompt is part of it; a canvas of mask tokens only would have identical rows.
 prompt = st.tuples(st.integers(0, MASK - 1), st.lists(st.integers(0, MASK), max_size=5)).map(
     lambda ids: [ids[0], *ids[1]]
 )
 prompts = st.lists(prompt, min_size=1, max_size=3)
 
-# What a scripted model thinks of every place of a text: the token and its probability.
+# What a scripted model predicts for every position of a text: the token and its probability.
 Script = Callable[[list[int]], list[tuple[int, float]]]
 
 
@@ -40,17 +40,17 @@ def small_masked(seed: int, predicts: Any = "own", head_dim: int = 8) -> Transfo
 def deep_masked(
     seed: int, predicts: Any = "own", head_dim: int = 8, attention: Any = "bidirectional", qk_norm: bool = False
 ) -> Transformer:
-    """With a layer behind one that may be stale; the last id is the mask."""
+    """With a layer after one that may be stale; the last id is the mask."""
     sizes = {"vocab_size": VOCABULARY, "layers": 3, "head_dim": head_dim, "attention": attention, "predicts": predicts}
     return random_transformer(seed, 0.4, vectors=True, qkv_bias=True, qk_norm=qk_norm, tied_head=False, **sizes)
 
 
 class Scripted:
-    """A `Transformer` by what it says: rows that may not be read are poison, and every call is written down.
+    """A scripted `Transformer`: rows that may not be read are poison, and every call is recorded.
 
     Attributes:
-        visible: of each forward, how many places each sequence showed.
-        head_rows: of each call of the head, how many rows it ran.
+        visible: for each forward, how many positions of each sequence were visible. head_rows: for each call of the
+        head, how many rows it ran.
     """
 
     tokenizer = None
@@ -69,7 +69,7 @@ class Scripted:
         return SimpleNamespace(batch=batch, capacity=capacity)
 
     def rows(self, text: list[int]) -> Tensor:
-        """Logits ``(len(text), V)``: all that is not the guess is equally likely, the mask impossible."""
+        """Logits ``(len(text), V)``: all ids but the guess are equally likely, the mask impossible."""
         out = torch.full((len(text) + 1, VOCABULARY), torch.nan, dtype=self.dtype)
         for place, (token, sure) in enumerate(self.script(text)):
             out[place] = math.log(max(1 - sure, 1e-12) / (VOCABULARY - 2))
@@ -107,7 +107,7 @@ class Scripted:
 
 
 def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u) -> Script:
-    """Every token of the text counts; `sure` turns a number in 0 .. 1 into a probability."""
+    """Depends on every token of the text; `sure` maps a number in 0 .. 1 to a probability."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
         state = seed + 7
@@ -123,7 +123,7 @@ def hashed(seed: int, sure: Callable[[float], float] = lambda u: 0.15 + 0.8 * u)
 
 
 class NormedHeads(MaskedTransformerReference):
-    """With Qwen3's norms of q's and k's heads: their weights for each layer."""
+    """With Qwen3's norms of the heads of q and k: their weights for each layer."""
 
     head_norms: list[dict[str, Tensor]]
 
@@ -168,7 +168,7 @@ class Remembering(Scripted):
     """Reads its text back from its cache, where a forward over some rows leaves the others as they are.
 
     Attributes:
-        forwards: of each forward, first and last (exclusive) row of each sequence.
+        forwards: for each forward, first and last (exclusive) row of each sequence.
     """
 
     forwards: list[list[tuple[int, int]]]
@@ -203,22 +203,22 @@ class Remembering(Scripted):
 
 # ---- as the reference samplers call them
 
-# rule(tokens, place) -> (token, its probability by the plain logits), for any place of the canvas `tokens`
+# rule(tokens, position) -> (token, its probability by the plain logits), for any position of the canvas `tokens`
 Rule = Callable[[list[int], int], tuple[int, float]]
 
 
 def word(place: int) -> int:
-    """The token that the scripts below put at a place."""
+    """The token that the scripts below put at a position."""
     return (5 * place + 2) % MASK
 
 
 def fixed(confidence: Sequence[float], start: int = 1) -> Rule:
-    """`word` everywhere, ``confidence[i]`` at place ``start + i`` (the list starts over behind its end)."""
+    """`word` everywhere, ``confidence[i]`` at position ``start + i`` (the list starts over after its end)."""
     return lambda tokens, place: (word(place), confidence[(place - start) % len(confidence)])
 
 
 def spreading(tokens: list[int], place: int) -> tuple[int, float]:
-    """Sure next to what is written, less and less away from it; the token depends on how much is written around it."""
+    """Confident next to known tokens, less and less away from them; the token depends on how much is known around it."""
     written = [p for p, token in enumerate(tokens) if token != MASK]
     distance = min(abs(place - p) for p in written)
     near = sum(tokens[p] for p in written if abs(place - p) <= 2)
@@ -226,7 +226,7 @@ def spreading(tokens: list[int], place: int) -> tuple[int, float]:
 
 
 def moody(tokens: list[int], place: int) -> tuple[int, float]:
-    """Token and confidence change with every commit, without a pattern, but always alike for the same canvas."""
+    """Token and confidence change with every commit, without a pattern, but are a function of the canvas."""
     state = 17
     for token in tokens:
         state = (31 * state + token + 1) % 10007
@@ -235,7 +235,7 @@ def moody(tokens: list[int], place: int) -> tuple[int, float]:
 
 
 def chance(seed: int, step: int, places: Sequence[int]) -> dict[int, float]:
-    """The uniform number that belongs to a place in a forward where chance orders commits."""
+    """The uniform number of a position in a forward with a random order of commits."""
     key = torch.tensor([seed, 0])
     words = [philox4x32(torch.tensor([0, place, step, 2]), key)[0].item() for place in places]
     return {place: (word + 0.5) / 2**32 for place, word in zip(places, words)}
@@ -245,7 +245,7 @@ class ScriptedMasked:
     """A bidirectional model that follows a rule; keeps the canvases it was called with.
 
     Ids other than the rule's have equal shares of what is left, except the mask token, which has the logit `mask_logit`: it
-    enters no confidence, however large it is. Rows that are about no mask are NaN.
+    enters no confidence, however large it is. Rows that do not predict a mask are NaN.
     """
 
     def __init__(self, rule: Rule, predicts: str = "own", mask_logit: float = 50.0) -> None:

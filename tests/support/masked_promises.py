@@ -1,4 +1,4 @@
-"""What all decoders of masked-diffusion models promise."""
+"""Properties of all decoders of masked-diffusion models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.masked import MASK, Scripted, hashed, small_masked
 
 
 def assert_same(result: DecodeResult, expected: list[Any]) -> None:
-    """A batch is what the reference gives for each of its sequences: tokens, forwards, and what every one of them filled."""
+    """A batch gives what the reference gives for each of its sequences: tokens, forwards, and what each forward filled."""
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     stats = result.stats
     forwards = [one.forwards for one in expected]
@@ -54,7 +54,7 @@ def assert_alone_as_in_a_batch(method: str, **options: Any) -> None:
 
 
 def assert_float32_fills_the_same_places(method: str, **options: Any) -> None:
-    """With kernels for everything, in a ragged batch; and bfloat16 fills all places as well."""
+    """With kernels for everything, in a ragged batch; and bfloat16 fills all positions as well."""
     exact = small_masked(1, head_dim=16)
     options = {"max_new_tokens": 12, "trace": True, "seed": 2**64 - 1} | options
     wide, narrow, half = (
@@ -70,7 +70,7 @@ def assert_float32_fills_the_same_places(method: str, **options: Any) -> None:
 
 
 def assert_end_tokens_of_the_model(method: str, **options: Any) -> None:
-    """They are the default. Guesses are sure from left to right, so that nothing is open before the end token when it comes."""
+    """They are the default. Guesses are confident from left to right, so that nothing is open before the end token when it comes."""
     end = 4
 
     def script(text: list[int]) -> list[tuple[int, float]]:
@@ -90,7 +90,7 @@ def assert_streaming_gives_every_token_once(method: str, **options: Any) -> None
         assert accepted == len(ids) > 0
         heard[sequence] += ids
         parts += 1
-        ids.clear()  # the list is the listener's
+        ids.clear()  # the list belongs to the listener
 
     model = Scripted(hashed(3))
     result = generate(model, [[1, 2], [5]], method, max_new_tokens=13, on_tokens=listen, **options)
@@ -98,7 +98,7 @@ def assert_streaming_gives_every_token_once(method: str, **options: Any) -> None
 
 
 def assert_one_read_per_step(method: str, **options: Any) -> None:
-    """And one more at the end, for the record."""
+    """And one more at the end, for the stats."""
     options = {"max_new_tokens": 12, "end_tokens": (4,)} | options
     arguments = Scripted(hashed(2)), [[1, 2], [5]], method
     forwards = generate(*arguments, **options).stats.forwards

@@ -22,7 +22,7 @@ VOCABULARY = 23
 
 
 def _bigrams() -> Tensor:
-    """``(now, next)``: what follows a token in a plan, more or less."""
+    """``(now, next)``: roughly what follows a token in a plan."""
     bias = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     digits, words = list(range(10)), list(WORDS)
     bias[END, OPEN] = bias[SYNC, OPEN] = 9.0
@@ -72,9 +72,9 @@ def example(method: Method) -> Any:
 
 
 class Scripted(CachedFake):
-    """Writes plans from a list, one token each time it is asked for one, and `guess` wherever a mask is.
+    """Writes plans from a list, one token per request, and `guess` wherever a mask is.
 
-    It would rather say control tokens and masks there. For one sequence; its hidden states are logits.
+    There its largest logits are those of control tokens and the mask. For one sequence; its hidden states are logits.
     """
 
     device, dtype = torch.device("cpu"), torch.float32
@@ -114,7 +114,7 @@ def written(script: list[int], **options: Any) -> tuple[list[int], Any]:
 
 
 def plain(model: Transformer) -> Any:
-    """The interface of the reference; no row says the mask token."""
+    """The interface of the reference; no row predicts the mask token."""
 
     def forward(tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         return without(model(tokens, positions=positions, mask=mask), MASK)
@@ -130,7 +130,7 @@ def references(model: Transformer, batch: list[list[int]], limit: int, **options
 
 
 def assert_same(result: Any, expected: list[PlannedResult]) -> None:
-    """Tokens, rounds, reasons, forwards and, where there is a trace, what each step filled."""
+    """Tokens, rounds, reasons, forwards and, if there is a trace, what each step filled."""
     for index, want in enumerate(expected):
         assert result.tokens[index].tolist() == want.tokens
         report = result.stats.plans[index]

@@ -1,4 +1,4 @@
-"""Small random recurrent-depth models, each with its plain twin, and what the tests of their decoders share."""
+"""Small random recurrent-depth models, each with its plain counterpart, and what the tests of their decoders share."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def models(
 
 
 def init_of(seed: int, hidden: int = HIDDEN) -> Init:
-    """The states that belong to positions, for the reference's samplers."""
+    """The initial states of positions, for the reference's samplers."""
 
     def init(step: int, positions: Tensor) -> Tensor:
         return initial_state(torch.tensor(step), positions, hidden, seed).double()
@@ -112,13 +112,13 @@ def zeros(step: int, positions: Tensor) -> Tensor:
 
 
 def direction(position: int, turn: float = 0.0) -> Tensor:
-    """Where the state of a position settles: unit length, and no two near positions are alike."""
+    """The state to which a position converges: unit length, and different for nearby positions."""
     angle = 2.4 * position + turn
     return torch.tensor([math.cos(angle), math.sin(angle)], dtype=torch.float64)
 
 
 class Scripted:
-    """The token behind a row is what the script says of all tokens up to the row, whatever the state.
+    """The token after a row is the script's function of all tokens up to the row, whatever the state.
 
     The state of position p turns by one radian with every recurrence until recurrence ``settle(p)``, then stays as it is. Its
     third component counts the recurrences in units too small for any threshold. The history is read back from the past, whose K
@@ -128,7 +128,7 @@ class Scripted:
     def __init__(self, script: Script, settle: Callable[[int], int] = lambda position: 0) -> None:
         self.script, self.settle = script, settle
         self.past: RecurrentPast | None = None  # the first one handed out
-        self.widths: list[int] = []  # of the forwards with something frozen before them
+        self.widths: list[int] = []  # of the forwards with frozen rows before them
 
     def new_past(self) -> RecurrentPast:
         past = RecurrentPast(1)
@@ -175,7 +175,7 @@ class CachedPast:
 
 
 class Parts:
-    """A `RecurrentDepth` model as the reference's samplers know one: without batch."""
+    """A `RecurrentDepth` model with the interface of the reference's samplers: without batch."""
 
     def __init__(self, model: RecurrentDepth, capacity: int, page_size: int | None) -> None:
         self.model = model
@@ -186,7 +186,7 @@ class Parts:
             self.caches[0].reserve_(capacity)
 
     def new_past(self) -> CachedPast:
-        """The cache is the first one's; one more is asked for where a prelude is to see nothing of it."""
+        """The cache is the first one's; another is requested for a prelude that must not see it."""
         return CachedPast(self.model, self.caches.pop() if self.caches else None)
 
     def prelude(self, tokens: Tensor, start: int, past: CachedPast) -> Tensor:

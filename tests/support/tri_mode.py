@@ -1,7 +1,7 @@
-"""Fakes for any mask: what a row says depends on what it may see; as the reference decoders call them, and on a cache.
+"""Fakes for any mask: a row's logits depend on what it may see; with the interface of the reference decoders, and on a cache.
 
-All write down their calls, so that tests can look at the masks that a decoder used. On a cache every forward builds the whole input
-of the uncached model again out of what the cache holds.
+All record their calls, so that tests can check the masks that a decoder used. On a cache every forward rebuilds the whole input of
+the uncached model from what the cache holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdkernels.reference.sampling import distribution, without
 from tests.support.base import CachedFake, RandomRows, random_transformer, streams
 from tests.support.causal import SCRIPTS, VOCABULARY, Script
 
-MASK = VOCABULARY  # the id behind those that scripts write
+MASK = VOCABULARY  # the id after those that scripts write
 
 Skill = Callable[[list[int], int], bool]  # (clean history, position): is the guess for it right?
 
@@ -37,7 +37,7 @@ def never(history: list[int], position: int) -> bool:
 
 
 def patchy(history: list[int], position: int) -> bool:
-    """Right near the clean history, less so further on, and never in a pattern that repeats."""
+    """Right near the clean history, less so further on, without a repeating pattern."""
     return (sum(history) * 7 + position * position) % (position - len(history) + 3) < 2
 
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 
 class Recorded:
-    """Keeps its calls. `adapter` is the same model as a drafter is called."""
+    """Records its calls. `adapter` is the same model with a drafter's interface."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -70,11 +70,11 @@ class Recorded:
 
 
 class ScriptedTriMode(Recorded):
-    """Clean rows say what the script says, mask rows guess it as well as their skill lets them.
+    """Clean rows predict the script, mask rows guess it as well as their skill allows.
 
-    A clean row that does not see exactly the positions up to its own, once each, says NaN: a decoder must not use it.
-    A mask row counts on the clean tokens it sees from position 0 on without a gap, and plays the script on from there. Its
-    confidence takes one of three levels: 0.99, 0.70, 0.24.
+    A clean row that does not see exactly the positions up to its own, once each, is NaN: a decoder must not use it. A mask
+    row uses the clean tokens it sees from position 0 on without a gap, and continues the script from there. Its confidence
+    takes one of three levels: 0.99, 0.70, 0.24.
     """
 
     def __init__(self, script: Script, skill: Skill = always, label_shift: int = 0) -> None:
@@ -104,9 +104,9 @@ class ScriptedTriMode(Recorded):
 
 
 class Table(Recorded, RandomRows):
-    """Logits out of a random table over all that a row sees: as arbitrary as a model can be, and drafts worth little.
+    """Logits from a random table over everything that a row sees: as arbitrary as a model can be, with poor drafts.
 
-    `size` ids, of which the last is the mask, which clean rows never say.
+    `size` ids, of which the last is the mask, which clean rows never predict.
     """
 
     def __init__(self, size: int, seed: int = 0, spread: float = 1.5) -> None:
@@ -127,7 +127,7 @@ class Table(Recorded, RandomRows):
 class TinyTransformer(Recorded):
     """Two layers of attention with RoPE and a tanh MLP, random, fp64; `adapted` rows get another output projection.
 
-    The mask decides who sees whom, and `past` (K and V of each layer) may stand in for rows that are not fed.
+    The mask decides which rows see which, and `past` (K and V of each layer) may replace rows that are not fed.
     """
 
     HEADS, HEAD_DIM, LAYERS = 2, 4, 2
@@ -180,7 +180,7 @@ class TinyTransformer(Recorded):
 
 
 def assert_clean_rows_see_no_noise(calls: Sequence[Call], mask_token: int) -> None:
-    """Rows that no adapter may touch (all rows, where no drafter was asked) are those of a causal model, or of masks."""
+    """Rows that no adapter may touch (all rows, if no drafter was used) are those of a causal model, or of masks."""
     for call in calls:
         noise = torch.tensor(call.tokens) == mask_token
         plain = ~noise if call.adapted is None else ~call.adapted
@@ -199,13 +199,13 @@ def prompts(size: int) -> st.SearchStrategy[list[list[int]]]:
 
 
 class Cached(CachedFake):
-    """`fake` on a cache. With `adapter` it is told which rows are adapted."""
+    """`fake` on a cache. With `adapter` it is given the rows that are adapted."""
 
     def __init__(self, fake: Recorded, size: int, adapter: bool = False) -> None:
         self.fake, self.has_adapter = fake, adapter
         self.config = SimpleNamespace(vocab_size=size)
         self.mask_token, self.end_tokens = size - 1, ()
-        self.head_rows: list[int] = []  # rows of each call of the head
+        self.head_rows: list[int] = []  # rows in each call of the head
 
     def __call__(self, tokens: Tensor, *, rows: Any = None, **options: Any) -> Tensor:
         out = self.hidden(tokens, **options)
@@ -255,7 +255,7 @@ class Cached(CachedFake):
 
 
 def lowest_confidence() -> float:
-    """Of a `ScriptedTriMode`: the model's least sure guess, the mask token ruled out."""
+    """For a `ScriptedTriMode`: the model's least confident guess, the mask token excluded."""
     row = torch.zeros(1, MASK + 1, dtype=torch.float64)
     row[0, 0] = 2.0
     return float(distribution(without(row, MASK), 1.0)[0, 0])
@@ -270,7 +270,7 @@ def small_transformer(seed: int, size: int = 13, adapter: bool = False, head_dim
 
 
 def drafter(model: Transformer) -> Any:
-    """The same with the adapter; None for a model without."""
+    """The same with the adapter; None for a model without one."""
     if not model.has_adapter:
         return None
     return lambda tokens, positions, mask, adapted: model(tokens, positions=positions, mask=mask, adapted=adapted)
@@ -288,7 +288,7 @@ def assert_cache_is_causal(model: Transformer, cache: Any, sequences: list[list[
                 torch.testing.assert_close(actual[index], expected[0], rtol=1e-10, atol=1e-10)
 
 
-# ---- what all methods promise
+# ---- properties of all methods
 
 
 def assert_same(
@@ -297,10 +297,10 @@ def assert_same(
     lockstep: bool,
     accepted: Callable[[Any], int] = lambda step: step.accepted,
 ) -> None:
-    """A batch is what the reference gives for each of its sequences.
+    """A batch gives what the reference gives for each of its sequences.
 
     With `lockstep` all take part in the same forwards; else the number of passes depends on the model, and they wait for each
-    other. `accepted` is the count that a step of the reference's trace stands for.
+    other. `accepted` is the number of tokens of a step in the reference's trace.
     """
     assert [tokens.tolist() for tokens in result.tokens] == [one.tokens for one in expected]
     stats = result.stats
@@ -334,7 +334,7 @@ def assert_shorter_is_the_beginning(limit: int, more: int, method: str, **option
 
 
 def assert_streaming_tells_drafts_apart(method: str) -> None:
-    """Every token is heard once."""
+    """Every token is reported once."""
     heard: list[list[int]] = [[], []]
     drafts = [0, 0]
 

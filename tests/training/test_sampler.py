@@ -146,7 +146,7 @@ def test_training_stops_when_nothing_gets_better() -> None:
         ({"prompts": []}, "prompts must be a list of at least one"),
     ],
 )
-def test_errors_say_what_is_wrong(options: dict[str, Any], said: str) -> None:
+def test_errors_name_what_is_wrong(options: dict[str, Any], said: str) -> None:
     model = model_of()
     given: dict[str, Any] = {"prompts": PROMPTS, "block_size": 4, "table": table_of(model), **options}
     with pytest.raises(ValueError, match=said):

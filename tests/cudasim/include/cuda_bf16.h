@@ -16,7 +16,7 @@ struct alignas(4) __nv_bfloat162 {
 inline float __bfloat162float(__nv_bfloat16 h) { return std::bit_cast<float>(std::uint32_t{h.bits} << 16); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) {
   const std::uint32_t bits = std::bit_cast<std::uint32_t>(x);
-  if (x != x) return {0x7fff};                                                      // the one NaN that CUDA gives
+  if (x != x) return {0x7fff};                                                      // the only NaN that CUDA returns
   return {static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};  // to nearest, ties to even
 }
 inline __nv_bfloat16 __float2bfloat16(float x) { return __float2bfloat16_rn(x); }

@@ -1,15 +1,15 @@
-// Stands in for NVIDIA's cuda_runtime.h when a .cu file is compiled by g++ to be executed on the CPU. Test-only.
+// Replaces NVIDIA's cuda_runtime.h when a .cu file is compiled by g++ to be executed on the CPU. Test-only.
 //
 // It finds: results that depend on the order of threads or blocks (run a kernel under every schedule), deadlocks, lanes
 // and threads that meet at different calls, misaligned vector accesses, indices past a shared array, writes past
-// dynamic shared memory, use of shared memory nobody wrote, and launches that a device would refuse.
+// dynamic shared memory, use of unwritten shared memory, and launches that a device would refuse.
 //
-// It does not see: accesses outside global memory, launches beyond __launch_bounds__, static shared memory in the 48
+// It does not detect: accesses outside global memory, launches beyond __launch_bounds__, static shared memory in the 48
 // KiB limit (the compile budgets show it), races inside one statement, speed.
 //
 // It cannot run: inline PTX, tensor-core and TMA instructions, cooperative groups, textures, kernels launched by
 // kernels, and threads that spin until another thread or block does something (blocks run one after the other). Code
-// that needs PTX keeps a plain C++ twin under `#ifdef PDKERNELS_CUDASIM`. As for any host compiler, __CUDACC__ and
+// that needs PTX has a plain C++ counterpart under `#ifdef PDKERNELS_CUDASIM`. As for any host compiler, __CUDACC__ and
 // __CUDA_ARCH__ are unset.
 #pragma once
 

@@ -24,7 +24,7 @@ __global__ void missing_second_barrier(int* out) {
   out[threadIdx.x] = sum;
 }
 
-// These count on zeros in the half of their shared memory that nobody wrote.
+// These rely on zeros in the unwritten half of their shared memory.
 __device__ void fill_half(int* values, int* out) {
   if (threadIdx.x < 16) values[threadIdx.x] = 5;
   __syncwarp();

@@ -1,4 +1,4 @@
-// How the fixture kernels are called from ctypes: null where all went well, else what went wrong.
+// How the fixture kernels are called from ctypes: null on success, else the error.
 #pragma once
 
 #include <exception>

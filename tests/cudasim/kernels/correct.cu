@@ -1,4 +1,4 @@
-// Kernels that are right, and so give the same result under every schedule.
+// Correct kernels, which give the same result under every schedule.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(1024) block_sum(const int* in, int* out) {
   if (lane == 0) out[blockIdx.x] = total;
 }
 
-// Keeps the positive values in order, each block within its own stretch.
+// Keeps the positive values in order, each block within its own range.
 __global__ void compact(const float* in, float* out, int* counts) {
   __shared__ int warp_count[32];
   const int at = blockIdx.x * blockDim.x + threadIdx.x;
@@ -95,7 +95,7 @@ __global__ void early_return(int* out, int n) {
   out[t] = next + 100 * left;
 }
 
-// The two halves of each warp go their own ways, with their own masks, as often as they like.
+// The two halves of each warp diverge, with their own masks and numbers of rounds.
 __global__ void divergent(int* out) {
   const int lane = threadIdx.x % 32;
   int value = lane;
@@ -109,7 +109,7 @@ __global__ void divergent(int* out) {
   out[blockIdx.x * blockDim.x + threadIdx.x] = value;
 }
 
-// Every intrinsic with one known answer: 16 results a lane.
+// Every intrinsic with a known answer: 16 results per lane.
 __global__ void intrinsics(long long* out) {
   const int lane = threadIdx.x;
   long long* to = out + lane * 16;
@@ -132,7 +132,7 @@ __global__ void intrinsics(long long* out) {
   to[15] = __byte_perm(0x03020100u + lane, 0x07060504u, 0x7810u);
 }
 
-// The last block to finish adds up what the others left: order-free, no waiting.
+// The last block to finish adds up the results of the others: independent of the order, no waiting.
 __global__ void grid_sum(const int* in, int n, int* partial, unsigned* finished, int* out) {
   __shared__ bool last;
   int sum = 0;

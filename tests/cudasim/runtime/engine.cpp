@@ -1,4 +1,4 @@
-// Executes kernels: blocks one after the other, the threads of a block as fibers that switch where they meet.
+// Executes kernels: blocks in sequence, the threads of a block as fibers that switch where they meet.
 #include <array>
 #include <bit>
 #include <cstdio>
@@ -36,7 +36,7 @@ std::string text(unsigned mask) {
   return digits;
 }
 
-// A place in a kernel where threads wait for each other.
+// A point in a kernel where threads wait for each other.
 struct Call {
   const char* name = nullptr;
   Where where;
@@ -122,7 +122,7 @@ class Engine {
     unsigned waiting = 0;
     int yes = 0;
     Call call;
-    Votes outcome{};  // of the last meeting: nobody can complete the next before all have read this one
+    Votes outcome{};  // of the last meeting: the next cannot complete before all have read this one
   } barrier_;
 
   std::string kernel_;
@@ -194,7 +194,7 @@ void Engine::run_block(unsigned threads) {
   if (live_ > 0) stop("block " + text(blockIdx) + ": deadlock: " + deadlock());
 }
 
-// Kept for good by each fiber: one turn of the loop is one thread of one block.
+// Never left by a fiber: one iteration of the loop is one thread of one block.
 void Engine::thread_main() {
   Engine& self = engine();
   for (;;) {
@@ -210,7 +210,7 @@ void Engine::finish_thread() {
   Warp& warp = warps_[current_->warp];
   warp.live &= ~(1u << current_->lane);
   --live_;
-  // Returned threads are not waited for: what lacked only this one is complete now.
+  // Returned threads are not waited for: a meeting that lacked only this one is complete now.
   for (int group = warp.groups_waiting - 1; group >= 0; --group) complete_if_all_here(warp, group);
   if (live_ > 0 && barrier_.waiting == live_) release_barrier();
 }
@@ -344,7 +344,7 @@ void launch_erased(const char* name, const void* kernel, dim3 grid, dim3 block, 
 // For the tests.
 extern "C" {
 
-// 1 where the text names a schedule, else 0 and nothing changes.
+// 1 if the text names a schedule, else 0 and nothing changes.
 __attribute__((visibility("default"))) int cudasim_set_schedule(const char* text) {
   const std::lock_guard lock(cudasim::engine().mutex);
   return cudasim::engine().schedule.parse(text);

@@ -22,7 +22,7 @@ void Fiber::resume() {
   if (started_) _longjmp(inside_, 1);
   started_ = true;
   ucontext_t top;
-  getcontext(&top);  // here and not at construction: it takes this OS thread's signal mask along
+  getcontext(&top);  // here and not at construction: it captures this OS thread's signal mask
   top.uc_stack.ss_sp = stack_.base();
   top.uc_stack.ss_size = Stack::kBytes;
   top.uc_link = nullptr;

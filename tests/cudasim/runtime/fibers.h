@@ -33,7 +33,7 @@ class Fiber {
   void resume();
   // From inside the fiber: back to the scheduler's resume().
   void suspend();
-  // Forgets what the fiber was doing; the next resume() enters it from the top. Nothing on its stack is destroyed.
+  // Resets the fiber; the next resume() enters it from the top. Nothing on its stack is destroyed.
   void abandon() { started_ = false; }
 
  private:

@@ -49,7 +49,7 @@ void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int val
   cudasim::conditions[handle] = value;
 }
 
-// For the tests: what was said last, and then forgotten; -1 where nothing was.
+// For the tests: the last value, which is then cleared; -1 if there was none.
 extern "C" __attribute__((visibility("default"))) long long cudasim_condition(cudaGraphConditionalHandle handle) {
   const std::lock_guard lock(cudasim::conditions_mutex);
   const auto said = cudasim::conditions.extract(handle);

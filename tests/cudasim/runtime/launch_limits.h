@@ -5,7 +5,7 @@
 
 namespace cudasim {
 
-// Where false, the reason is left for cudaGetLastError() and nothing may run.
+// If false, the reason is left for cudaGetLastError() and nothing may run.
 bool launch_allowed(const void* kernel, dim3 grid, dim3 block, std::size_t shared_bytes);
 
 }  // namespace cudasim

@@ -1,5 +1,5 @@
 // Handlers for the checks that g++ puts into .cu files (-fsanitize=alignment,bounds,...; see build.py), so that what a
-// GPU would refuse, or C++ leaves undefined, stops the kernel with a sentence. The layouts are those of libubsan.
+// GPU would refuse, or C++ leaves undefined, stops the kernel with an error. The layouts are those of libubsan.
 #include <cstdint>
 #include <string>
 

@@ -30,7 +30,7 @@ class Schedule {
   }
   const std::string& text() const { return text_; }
 
-  // Every launch begins anew, so that a test's outcome does not depend on the launches before it.
+  // Every launch restarts the order, so that a test's outcome does not depend on the launches before it.
   void restart() { state_ = seed_; }
 
   std::vector<std::uint64_t> block_order(std::uint64_t blocks) {

@@ -1,4 +1,4 @@
-// Bit tricks, conversions and fast-math intrinsics. The fast ones map to exact functions: accuracy is judged on a GPU.
+// Bit tricks, conversions and fast-math intrinsics. The fast ones map to exact functions: accuracy is tested on a GPU.
 #pragma once
 
 #include <math.h>
@@ -11,7 +11,7 @@
 #include "collectives.h"
 
 namespace cudasim {
-// CUDA overloads min and max for two integers of one size, or two floating-point numbers; other mixtures are ambiguous.
+// CUDA overloads min and max for two integers of one size, or two floating-point numbers; mixed types are ambiguous.
 template <class A, class B>
 concept Comparable = (std::is_floating_point_v<A> && std::is_floating_point_v<B>) ||
                      (std::is_integral_v<A> && std::is_integral_v<B> && sizeof(+A{}) == sizeof(+B{}));
@@ -19,7 +19,7 @@ template <class A, class B>
 using Common = decltype(A{} + B{});
 }  // namespace cudasim
 
-// NaN loses against a number.
+// A number wins over NaN.
 template <class A, class B>
   requires cudasim::Comparable<A, B>
 constexpr cudasim::Common<A, B> min(A a, B b) {
@@ -104,7 +104,7 @@ inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 
-// glibc declares functions of these names for itself, hence macros.
+// glibc declares functions with these names, hence macros.
 #define __expf(x) expf(x)
 #define __exp10f(x) exp10f(x)
 #define __logf(x) logf(x)

@@ -1,5 +1,5 @@
 // Warp and block collectives. As in CUDA every live lane named in the mask has to make the same call with the same
-// mask; here a breach is an error with both source lines instead of undefined behaviour.
+// mask; here a violation is an error with both source lines instead of undefined behaviour.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@ namespace cudasim {
 template <class T, class... Choices>
 concept OneOf = (std::same_as<T, Choices> || ...);
 
-// What __shfl_sync really moves: 32 or 64 bits. Smaller integers are promoted to int, as nvcc's overloads do.
+// What __shfl_sync actually moves: 32 or 64 bits. Smaller integers are promoted to int, as nvcc's overloads do.
 template <class T>
 concept Shuffled = std::is_arithmetic_v<T> && sizeof(T) <= 8;
 template <Shuffled T>
@@ -34,7 +34,7 @@ T from_bits(std::uint64_t bits) {
   return value;
 }
 
-// A lane that reads from one that did not take part gets rubbish, as CUDA leaves that value undefined.
+// A lane that reads from one that did not take part gets garbage, since CUDA leaves that value undefined.
 inline constexpr std::uint64_t kUndefinedValue = 0xbadbadbadbadbad1u;
 
 inline void combine_shuffle(LaneSlot* lanes, unsigned arrived) {
@@ -50,7 +50,7 @@ inline void combine_ballot(LaneSlot* lanes, unsigned arrived) {
   for (int l = 0; l < warpSize; ++l) {
     if ((arrived >> l & 1) && lanes[l].value) yes |= 1u << l;
   }
-  // The high half tells __all_sync who took part.
+  // The high half tells __all_sync which lanes took part.
   for (int l = 0; l < warpSize; ++l) {
     if (arrived >> l & 1) lanes[l].result = yes | std::uint64_t{arrived} << 32;
   }
@@ -166,7 +166,7 @@ inline int __all_sync(unsigned mask, int predicate, CUDASIM_WHERE) {
 inline void __syncwarp(unsigned mask = 0xffffffffu, CUDASIM_WHERE) {
   cudasim::ballot("__syncwarp", mask, false, where);
 }
-// CUDA promises no more than the calling lane, so code that counts on a converged warp is shown to be wrong.
+// CUDA promises only the calling lane, so code that relies on a converged warp fails here.
 inline unsigned __activemask() { return 1u << cudasim::lane(); }
 
 template <cudasim::Shuffled T>

@@ -1,4 +1,4 @@
-// What the runtime (runtime.cpp) offers to the headers beside this one: launching, meeting, failing.
+// What the runtime (runtime.cpp) offers to the headers in this folder: launching, meeting, failing.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 #include "host_api.h"
 #include "vectors.h"
 
-// Set anew before each thread of the block is resumed.
+// Set again before each thread of the block is resumed.
 extern uint3 threadIdx;
 extern uint3 blockIdx;
 extern dim3 blockDim;
@@ -21,18 +21,18 @@ namespace cudasim {
 
 using Where = std::source_location;  // default argument of every collective, so that reports name its line
 
-// Abandons the running kernel; the launch throws std::runtime_error with kernel, block, thread and this sentence.
+// Aborts the running kernel; the launch throws std::runtime_error with kernel, block, thread and this sentence.
 [[noreturn]] void fail(const std::string& sentence);
 
 void* dynamic_shared();
 
-// One lane's part in a warp collective: what it brings, the lane it reads from, and what it takes home.
+// One lane's part in a warp collective: its value, the lane it reads from, and its result.
 struct LaneSlot {
   std::uint64_t value;
   int source;
   std::uint64_t result;
 };
-// Runs once, when the last lane has come: fills `result` of every lane in `arrived`, and of no other.
+// Runs once, when the last lane has arrived: fills `result` of every lane in `arrived`, and of no other.
 using Combine = void (*)(LaneSlot* lanes, unsigned arrived);
 
 unsigned lane();

@@ -46,7 +46,7 @@ inline constexpr int kMultiProcessors = 4;
 cudaError_t set_dynamic_shared_limit(const void* kernel, int bytes);
 }  // namespace cudasim
 
-// There are no graphs here: what a kernel says to a conditional node is kept for `cudasim_condition`.
+// There are no graphs here: the value that a kernel gives a conditional node is kept for `cudasim_condition`.
 using cudaGraphConditionalHandle = unsigned long long;
 void cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 
