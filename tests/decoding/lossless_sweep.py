@@ -29,7 +29,7 @@ BATCH, NEW, VOCABULARY = 10, 24, 40
 def differences(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
     """For each method of each batch of prompts, its name, how many sequences were compared and how many differ.
 
-    A model serves one batch. Greedy decoding takes prompts one at a time; the others take turns at batches and pages.
+    A model serves one batch. Greedy decoding runs one prompt at a time; the others alternate between batches and pages.
     """
     for at in range(0, prompts, BATCH):
         model = small_transformer(seed + at, VOCABULARY, adapter=at % 20 == 0, head_dim=16).to(dtype)
@@ -53,7 +53,7 @@ SMOLLM2_METHODS: dict[str, dict[str, Any]] = {
 
 
 def differences_on_smollm2(prompts: int, dtype: torch.dtype, seed: int = 0) -> Iterator[tuple[str, int, int]]:
-    """The same on a real model. `seed` is the first module in the alphabet that is asked about."""
+    """The same on a real model. `seed` is the index of the first module, alphabetically, in the questions."""
     model = load("smollm2-135m-instruct", drafter="smollm2-drafter", dtype=dtype)
     names = sorted(name for name in sys.stdlib_module_names if not name.startswith("_"))[seed : seed + prompts]
     for name in names:

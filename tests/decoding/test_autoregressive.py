@@ -43,7 +43,7 @@ def test_equals_the_reference(
         assert [(step.draft, step.predictions) for step in steps] == [
             ([before], [after]) for before, after in zip(one.tokens, one.tokens[1:], strict=False)
         ]
-    if limit:  # a finished sequence stands still
+    if limit:  # a finished sequence does not change
         lengths = [len(prompt) + len(one.tokens) - 1 for prompt, one in zip(batch, expected, strict=True)]
         assert model.cache.lengths.tolist() == lengths
     assert set(model.rows_seen) <= {1}  # the head only ever runs on the rows that are needed

@@ -173,8 +173,8 @@ END = 22
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "patchy"])
-def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
-    """First token, inside a block, and with slots open behind it; and every limit."""
+def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
+    """First token, inside a block, and with slots open after it; and every limit."""
     for place in range(8):
         written = [*range(1, 1 + place), END, 3, 3, 3]
         fake = ScriptedTriMode(lambda history: written[min(len(history) - 2, len(written) - 1)], SKILLS[skill])  # noqa: B023

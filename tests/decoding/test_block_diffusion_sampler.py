@@ -1,4 +1,4 @@
-"""Block diffusion with a trained sampler: the slots of the plain reference, and what scores mean at the ends of their range."""
+"""Block diffusion with a trained sampler: the slots of the plain reference, and scores at the ends of their range."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def head_of(kind: str, seed: int = 0) -> SamplerHead:
     head = SamplerHead(config, torch.randn(13, 3)).requires_grad_(False)
     with torch.no_grad():
         for parameter in head.parameters():
-            parameter.mul_(3)  # scores far apart
+            parameter.mul_(3)  # widely spread scores
     return head
 
 
 def whole(model: Transformer) -> Any:
-    """For the reference; its rows say the mask token too, as the network is used to."""
+    """For the reference; its rows predict the mask token too, as the network expects."""
     return lambda tokens, positions, mask: model(tokens, positions=positions, mask=mask)
 
 
@@ -87,7 +87,7 @@ def test_low_thresholds_fill_all_at_once_and_high_ones_one_by_one() -> None:
     assert single.tokens[0].equal(logits.tokens[0]), "one by one is in the order of scores"
 
 
-def test_nothing_behind_an_end_token_is_filled() -> None:
+def test_nothing_after_an_end_token_is_filled() -> None:
     model, head = small_transformer(0), head_of("attention")
     seen = 0
     for end in range(0, 12, 2):
@@ -101,8 +101,8 @@ def test_nothing_behind_an_end_token_is_filled() -> None:
     assert seen > 0
 
 
-def test_the_mask_is_no_guess() -> None:
-    """The network sees how probable the mask is; what is filled in is the best of the others."""
+def test_the_mask_is_never_a_guess() -> None:
+    """The network sees the probability of the mask; the best of the other tokens is filled in."""
     model, head = small_transformer(2), head_of("attention")
     with torch.no_grad():
         model.embedding[MASK] *= 9

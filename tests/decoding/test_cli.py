@@ -123,7 +123,7 @@ def test_the_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_a_difference_is_told_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_reported_and_gives_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(session: Session) -> None:
         session.forwards += 1
         session.record_first(0, 65)
@@ -248,7 +248,7 @@ def test_eval_skips_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -
     assert alone.exit_code == 2 and "--model must name at least one model that is there, got none." in alone.stderr
 
 
-def test_eval_tells_of_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(session: Session) -> None:
         session.forwards += 1
         session.record_first(0, 65)

@@ -80,7 +80,7 @@ def test_reset_and_the_other_commands(tiny: Transformer) -> None:
 
 
 def test_an_answer_ends_where_the_positions_do(tiny: Transformer) -> None:
-    """And a chat without room for one is told so, in one sentence, and goes on."""
+    """And a chat without room for one gets an error in one sentence, and continues."""
     result = run(
         f"{'x' * 180}\nmore\n/reset\nshort\n{'y' * 300}\n/reset\nshort\n", "--model", "tiny", "--max-new-tokens", "30"
     )
@@ -93,7 +93,7 @@ def test_an_answer_ends_where_the_positions_do(tiny: Transformer) -> None:
 
 @pytest.mark.parametrize(("interrupts", "count"), [(1, 5), (2, 4)])
 def test_an_interrupt_stops_the_answer_and_keeps_the_chat(tiny: Transformer, interrupts: int, count: int) -> None:
-    """After the forward that it comes in; a second one at once."""
+    """After the current forward; a second one at once."""
     forwards = 0
 
     def interrupt(*_: Any) -> None:
@@ -159,7 +159,7 @@ def test_every_way_gives_the_same_tokens(tiny: Transformer) -> None:
 
 
 def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It makes another model, which is held to its own greedy tokens."""
+    """It makes another model, which is compared with its own greedy tokens."""
     for name, value in {"PACKAGED": ("tiny",), "packaged": lambda name: tmp_path / name, "ADAPTER": tmp_path}.items():
         monkeypatch.setattr(_demo, name, value)
     result = demo("--question", "abcabcabc", "--max-new-tokens", "12")
@@ -168,7 +168,7 @@ def test_an_adapter_in_the_package_takes_part(monkeypatch: pytest.MonkeyPatch, t
     assert re.search(r"^ *jacobi, adapted +12 +\d+ .* yes *$", result.stdout, re.M)
 
 
-def test_other_tokens_are_told_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_are_reported_and_give_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = _demo.Competitor(lambda prompt, most: _demo.Answer([65] * most, most, 1.0), _demo.GREEDY)
     found = _demo._competitors
     monkeypatch.setattr(_demo, "_competitors", lambda *model: found(*model) | {"transformers": wrong})

@@ -53,7 +53,7 @@ def gpu() -> Iterator[None]:
 
 
 def request(method: str) -> tuple[list[str], int]:
-    """Prompts that say something to the method's model, and how many tokens its method is run for."""
+    """Prompts that suit the method's model, and the number of tokens to generate."""
     if model_of(method) == "tiny-planned":
         return ["1x;1w;\n", "2r;5m;1u;\n"], 80
     return PROMPTS, 16 if model_of(method) == MASKED else 8

@@ -1,4 +1,4 @@
-"""LLaDA's sampler on a feature cache: tokens, forwards and filled places of the plain reference."""
+"""LLaDA's sampler on a feature cache: tokens, forwards and filled positions of the plain reference."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_texts_that_guidance_compares_have_a_cache_each(predicts: str) -> None:
 )
 @pytest.mark.parametrize("predicts", ["own", "next"])
 def test_guidance_at_intervals_equals_the_reference(predicts: str, options: dict[str, Any], interval: int) -> None:
-    """Forwards of the text without the prompt count for its own cache alone."""
+    """Forwards of the text without the prompt count for its own cache only."""
     model, batch, limit = deep_masked(0, predicts), [[3, 1, 4], [5]], 14
     kinds = dict(prompt_interval=4, gen_interval=3, transfer_ratio=0.5, guidance=2.5, guidance_interval=interval)
     result = generate(model, batch, METHOD, max_new_tokens=limit, trace=True, **kinds, **options)
@@ -134,7 +134,7 @@ def test_without_intervals_it_is_llada(predicts: str, options: dict[str, Any]) -
 
 
 def test_the_interval_and_the_ratio_matter() -> None:
-    """Random weights: what is stale changes tokens, so that the tests above look at something."""
+    """Random weights: stale rows change tokens, so that the tests above test something."""
     model, batch = deep_masked(0), [[3, 1, 4], [5]]
     kinds = [
         EXACT,
@@ -150,7 +150,7 @@ def test_the_interval_and_the_ratio_matter() -> None:
 
 
 def test_new_rows_may_be_so_few_that_none_is_chosen() -> None:
-    """A quarter of three rows: their values are replaced all the same, which the prompt sees where it is due."""
+    """A quarter of three rows: their values are replaced nevertheless, which the prompt sees when it is refreshed."""
     model, batch = deep_masked(0), [[3, 1, 4], [5]]
     options: dict[str, Any] = {"prompt_interval": 2, "gen_interval": 100, "transfer_ratio": 0.25}
     result = generate(model, batch, METHOD, max_new_tokens=3, trace=True, **options)
@@ -171,7 +171,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
     shared.assert_alone_as_in_a_batch(METHOD, **options)
 
 
-def test_float32_fills_the_same_places() -> None:
+def test_float32_fills_the_same_positions() -> None:
     exact = deep_masked(0, "own", 16)
     intervals = {"prompt_interval": 6, "gen_interval": 3, "transfer_ratio": 0.5}
     options: dict[str, Any] = {"max_new_tokens": 16, "trace": True, **intervals}
@@ -183,7 +183,7 @@ def test_float32_fills_the_same_places() -> None:
 
 
 def test_end_tokens_streaming_and_reads_of_the_device() -> None:
-    """Every token is heard once; a step is polled once where something may end a text, else never; the record is read once."""
+    """Every token is reported once; the device is read once per step if something may end a text, else never; the trace is read once."""
     heard: list[list[int]] = [[], []]
     arguments = small_masked(0), [[1, 2], [5]], METHOD
     options: dict[str, Any] = {"max_new_tokens": 12, "end_tokens": (4, 5)}

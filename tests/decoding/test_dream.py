@@ -1,4 +1,4 @@
-"""Dream's sampler: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+"""Dream's sampler: tokens, forwards and filled positions of the plain reference, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_equals_the_reference(model, batch, limit, order, options, ends, seed) -
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS[1:])
-def test_the_head_runs_for_open_places_alone(algorithm: str) -> None:
+def test_the_head_runs_for_open_positions_only(algorithm: str) -> None:
     batch, limit = [[1, 2, 3], [4]], 12
     model = Scripted(hashed(5), "next")
     result = generate(model, batch, METHOD, max_new_tokens=limit, steps=5, algorithm=algorithm, trace=True)
@@ -62,7 +62,7 @@ def test_the_head_runs_for_open_places_alone(algorithm: str) -> None:
 
 
 def test_as_many_steps_as_tokens_begin_with_an_idle_one() -> None:
-    """1 - s / t of m masks is a hair below 1, whatever m: published as it is here."""
+    """1 - s / t of m masks is slightly below 1, whatever m: published as it is here."""
     result = generate(Scripted(hashed(0)), [1], METHOD, max_new_tokens=16)
     assert sum(result.stats.accepted[0]) == 16 and result.stats.accepted[0][-1] == 2
 
@@ -76,7 +76,7 @@ def test_one_step_is_the_argmax_of_one_forward() -> None:
 
 
 def test_scores_differ() -> None:
-    """Where the distribution is flat but for its first, the margin is small and the probability is not; entropy looks at all of it."""
+    """The three scores weigh the head and the tail of a distribution differently; entropy depends on all of it."""
     distributions = {1: [0.5, 0.45, 0.05], 2: [0.45, 0.1, 0.1, 0.1, 0.1, 0.1, 0.05], 3: [0.4, 0.2, 0.2, 0.2]}
 
     class Distributions(Scripted):
@@ -115,7 +115,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 4, "order_temperature": 0.5}])
-def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
     shared.assert_float32_fills_the_same_places(METHOD, **options)
 
 

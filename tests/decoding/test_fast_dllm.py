@@ -1,4 +1,4 @@
-"""Fast-dLLM: tokens, forwards and filled places of the plain reference, with what its caches leave stale."""
+"""Fast-dLLM: tokens, forwards and filled positions of the plain reference, with what its caches leave stale."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_equals_the_reference(
     ],
 )
 def test_quotas(per_block: int, own: list[int], shifted: list[int]) -> None:
-    """Equal shares of a block's places, or of what its first one leaves."""
+    """Equal shares of a block's positions, or of what its first forward leaves."""
     options: dict[str, Any] = {"block_size": 5, "threshold": None, "steps": 3 * per_block}
     for predicts, expected in (("own", own), ("next", shifted)):
         for cache in CACHES:
@@ -86,12 +86,12 @@ def test_quotas(per_block: int, own: list[int], shifted: list[int]) -> None:
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("rule", RULES[:3] + RULES[4:])
 def test_which_rows_a_forward_takes(cache: str, predicts: str, rule: dict[str, Any]) -> None:
-    """Whole canvases, then the rows from the block on or the block's own; the head runs for a block's open places alone."""
+    """Whole canvases, then the rows from the block on or the block's own; the head runs for a block's open positions only."""
     batch, limit, size = [[1, 2, 3], [4]], 11, 4
     script = hashed(5, lambda u: 0.2 + 0.75 * u)
     model = Remembering(script, predicts)
     result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=size, cache=cache, trace=True, **rule)
-    if cache == "none" or predicts == "own":  # what no token shows, a script cannot: its caches are exact
+    if cache == "none" or predicts == "own":  # not visible in tokens with a script, whose caches are exact
         plain = Plain(Remembering(script, predicts))
         assert_same_or_waiting(
             result, reference(plain, batch, limit, block_size=size, cache="none", **rule), waits=cache != "none"
@@ -104,7 +104,7 @@ def test_which_rows_a_forward_takes(cache: str, predicts: str, rule: dict[str, A
             entry = all(token == MASK for token in step.tokens[block : block + size])
             stop = min(block + size, end)
             expected = (0, end) if entry or cache == "none" else (block, end if cache == "prefix" else stop)
-            assert expected in taken  # further on; those before it are of the other sequence, which this one waits for
+            assert expected in taken  # later ones; those before are of the other sequence, which this one waits for
             alone = entry and cache != "none" and predicts == "next"
             assert step.window == (block, block + 1 if alone else stop)
     assert max(model.head_rows) <= size and len(model.forwards) == result.stats.forwards
@@ -121,7 +121,7 @@ def test_a_block_that_the_first_forward_completes_has_no_other() -> None:
 
 
 def test_a_sequence_waits_for_the_block_of_another() -> None:
-    """The first sequence is sure of everything, the second of nothing: one forward a block against four."""
+    """The first sequence is confident everywhere, the second nowhere: one forward per block against four."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
         return [(7, 0.95 if text[0] == 1 else 0.5)] * len(text)
@@ -133,8 +133,8 @@ def test_a_sequence_waits_for_the_block_of_another() -> None:
     assert alone.stats.accepted == result.stats.accepted and alone.stats.forwards == 8
 
 
-def test_the_released_slip_of_the_factor_rule() -> None:
-    """A failure at the last rank alone counts for nothing, one before it does."""
+def test_the_released_error_of_the_factor_rule() -> None:
+    """A failure at the last rank only does not count, one before it does."""
     sure = {1: 0.99, 2: 0.01}
     model = Remembering(lambda text: [(7, sure.get(place, 0.02)) for place in range(len(text))])
     for limit, accepted in ((2, [2]), (3, [1, 2])):
@@ -144,7 +144,7 @@ def test_the_released_slip_of_the_factor_rule() -> None:
 
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_blocks_of_one_place_are_the_same_with_every_cache(cache: str, predicts: str) -> None:
+def test_blocks_of_one_position_are_the_same_with_every_cache(cache: str, predicts: str) -> None:
     model = deep_masked(0, predicts)
     result = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache=cache, trace=True)
     expected = generate(model, [[3, 1], [5]], METHOD, max_new_tokens=7, block_size=1, cache="none", trace=True)
@@ -158,7 +158,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(cache: str, rule: d
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_float32_fills_the_same_places(cache: str) -> None:
+def test_float32_fills_the_same_positions(cache: str) -> None:
     exact = deep_masked(0, "own", 16)
     model = copy.deepcopy(exact).float()
     options: dict[str, Any] = {"max_new_tokens": 20, "block_size": 8, "cache": cache, "threshold": 0.4, "trace": True}
@@ -179,7 +179,7 @@ def test_streaming_gives_every_token_once() -> None:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_one_read_of_the_device_per_step(cache: str) -> None:
-    """And one more at the end, for the record."""
+    """And one more at the end, for the trace."""
     options: dict[str, Any] = {"max_new_tokens": 12, "block_size": 4, "end_tokens": (4,), "cache": cache}
     arguments = Remembering(hashed(2)), [[1, 2], [5]], METHOD
     forwards = generate(*arguments, **options).stats.forwards

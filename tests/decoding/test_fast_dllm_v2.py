@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: tokens, forwards and filled places of the plain reference; a cache that is exact behind finished blocks."""
+"""Fast-dLLM v2: tokens, forwards and filled positions of the plain reference; a cache that is exact for finished blocks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(
 
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_the_cache_of_finished_blocks_is_exact(page_size: int | None) -> None:
-    """All but the last block are as one forward causal by blocks makes them."""
+    """All but the last block equal those of one block-causal forward."""
     keeper, batch = KeepsCache(model_of(0)), [[1, 2, 3, 4, 5, 6], [7], [8, 9, 10, 11]]
     options: dict[str, Any] = {"max_new_tokens": 11, "block_size": 4, "small_block_size": 2, "threshold": 0.3}
     result = generate(keeper, batch, METHOD, page_size=page_size, **options)
@@ -113,7 +113,7 @@ class Blockwise(Remembering):
         self.config.attention = "causal"
 
     def rows(self, text: list[int]) -> Tensor:
-        """The last one is about the place after the text."""
+        """The last one is about the position after the text."""
         out = super().rows(text)
         out[-1] = super().rows([*text, MASK])[-2]
         return out
@@ -129,31 +129,32 @@ class Blockwise(Remembering):
 
 
 def test_which_rows_a_forward_takes() -> None:
-    """Prompts of two blocks and a bit, of one, and of less: each is in a phase of its own."""
+    """Prompts of more than two blocks, of one, and of less: each is in its own phase."""
     model = Blockwise(lambda text: [(7, 0.95 if place % 4 else 0.5) for place in range(len(text))])
     options: dict[str, Any] = {"max_new_tokens": 7, "block_size": 4, "small_block_size": 4}
     result = generate(model, [[1] * 9, [2] * 4, [3] * 2], METHOD, **options)
-    # The prompts; what is open of the block; the block once more, for the next one's first token; what is open of that; none.
+    # The prompts; the open part of the block; the block once more, for the next one's first token; the open part of that;
+    # none.
     first, second, third = ([forward[row] for forward in model.forwards] for row in range(3))
     assert first == [(0, 8), (8, 12), (8, 12), (12, 16), (12, 12)]
     assert second == [(0, 4), (4, 8), (4, 8), (8, 11), (8, 8)]
-    assert third == [(0, 0), (0, 4), (0, 4), (4, 8), (4, 8)]  # waits while the others' prompts go through
+    assert third == [(0, 0), (0, 4), (0, 4), (4, 8), (4, 8)]  # waits while the others' prompts run
     assert result.stats.accepted == [[0, 3, 1, 3], [1, 3, 1, 2], [2, 1, 3, 1]]
     assert result.stats.forwards == 5 and result.stats.tokens_per_forward == 21 / 12
     assert max(model.head_rows) <= 4
 
 
 @pytest.mark.parametrize("block_cache", [True, False])
-def test_a_small_block_goes_alone_once_its_first_place_is_filled(block_cache: bool) -> None:
-    """Unsure everywhere, from left to right: the first forward of each small block takes the whole block."""
+def test_a_small_block_runs_alone_once_its_first_position_is_filled(block_cache: bool) -> None:
+    """Not confident anywhere, from left to right: the first forward of each small block takes the whole block."""
     model = Blockwise(lambda text: [(7, 0.5)] * len(text))
     generate(model, [1], METHOD, max_new_tokens=7, block_size=8, small_block_size=3, block_cache=block_cache)
     narrow = [(0, 8), (0, 3), (0, 8), (3, 6), (3, 6), (0, 8), (6, 8)]
     assert [forward[0] for forward in model.forwards] == (narrow if block_cache else [(0, 8)] * 7)
 
 
-def test_a_threshold_is_exceeded_or_the_surest_place_is_filled() -> None:
-    """A half is exact: two tokens have it each, whatever the others."""
+def test_a_threshold_is_exceeded_or_the_most_confident_position_is_filled() -> None:
+    """One half is exact: two tokens have it each, whatever the others."""
 
     class Halves(Blockwise):
         def rows(self, text: list[int]) -> Tensor:
@@ -167,7 +168,7 @@ def test_a_threshold_is_exceeded_or_the_surest_place_is_filled() -> None:
         assert result.stats.accepted == [accepted] and result.tokens.tolist() == [3, 3, 3]
 
 
-def test_float32_fills_the_same_places() -> None:
+def test_float32_fills_the_same_positions() -> None:
     exact = model_of(0, 16)
     options: dict[str, Any] = dict(max_new_tokens=20, block_size=8, small_block_size=4, threshold=0.4, trace=True)
     wide, narrow = (generate(m, [[3, 1, 4] * 4, [5]], METHOD, **options) for m in (exact, copy.deepcopy(exact).float()))
@@ -186,7 +187,8 @@ END = 4
 
 
 def test_end_tokens_streaming_and_reads_of_the_device() -> None:
-    """End tokens are the model's by default; every token is heard once; a step is polled once, and the record once more."""
+    """End tokens are the model's by default; every token is reported once; the device is read once per step, and once
+    more for the trace."""
     script = hashed(3)
     model = Blockwise(lambda text: [(END if place == 9 else 7, 0.95) for place in range(len(text))], end_tokens=(END,))
     assert generate(model, [3, 1], METHOD, max_new_tokens=20).tokens.tolist() == [7] * 7 + [END]

@@ -1,4 +1,4 @@
-"""The one entry of all decoding methods: inputs, results, streaming, errors."""
+"""The entry point of all decoding methods: inputs, results, streaming, errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Letters:
         return "".join(chr(token + ord("a")) for token in ids)
 
 
-# Those that ask nothing special of the model; the others have these tests in their own files.
+# Methods without special requirements on the model; the others have these tests in their own files.
 ANY_MODEL = [method for method in available() if supports(method, None)]
 METHODS = [method for method in ANY_MODEL if "mask_token" not in method_options(method)]
 
@@ -79,7 +79,7 @@ WITHOUT_DRAFTS = ("autoregressive",)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_streaming_gives_every_token_once_and_tells_drafts_apart(method: str) -> None:
+def test_streaming_gives_every_token_once_and_marks_drafts(method: str) -> None:
     heard: list[list[int]] = [[], []]
     drafts = [0, 0]
 
@@ -87,7 +87,7 @@ def test_streaming_gives_every_token_once_and_tells_drafts_apart(method: str) ->
         assert 0 <= len(ids) - accepted <= 1  # at most one token a step is the model's own
         heard[sequence] += ids
         drafts[sequence] += accepted
-        ids.clear()  # the list is the listener's
+        ids.clear()  # the list belongs to the listener
 
     result = generate(model(), [[1, 2], [5]], method, max_new_tokens=30, on_tokens=listen)
     assert heard == [tokens.tolist() for tokens in result.tokens]

@@ -1,4 +1,4 @@
-"""Masks inside prompts are filled on request: what is given stays, alone and in a batch, and methods agree where they must."""
+"""Masks inside prompts are filled on request: given tokens stay, alone and in a batch, and methods agree where they must."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("predicts", "new"), [("own", 3), ("next", 0)])
 @pytest.mark.parametrize(("method", "options"), CASES, ids=range(len(CASES)))
-def test_given_tokens_stay_and_masks_go(method: str, options: dict[str, Any], predicts: str, new: int) -> None:
+def test_given_tokens_stay_and_masks_are_filled(method: str, options: dict[str, Any], predicts: str, new: int) -> None:
     model = deep_masked(3, predicts)
     prompts = PROMPTS if new else [prompt for prompt in PROMPTS if M in prompt]
     if method in ("llada", "fast_dllm") and options.get("steps"):
@@ -68,8 +68,8 @@ def test_without_masks_it_is_the_plain_method(method: str, options: dict[str, An
     assert filled.stats.accepted == plain.stats.accepted and filled.stats.forwards == plain.stats.forwards
 
 
-def test_one_step_fills_with_what_the_model_says() -> None:
-    """The surest mask first, each given all others: by hand, on a model of the whole text."""
+def test_one_step_fills_with_the_predictions() -> None:
+    """The most confident mask first, each given all others: by hand, on a model of the whole text."""
     model, text = small_masked(2), [M, 1, M, 9, M]
     result = generate(model, text, "llada", max_new_tokens=0, infill=True)
     while M in text:

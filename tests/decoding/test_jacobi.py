@@ -63,7 +63,7 @@ def test_equals_greedy_and_the_reference(script, ties, batch, limit, draft, ends
     alone = streams(batch, {"seed": seed})
     expected = [reference(model, prompt, limit, kind, length, end_tokens=ends, **own) for prompt, own in alone]
     assert_same(result, expected, limit)
-    if limit:  # a finished sequence stands still
+    if limit:  # a finished sequence does not change
         committed = [sum(step.accepted for step in one.trace) for one in expected]
         lengths = [len(prompt) + count for prompt, count in zip(batch, committed, strict=True)]
         assert model.cache.lengths.tolist() == lengths
@@ -108,11 +108,11 @@ END = 22
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 8])
 @pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize("script", ["parallel", "sequential"])
-def test_an_end_token_at_every_place(kind: str, length: int, place: int, script: str) -> None:
+def test_an_end_token_at_every_position(kind: str, length: int, place: int, script: str) -> None:
     """First token, inside an accepted slice, next token after a partial or a full acceptance."""
     written = [*range(1, 1 + place), END, 3, 3, 3]
     if script == "parallel":
-        # Right whatever the draft holds: drafts are accepted whole, the end in the middle of them.
+        # Right whatever the draft holds: drafts are accepted whole, with the end in the middle of them.
         model = FakeModel(lambda history: written[min(len(history) - 2, len(written) - 1)])
     else:
         model = FakeModel(from_list(written, 2))
@@ -136,7 +136,7 @@ def test_partial_and_full_acceptance_both_happen(kind: str) -> None:
     assert any(1 < accepted == length for accepted, length in lengths)
 
 
-def test_one_sequence_ends_early_and_stands_still() -> None:
+def test_one_sequence_ends_early_and_does_not_change() -> None:
     ends_soon, goes_on = [7], [7, 7]
     model = FakeModel(lambda history: END if history[:2] == [7, 3] else (3 if len(history) == 1 else len(history) % 19))
     result = generate(
@@ -153,7 +153,7 @@ def test_the_limit_is_exact_inside_a_block(limit: int) -> None:
         model = FakeModel(SCRIPTS["position"])
         result = generate(model, [3], "jacobi", max_new_tokens=limit, **options)
         assert result.tokens.tolist() == autoregressive(model.plain, [3], limit).tokens
-        # One token is the prompt's own; no forward and no row is spent on tokens nobody asked for.
+        # One token comes from the prompt's forward; no forward and no row is spent on tokens that were not requested.
         assert sum(model.rows_seen) == (0, 1, 2, 4, 6, 8, 10)[limit]
     assert result.stats.forwards == (0 if limit == 0 else 1 if limit == 1 else 2 if limit < 7 else 3)
 

@@ -112,7 +112,7 @@ def test_long_texts_of_a_batch(script: str) -> None:
 def test_the_search_is_that_of_the_reference(texts: list[list[int]], pool: list[list[int]], slots: int) -> None:
     lookup = Lookup(len(texts), 40, slots, torch.device("cpu"))
     for number, text in enumerate(texts):
-        lookup.text[number] = 3  # what is left of earlier drafts
+        lookup.text[number] = 3  # rejected parts of earlier drafts
         lookup.text[number, : len(text)] = torch.tensor(text)
     for entry in pool:
         lookup.keep(torch.tensor([entry + [-1] * (slots - len(entry))] * len(texts)), torch.ones(len(texts)) > 0)
@@ -134,7 +134,7 @@ def test_only_the_sequences_that_rejected_something_keep_it() -> None:
 
 
 def test_a_quotation_is_drafted_from_the_prompt() -> None:
-    """A match grows with what it confirms, and so does the draft; where nothing matches a forward has one row."""
+    """A match grows with what is accepted, and so does the draft; without a match a forward has one row."""
     quoted = [*range(1, 20)]
     model = FakeModel(
         lambda history: 20 if len(history) == 20 else history[len(history) - 21] if len(history) > 20 else 0

@@ -41,7 +41,7 @@ page_sizes = st.sampled_from([None, None, 1, 3, 16])
 
 
 def scripted(script: Script) -> Model:
-    """A model for the reference: every row must see a whole text up to its own position, and gets the script's answer."""
+    """A model for the reference: every row must see a whole text up to its own position, and gets the script's prediction."""
 
     def model(tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         ids, answers = tokens[0].tolist(), []
@@ -98,7 +98,7 @@ def test_equals_greedy_and_the_reference(script, ties, batch, limit, chosen, end
     if limit:
         for sequence, (prompt, one) in enumerate(zip(batch, expected, strict=True)):
             committed = (prompt + one.tokens)[: len(prompt) + sum(step.accepted for step in one.trace)]
-            assert model.cache.lengths[sequence] == len(committed)  # a finished sequence stands still
+            assert model.cache.lengths[sequence] == len(committed)  # a finished sequence does not change
             for layer in range(model.cache.layers):
                 k, v = (side[sequence, :, 0, 0].tolist() for side in model.cache.layer(layer, len(committed)))
                 assert k == committed and v == list(range(len(committed)))
@@ -159,7 +159,7 @@ def test_one_block_without_candidates_is_single_block_decoding(
 
 
 class Masks(FakeModel):
-    """Notes the forwards' widths and masks."""
+    """Records the forwards' widths and masks."""
 
     def __call__(self, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
         self.seen = [*getattr(self, "seen", []), (tokens.shape, arguments.get("mask"))]
@@ -167,7 +167,7 @@ class Masks(FakeModel):
 
 
 def test_candidates_share_one_prefix_and_few_plans() -> None:
-    """Branches are rows of one forward, never of a larger batch; plans come again; a lone branch needs none."""
+    """Branches are rows of one forward, never of a larger batch; plans are reused; a single branch needs none."""
     model = Masks(ALL_SCRIPTS["repeating"])
     generate(model, [[3, 1, 4], [1, 5]], METHOD, max_new_tokens=90, block_size=12, spawn_ratio=0.5)
     (_, *steps) = model.seen
@@ -189,7 +189,7 @@ def in_progress(rows: list[list[int]], pseudo: list[PseudoBlock]) -> Progress:
 
 
 def test_a_step_is_one_rectangle() -> None:
-    """Two sequences and one that is finished. The answers asked for are those of drafts, then those pseudo blocks wait for."""
+    """Two sequences and one that is finished. The requested rows are those of drafts, then those that pseudo blocks wait for."""
     long = in_progress([[1, 2, 3, 4]], [])
     short = in_progress([[5]], [PseudoBlock([6], [7, 8, 9])])
     step = jacobi_multiblock._packed([long, short, None], torch.device("cpu"))
@@ -209,8 +209,8 @@ def test_a_step_is_one_rectangle() -> None:
     assert step.rows is not None and step.rows[1].tolist() == [0, 1, 2, 3, 3, 4, 8, 9, 10, 11, 11, 12]
 
 
-def test_logits_only_where_an_answer_is_wanted() -> None:
-    """Accepted tokens of pseudo blocks are context. What stands behind the last wanted answer does not even run."""
+def test_logits_only_for_requested_rows() -> None:
+    """Accepted tokens of pseudo blocks are context. Rows after the last requested one do not run at all."""
     real = [[1, 2, 3]]
     assert in_progress(real, [PseudoBlock([4], [5, 6]), PseudoBlock([7, 7], [8])]).following() == ([4, 5], [4])
     assert in_progress(real, [PseudoBlock([4, 5, 6], []), PseudoBlock([], [7, 8, 9])]).following() == (
@@ -221,7 +221,7 @@ def test_logits_only_where_an_answer_is_wanted() -> None:
 
 
 def test_a_candidate_wins() -> None:
-    """Its rows move to the front of the cache, which the model then reads."""
+    """Its rows move to the end of the cached prefix, which the model then reads."""
     written = [1, 2, 3, 1, 2, 3, 4, 5, 6]
     for page_size in (None, 1, 4):
         model = FakeModel(from_list(written, 2))
@@ -250,7 +250,7 @@ END = 22
 @pytest.mark.parametrize("place", range(9))
 @pytest.mark.parametrize("blocks", [1, 3])
 @pytest.mark.parametrize("script", ["parallel", "sequential"])
-def test_an_end_token_at_every_place(place: int, blocks: int, script: str) -> None:
+def test_an_end_token_at_every_position(place: int, blocks: int, script: str) -> None:
     """Inside an accepted slice, as the next token after a partial or a full acceptance, in a pseudo block."""
     written = [*range(1, 1 + place), END, 3, 3, 3]
     if script == "parallel":
@@ -269,7 +269,7 @@ def test_an_end_token_at_every_place(place: int, blocks: int, script: str) -> No
 def assert_cache_is_causal(
     cache: ContiguousKVCache | PagedKVCache, model: Transformer, sequences: list[list[int]]
 ) -> None:
-    """K and V of every committed token are what one causal forward over the sequence makes them."""
+    """K and V of every committed token equal those of one causal forward over the sequence."""
     for sequence, tokens in enumerate(sequences):
         assert cache.lengths[sequence] == len(tokens)
         fresh = model.new_cache(1, len(tokens))

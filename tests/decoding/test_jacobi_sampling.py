@@ -21,7 +21,7 @@ from tests.decoding.test_jacobi_multiblock import scripted
 from tests.support.base import page_sizes, seeds, streams
 from tests.support.causal import SCRIPTS, FakeModel
 
-# What `generate` is asked for, and the plain form of it.
+# Options of `generate`, and the plain form of the method.
 FORMS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
     "blocks": ("jacobi", {"block_size": 6}, jacobi, {"block_size": 6}),
     "window": ("jacobi", {"window": 5}, jacobi_window, {"window": 5}),
@@ -97,7 +97,7 @@ def test_a_random_transformer(
 
 @pytest.mark.parametrize("form", sorted(FORMS))
 def test_seeds_differ_and_drafts_are_accepted(form: str) -> None:
-    """At a low temperature most draws are what a greedy model would say, so that drafts come true; seeds still tell."""
+    """At a low temperature most draws are greedy, so that drafts are accepted; seeds still differ."""
     method, options, _, _ = FORMS[form]
     model = FakeModel(SCRIPTS["position"])
     texts = []

@@ -1,4 +1,4 @@
-"""Sizes that would hang or ask for terabytes, models that give no numbers: one sentence, at once."""
+"""Sizes that would hang or allocate terabytes, models whose logits are NaN: one sentence, at once."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Spoiled:
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size": 4}, {"window": 3}])
-def test_the_first_token_without_numbers_is_named(options: dict[str, Any]) -> None:
+def test_the_first_nan_token_is_named(options: dict[str, Any]) -> None:
     model = pd.models.from_callable(Spoiled(5), vocab_size=9)
     method = "jacobi" if options else "autoregressive"
     heard: list[int] = []
@@ -153,6 +153,6 @@ def test_the_first_token_without_numbers_is_named(options: dict[str, Any]) -> No
             model, [[1], [1, 2]], method, max_new_tokens=8, on_tokens=lambda n, ids, _: heard.extend(ids * (n == 1))
         )
     assert heard == [3, 4, 5, 6][: len(heard)] and len(heard) <= 4
-    # What is never asked for may be anything.
+    # Rows that are never read may hold anything.
     assert generate(model, [1, 2], method, max_new_tokens=4, **options).tokens.tolist() == [3, 4, 5, 6]
     assert generate(model, [1, 2], method, max_new_tokens=8, end_tokens=(5,), **options).tokens.tolist() == [3, 4, 5]

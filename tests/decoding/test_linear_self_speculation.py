@@ -75,7 +75,7 @@ def test_equals_the_reference_on_scripts(
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
             assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
-    if limit:  # a finished sequence stands still
+    if limit:  # a finished sequence does not change
         committed = [len(p) + sum(step.accepted for step in one.trace) for p, one in zip(batch, expected, strict=True)]
         assert model.cache.lengths.tolist() == committed
 
@@ -167,7 +167,7 @@ END = 22
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "never", "patchy"])
-def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
+def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
     """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
     for place in range(8):
         written = [*range(1, 1 + place), END, 3, 3, 3]
@@ -223,7 +223,7 @@ def test_a_confidence_that_equals_the_threshold_reaches_it() -> None:
     assert {step.forwards for step in result.stats.trace[0]} == {2}
 
 
-def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
+def test_streaming_gives_every_token_once_and_marks_drafts() -> None:
     assert_streaming_tells_drafts_apart(METHOD)
 
 
@@ -233,7 +233,7 @@ def test_end_tokens_default_to_those_of_the_model() -> None:
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7, 1.5])
 def test_one_read_of_the_device_per_step(threshold: float) -> None:
-    """And one per draft pass where that decides about the next: not behind the last one that a block can have."""
+    """And one per draft pass if that decides about the next: not after the last one that a block can have."""
     model = Cached(ScriptedTriMode(SCRIPTS["sticky"], SKILLS["patchy"]), MASK + 1)
     options: dict[str, Any] = {"max_new_tokens": 24, "block_size": 5, "threshold": threshold, "end_tokens": (4,)}
     trace = generate(model, [[1, 2], [5]], METHOD, trace=True, **options).stats.trace

@@ -1,4 +1,4 @@
-"""LLaDA's sampler: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+"""LLaDA's sampler: tokens, forwards and filled positions of the plain reference, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_equals_the_reference(model, batch, limit, block_size, per_block, option
 @pytest.mark.parametrize("predicts", ["own", "next"])
 @pytest.mark.parametrize(("block_size", "steps"), [(None, 4), (4, 6), (None, None), (5, 3)])
 def test_quotas_on_a_scripted_model(block_size: int | None, steps: int | None, predicts: str) -> None:
-    """Each forward fills its share, and the head runs for the open places of the block alone."""
+    """Each forward fills its share, and the head runs for the open positions of the block only."""
     batch, limit = [[1, 2, 3], [4]], 11
     model = Scripted(hashed(5), predicts)
     result = generate(model, batch, METHOD, max_new_tokens=limit, block_size=block_size, steps=steps, trace=True)
@@ -78,8 +78,8 @@ def test_equal_confidences_fill_from_the_left() -> None:
     assert [sorted(step.committed) for step in result.stats.trace[0]] == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_blocks_of_one_place_go_from_left_to_right() -> None:
-    """The degenerate setting: one place a forward, in order."""
+def test_blocks_of_one_position_go_from_left_to_right() -> None:
+    """The degenerate setting: one position per forward, in order."""
     model = small_masked(0)
     result = generate(model, [3, 1], METHOD, max_new_tokens=7, block_size=1, trace=True)
     assert [list(step.committed) for step in result.stats.trace[0]] == [[place] for place in range(2, 9)]
@@ -97,7 +97,7 @@ END = 4
 
 
 def test_end_tokens_late_or_never() -> None:
-    """Everywhere the likeliest token ends the text; late, it is what comes last; never, something else comes."""
+    """The most probable token is the end token everywhere: with late_end it comes last, with no_end never."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
         return [(END if place % 2 else 7, 0.5 + 0.01 * place) for place in range(len(text))]
@@ -132,7 +132,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "guidance": 1.0, "block_size": 4}])
-def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
     shared.assert_float32_fills_the_same_places(METHOD, **options)
 
 
@@ -149,7 +149,7 @@ def test_one_read_of_the_device_per_step() -> None:
 
 
 def test_no_read_where_the_schedule_alone_decides() -> None:
-    """One for the tokens and one for the record, when all is done."""
+    """One for the tokens and one for the trace, at the end."""
     options: dict[str, Any] = {"max_new_tokens": 12, "steps": 6}
     assert shared.reads_of_the_device(Scripted(hashed(2)), [[1, 2], [5]], METHOD, **options) == 2
 
@@ -184,7 +184,7 @@ def test_errors() -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in available() if not supports(name, small_masked(0))])
-def test_methods_for_other_models_say_so(method: str) -> None:
+def test_methods_for_other_models_are_refused(method: str) -> None:
     with pytest.raises(
         TypeError, match=f"generate: method must be for models that see both sides, got '{method}'. These are: .*llada"
     ):

@@ -1,4 +1,4 @@
-"""A step of a long generation takes the memory of the first ones, and never a copy of the cache or logits nobody reads."""
+"""A step of a long generation takes the memory of the first ones, and never a copy of the cache or unread logits."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def random_model(heads: int, kv_heads: int, head_dim: int) -> Transformer:
 
 
 class Allocations(TorchDispatchMode):
-    """What ops hand back in memory of their own: `(op, shape, bytes)` each.
+    """What ops return in newly allocated memory: `(op, shape, bytes)` each.
 
-    Watching costs many times what it watches, so it does for some forwards alone, and what follows them up to the next one.
+    Tracing is many times slower than what it traces, so it covers only some forwards, and what follows them up to the next one.
     """
 
     def __init__(self, watched: set[int]) -> None:
         super().__init__()
         self.watched = watched
         self.forwards = 0
-        self.kinds: list[tuple[int, bool]] = []  # of each watched forward: its width, and whether it is causal
+        self.kinds: list[tuple[int, bool]] = []  # for each traced forward: its width, and whether it is causal
         self.made: list[list[tuple[str, tuple[int, ...], int]]] = []
 
     def begin(self, kind: tuple[int, bool]) -> None:
@@ -73,7 +73,7 @@ class Allocations(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        with self:  # into the ops that it consists of
+        with self:  # decomposed into its ops
             result = op.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -86,7 +86,7 @@ class Allocations(TorchDispatchMode):
 
 
 class LongPast(KeepsCache):
-    """A model whose caches start with `past` rows, as if a long conversation went before. It tells `log` of its forwards."""
+    """A model whose caches start with `past` rows, as after a long conversation. It reports its forwards to `log`."""
 
     def __init__(self, model: Transformer, past: int, log: Allocations | None = None) -> None:
         super().__init__(model)
@@ -142,7 +142,7 @@ def test_step_500_takes_the_memory_of_step_5(method: str, page_size: int | None)
 
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_the_measurement_sees_copies(page_size: int | None) -> None:
-    """In fp64 no kernel serves: a forward copies its prefix, and more of it every time."""
+    """In fp64 no kernel applies: a forward copies its prefix, and more of it every time."""
     log, layer = watch(random_model(4, 2, 16).double(), 300, "quadratic_self_speculation", 60, [3, 4, 20], page_size)
     assert max(nbytes for made in log.made for *_, nbytes in made) > layer / 2
     sizes = [sum(nbytes for *_, nbytes in made) for made in log.made]
@@ -168,7 +168,7 @@ def test_logits_of_rows_that_are_read(method: str) -> None:
         assert rows == [[DRAFT if causal else DRAFT - 1] for _, causal in log.kinds]
 
 
-# Compiled code may allocate where no op is seen: its process is asked for the peak of its memory.
+# Compiled code may allocate outside of ops: here the peak memory of a process is measured.
 PROGRAM = """
 import sys
 import torch
@@ -198,8 +198,8 @@ print([status("VmHWM") - start[0], watched.cache.k.nbytes, result.stats.forwards
 
 
 def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]:
-    """Bytes that a generation takes at most beside what it holds after a few steps; bytes of K in its cache; forwards."""
-    # Freed blocks go back to the system at once: what is made anew must not find room that counts as resident already.
+    """Peak bytes of a generation beyond what it holds after a few steps; bytes of K in its cache; forwards."""
+    # Freed blocks go back to the system at once: new tensors must not reuse memory that is already counted as resident.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     arguments = [sys.executable, "-c", PROGRAM, method, str(page_size or 0), dtype]
     answer = subprocess.run(arguments, capture_output=True, text=True, check=False, env=environment)
@@ -212,7 +212,7 @@ def resident_growth(method: str, page_size: int | None, dtype: str) -> list[int]
 @pytest.mark.parametrize(
     ("method", "page_size"), [("quadratic_self_speculation", None), ("linear_self_speculation", 16)]
 )
-def test_resident_memory_stands_still(method: str, page_size: int | None) -> None:
+def test_resident_memory_does_not_grow(method: str, page_size: int | None) -> None:
     growth, layer, forwards = resident_growth(method, page_size, "single")
     print(
         f"{method}: {growth / 2**20:.2f} MiB more in {forwards} forwards, K of the layer takes {layer / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""The registry of methods: what it says is complete, nothing says it twice, and a name that is gone tells its successor."""
+"""The registry of methods: it is complete, nothing duplicates it, and a former name reports its successor."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def test_no_other_table_of_methods() -> None:
     assert [str(path.relative_to(ROOT)) for path in files if names_in(path) > 2] == []
 
 
-# ---- names that are gone
+# ---- former names
 
 
 @pytest.mark.parametrize("module", _renamed.RENAMED)
-def test_former_names_tell_the_present_ones(module: str) -> None:
+def test_former_names_report_the_present_ones(module: str) -> None:
     loaded = importlib.import_module(module)
     for former, present in _renamed.RENAMED[module].items():
         with pytest.raises(AttributeError) as raised:
@@ -119,7 +119,7 @@ def test_former_names_tell_the_present_ones(module: str) -> None:
     assert str(raised.value) == f"module '{module}' has no attribute 'nothing'"
 
 
-def test_former_options_tell_the_present_ones() -> None:
+def test_former_options_report_the_present_ones() -> None:
     model = pd.models.load("tiny-code")
     with pytest.raises(TypeError, match=r"'jacobi', got 'draft_len'. It is block_size now\."):
         pd.decoding.generate(model, [1], pd.decoding.find("jacobi"), draft_len=4)

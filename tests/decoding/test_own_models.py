@@ -1,4 +1,4 @@
-"""Models of one's own: functions of tokens, protocols with what is missing by name, and prompts in all their forms."""
+"""Users' models: functions of tokens, protocols whose missing members are named, and prompts in all forms."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_what_a_function_returns_is_checked(f: Any, error: type[Exception], text
 
 
 class Without:
-    """A model but for one member."""
+    """A model without one member."""
 
     def __init__(self, model: Any, path: tuple[str, ...]) -> None:
         self._model, self._path = model, path
@@ -172,7 +172,7 @@ def test_every_missing_member_is_named(method: str) -> None:
                     generate(lame, [1, 2], known, max_new_tokens=2)
 
 
-def test_what_families_differ_in_is_named_too() -> None:
+def test_differences_of_families_are_named_too() -> None:
     bare = SimpleNamespace(config=SimpleNamespace(vocab_size=5), tokenizer=None, end_tokens=(), new_cache=None)
     assert missing(bare, pd.models.BidirectionalModel) == "the member `config.attention`"
     assert missing(bare, pd.models.RecurrentModel) == "the member `config.mean_recurrence`"
@@ -182,7 +182,7 @@ def test_what_families_differ_in_is_named_too() -> None:
 
 
 class NoCache:
-    """Bidirectional, but computes rows from their tokens alone, wherever they are."""
+    """Bidirectional, but computes rows from the given tokens alone, wherever they are."""
 
     tokenizer, end_tokens, mask_token, dtype, device = None, (), MASK, torch.float64, torch.device("cpu")
     config = small_masked(0).config

@@ -67,7 +67,7 @@ def test_equals_the_reference(
 
 
 def test_what_the_models_of_these_tests_write() -> None:
-    """Most of what can happen does."""
+    """Most cases occur."""
     reasons, rounds, chunks = Counter[str](), Counter[int](), Counter[int]()
     for weights in range(2):
         for expected in references(planning_model(weights), PROMPTS[:4], 48, temperature=0.7, seed=1):

@@ -1,4 +1,4 @@
-"""The cache of planned diffusion: exact after every round, at no forward more; dropped and published rows; parts of a batch."""
+"""The cache of planned diffusion: exact after every round, without extra forwards; dropped and published rows; parts of a batch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_it_equals_a_full_forward_after_every_round(sparse: bool, cache: str, pa
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("predicts", ["own", "next"])
 def test_rows_that_are_dropped_change_nothing(predicts: str, dtype: str) -> None:
-    """But the number of rows; on the kernels too."""
+    """Except the number of rows; on the kernels too."""
     model = planning_model(2, predicts, 16, dtype)
     options: dict[str, Any] = {"max_new_tokens": 80, "temperature": 0.7, "seed": 1, "sparse": True, "trace": True}
     whole = generate(model, PROMPTS, "planned", **options)
@@ -81,7 +81,7 @@ def test_kernels_give_the_tokens_of_the_reference(sparse: bool) -> None:
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_published_rows_are_those_from_before_the_last_tokens(sparse: bool) -> None:
-    """Later rounds see masks in finished chunks, and say other things for it. Dense chunks of the same round see them too."""
+    """Later rounds see masks in finished chunks, and write other tokens because of it. Dense chunks of the same round see them too."""
     model = planning_model(0)
     options: dict[str, Any] = {
         "max_new_tokens": 56,

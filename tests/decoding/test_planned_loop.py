@@ -1,4 +1,4 @@
-"""Planned diffusion: what ends a text, plans that are no plans, lengths at the limit, streams, counts and errors."""
+"""Planned diffusion: what ends a text, invalid plans, lengths at the limit, streams, counts and errors."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_what_a_script_becomes(script: list[int], tokens: list[int], reason: str
     [
         (0, [], "length"),
         (3, item(6)[:3], "length"),  # in the plan
-        (4, item(6), "length"),  # its stop token would be one too many
+        (4, item(6), "length"),  # its stop token would exceed the limit
         (5, [*item(6), END], "length"),  # no room for the tags of a chunk
         (7, [*item(6), *chunk(0), END], "end"),
         (10, [*item(6), *chunk(3), END], "end"),
@@ -107,7 +107,7 @@ def test_numbers_of_any_size() -> None:
 
 
 def test_neither_control_tokens_nor_masks_are_in_chunks() -> None:
-    """Which this model would say anywhere; filler it may say."""
+    """Which this model would write anywhere; filler is allowed."""
     assert written([*item(4), END])[0][-7:] == [BEGIN, 10, 10, 10, 10, STOP, END]
     result = generate(Scripted([*item(4), END], guess=PAD), [11], "planned", max_new_tokens=30)
     assert result.tokens.tolist()[-7:] == [BEGIN, PAD, PAD, PAD, PAD, STOP, END]
@@ -128,7 +128,7 @@ plans = st.lists(
 @settings(max_examples=80)
 @given(script=plans, stop=st.sampled_from([END, SYNC]), parser=st.sampled_from(["last_number", "published"]))
 def test_any_plan(script: list[int], stop: int, parser: str) -> None:
-    """It ends with a reason, and the items are those of the plain parser."""
+    """It ends with a reason, and its items are those of the plain parser."""
     tokens, report = written([*script, stop, END, END], max_new_tokens=40, parser=parser)
     assert len(tokens) <= 40 and MASK not in tokens
     assert report.reason in ("end", "length", *BAD_PLANS)
@@ -148,7 +148,7 @@ def test_any_plan(script: list[int], stop: int, parser: str) -> None:
 # ---- streams, counts, text
 
 
-def test_chunks_are_told_as_soon_as_they_are_complete() -> None:
+def test_chunks_are_reported_as_soon_as_they_are_complete() -> None:
     heard: list[tuple[list[int], int | None, int]] = []
 
     def listen(sequence: int, ids: list[int], accepted: int) -> None:
@@ -281,7 +281,7 @@ def test_a_model_without_plans() -> None:
     config = TransformerConfig(23, 16, 1, 2, 1, 8, 24)
     with pytest.raises(TypeError, match="model must have plan_tokens, got Transformer. Pass plan_tokens="):
         generate(Transformer(config, mask_token=22), [1], "planned", max_new_tokens=4)
-    # One that sees both sides by itself plans too, as the released checkpoints do.
+    # A bidirectional model plans too, as the released checkpoints do.
     dream = planning_model.__wrapped__(0)
     object.__setattr__(dream.config, "attention", "bidirectional")
     here = generate(dream, [END], "planned", max_new_tokens=30)

@@ -1,7 +1,7 @@
 """The published decoder of planned diffusion, with a cache that is overwritten in place: tokens, rounds and steps are those of
 ``generate(method="planned", cache="published")``.
 
-As released: keys and values of all positions lie in one buffer; a step computes the rows of all chunks that still have masks and
+As released: keys and values of all positions are in one buffer; a step computes the rows of all chunks that still have masks and
 writes theirs; nothing is refreshed when a chunk is complete. Shifted logits, entropy of the distribution, one clock for all chunks.
 Two of its faults are left out: it may guess control tokens, and rows of an empty chunk are never computed.
 """
@@ -24,7 +24,7 @@ LIMIT, ROUNDS = 200, 3
 
 
 class Buffers:
-    """A model of the same weights that keeps the keys and values of each position, whoever computed them last."""
+    """A model with the same weights that keeps the most recently computed keys and values of each position."""
 
     def __init__(self, model: Any, size: int) -> None:
         self.model, self.config = model, model.config

@@ -84,7 +84,7 @@ def test_equals_the_reference_on_scripts(
     if temperature == 0:
         for tokens, prompt in zip(result.tokens, batch, strict=True):
             assert tokens.tolist() == autoregressive(fake, prompt, limit, end_tokens=ends).tokens
-    if limit:  # a finished sequence stands still, and the cache holds draft tokens alone
+    if limit:  # a finished sequence does not change, and the cache holds draft tokens only
         committed = [len(p) + sum(step.accepted for step in one.trace) for p, one in zip(batch, expected, strict=True)]
         assert model.cache.lengths.tolist() == committed
     assert max(model.head_rows, default=0) <= shape["block_size"]
@@ -170,7 +170,7 @@ END = 22
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("skill", ["always", "never", "patchy"])
-def test_an_end_token_at_every_place(block_size: int, skill: str) -> None:
+def test_an_end_token_at_every_position(block_size: int, skill: str) -> None:
     """First token, inside an accepted part, next token after a partial or a full acceptance; and every limit."""
     for place in range(8):
         written = [*range(1, 1 + place), END, 3, 3, 3]
@@ -216,7 +216,7 @@ def test_adapters_act_on_masks_alone() -> None:
     assert [step.draft for step in adapted.stats.trace[0]] != [step.draft for step in bare.stats.trace[0]]
 
 
-def test_streaming_gives_every_token_once_and_tells_drafts_apart() -> None:
+def test_streaming_gives_every_token_once_and_marks_drafts() -> None:
     assert_streaming_tells_drafts_apart(METHOD)
 
 

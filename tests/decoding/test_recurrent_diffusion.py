@@ -62,7 +62,7 @@ def reference(
 
 
 class WatchedWave(Wave):
-    """After every step: where the cursors stand and how wide the waves are; and how many rows the step ran."""
+    """After every step: the cursors and the widths of the waves; and how many rows the step ran."""
 
     seen: list[tuple[int, list[int], list[int]]] = []
 
@@ -132,7 +132,7 @@ def test_equals_the_reference(weights, batch, limit, ends, draw, seed, options, 
     alone = [(prompt, own["seed"]) for prompt, own in streams(batch, {"seed": seed})]
     expected = [reference(weights, prompt, limit, ends, draw, own, options) for prompt, own in alone]
     assert_same(result, expected, limit, options.get("inner_recurrence", 4), options.get("recurrences", RECURRENCES))
-    # The cursor is the first position under way, and no step runs more rows than the widest wave has.
+    # The cursor is the first unfinished position, and no step runs more rows than the widest wave has.
     for number, (rows, cursors, widths) in enumerate(seen):
         now = [one.trace[number] for one in expected if number < len(one.trace)]
         assert rows == max(len(step.tokens) for step in now) <= options.get("max_wavefront", 128)
@@ -161,7 +161,7 @@ def test_all_recurrences_in_one_step_are_static_decoding(max_wavefront: int, tem
     "options", [{}, {"headway": 3}, {"rule": "last"}, {"momentum": 0.5, "inner_recurrence": 2}, {"new_state": "copied"}]
 )
 def test_a_contraction_gives_the_tokens_of_static_decoding(options: dict[str, Any]) -> None:
-    """Where a state has one fixed point it does not matter on which way it is approached, nor from where."""
+    """If a state has a single fixed point, neither the path to it nor the start matters."""
     model, batch = models(2, 0.1)[0], BATCH
     static = generate(model, batch, "recurrent_static", recurrences=60, max_new_tokens=10)
     result = generate(model, batch, METHOD, recurrences=60, threshold=1e-9, max_new_tokens=10, **options)
@@ -191,8 +191,8 @@ def test_a_shorter_generation_is_the_beginning_of_a_longer_one() -> None:
 
 
 @pytest.mark.parametrize("page_size", [None, 3])
-def test_poisoned_rows_behind_the_text_are_never_read(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a cache holds behind the rows that a step wrote does not matter; nor what a step left there."""
+def test_poisoned_rows_after_the_text_are_never_read(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a cache holds after the rows that a step wrote does not matter, nor what a step left there."""
     model, original = models(2)[0], RecurrentDepth.new_cache
 
     def poisoned(self: RecurrentDepth, *sizes: int, **options: Any) -> Any:
@@ -206,7 +206,7 @@ def test_poisoned_rows_behind_the_text_are_never_read(page_size: int | None, mon
     assert all(map(torch.equal, generate(model, BATCH, METHOD, **options).tokens, clean))
 
 
-def test_the_prefix_rule_and_the_last_one_part_ways() -> None:
+def test_the_prefix_rule_and_the_last_one_differ() -> None:
     """Equation 3 and line 16 of Algorithm 2: the second freezes rows that are not ready."""
     options = {"inner_recurrence": 1, "threshold": 0.03, "guard": False, "max_recurrences": 30}
     early = {}

@@ -1,4 +1,4 @@
-"""What a step of the diffusion-forcing sampler allocates: so much per row of its wave, whatever the past and the recurrences."""
+"""What a step of the diffusion-forcing sampler allocates: a fixed amount per row of its wave, whatever the past and the recurrences."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def watch(past: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[A
     original = RecurrentDepth.new_cache
 
     def long_cache(self: RecurrentDepth, batch: int, capacity: int, **kinds: Any) -> Any:
-        """As if a long conversation went before."""
+        """As after a long conversation."""
         cache = original(self, batch, past + capacity, **kinds)
         for rows in (cache.k, cache.v):
             rows.normal_(generator=torch.Generator().manual_seed(1))
@@ -61,7 +61,7 @@ def watch(past: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[A
         patch.setattr(RecurrentDepth, "new_cache", long_cache)
         patch.setattr(recurrent_diffusion, "Wave", Logged)
         try:
-            # Nothing settles within the steps that are looked at: the wave is as wide as it may be.
+            # Nothing settles within the measured steps: the wave has its full width.
             generate(random_model(), [3, 1, 4], "recurrent_diffusion", max_new_tokens=24, threshold=0.0, **options)
         finally:
             log.watched = set()
@@ -80,7 +80,7 @@ def test_steps_of_a_width_take_the_same_memory_whatever_the_past(monkeypatch: py
     assert all(made == log.made[0] for made in log.made)  # also from step to step
     assert [[entry for entry in made if entry[2] > 65536] for made in log.made] == [[]] * len(STEPS)
     assert max(totals(log)) < layer / 4
-    # The long past may cost the attention some room for partial results, far from what the past itself takes.
+    # A long past may cost attention some memory for partial results, far less than the past itself takes.
     assert max(totals(log)) - max(totals(other)) < layer / 16
 
 
@@ -93,8 +93,8 @@ def test_the_wavefront_bounds_what_a_step_takes(monkeypatch: pytest.MonkeyPatch)
     assert most[2] < most[4] < most[8] < 5 * most[2]
 
 
-def test_recurrences_take_no_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache has a slot for each layer, and the largest thing that a step makes does not grow with its recurrences."""
+def test_recurrences_take_no_extra_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache has a slot for each layer, and the largest tensor of a step does not grow with its recurrences."""
     largest, slots = [], []
     for inner in (1, 4):
         log, _, layer = watch(64, monkeypatch, max_wavefront=4, max_recurrences=60, inner_recurrence=inner)

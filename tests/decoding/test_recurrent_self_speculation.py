@@ -1,4 +1,4 @@
-"""Few recurrences draft, all of them judge: the cycles of the plain reference, and when the tokens are static decoding's."""
+"""Few recurrences draft, all of them verify: the cycles of the plain reference, and when the tokens are those of static decoding."""
 
 from __future__ import annotations
 

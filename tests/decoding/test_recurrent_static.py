@@ -57,7 +57,7 @@ def test_equals_the_reference(weights, batch, limit, recurrences, ends, draw, se
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
-    """A recurrent-depth model is an ordinary one where nobody asks for its depth."""
+    """A recurrent-depth model is an ordinary one unless its depth is requested."""
     torch.manual_seed(1)
     model = RecurrentDepth(models(2, hidden=32)[0].config).to(dtype).requires_grad_(False)
     model.load_state_dict(models(2, hidden=32)[0].state_dict())
@@ -81,7 +81,7 @@ def test_autoregressive_decoding_is_the_same(dtype: torch.dtype) -> None:
 def test_filters_are_those_of_the_reference(
     numbers: list[float], temperature: float, top_p: float | None, min_p: float | None, top_k: int | None
 ) -> None:
-    """Ties, a lone token, and lines that are crossed exactly."""
+    """Ties, a single token, and thresholds that are met exactly."""
     logits = torch.tensor([numbers, numbers[::-1]])
     ours = filtered(logits[:, None], temperature, top_p, min_p, top_k)[:, 0].double()
     plain = plain_filtered(logits, temperature, top_p, min_p, top_k)
@@ -89,7 +89,7 @@ def test_filters_are_those_of_the_reference(
 
 
 @pytest.mark.parametrize("method", RECURRENT)
-def test_what_all_of_them_promise(method: str) -> None:
+def test_properties_of_all_of_them(method: str) -> None:
     """Exact numbers of tokens, an end token at every position, streaming, the same alone and in a batch."""
     model, _ = models(2, 0.3)
     batch = [[3, 1, 4], [1], [5, 9]]
@@ -206,7 +206,7 @@ def test_other_models_are_refused(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", [name for name in available() if not supports(name, models(1)[0])])
-def test_methods_that_need_other_models_say_so(method: str) -> None:
+def test_methods_that_need_other_models_are_refused(method: str) -> None:
     with pytest.raises(
         TypeError, match=f"generate: method must be for recurrent-depth models, got '{method}'. These are: autoreg"
     ):
@@ -222,7 +222,7 @@ def test_lossless() -> None:
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("method", RECURRENT)
 def test_kernels_and_the_plain_forms_give_the_same_tokens(method: str, page_size: int | None) -> None:
-    """In float32 kernels serve, in fp64 PyTorch; a sequence gets its tokens alone and in a batch."""
+    """In float32 kernels compute, in fp64 PyTorch; a sequence gets the same tokens alone and in a batch."""
     exact = models(2, 0.3, hidden=32)[0]
     model = RecurrentDepth(exact.config).requires_grad_(False)
     model.load_state_dict(exact.state_dict())

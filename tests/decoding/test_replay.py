@@ -53,7 +53,7 @@ def test_the_last_step_shows_the_result(method: str, tmp_path: Path) -> None:
     for (sequence, lanes), tokens, steps in zip(pages, result.tokens, result.stats.trace):
         assert lanes == [pieces(result, tokens)]
         assert len(sequence["steps"]) == 1 + len(steps)
-        # Only the first token of all may come from the prompt's own forward.
+        # Only the very first token may come from the prompt's own forward.
         assert [write[1] for write in sequence["steps"][0]["writes"]] in ([], [0])
 
 
@@ -88,7 +88,7 @@ def test_chunks_are_lanes(tmp_path: Path) -> None:
         assert all(None not in lane for lane in lanes) and len(lanes) > 1
         names = [lane["name"] for lane in sequence["lanes"]]
         assert names[0].startswith("round 1, chunk 1: ")
-        # Each chunk stands in the text as it was written.
+        # Each chunk is in the text as it was written.
         whole = "".join(
             f"⟨{token}⟩" if token > 256 else model.tokenizer.decode([token]) for token in result.tokens[number].tolist()
         )
@@ -105,7 +105,7 @@ def test_text_cannot_leave_its_element(tmp_path: Path) -> None:
     assert "".join(lanes_of(tmp_path / "page.html")[0][0]["prompt"]) == "</script><script>alert(1)//"
 
 
-def test_ids_where_there_is_no_tokenizer(tmp_path: Path) -> None:
+def test_ids_without_a_tokenizer(tmp_path: Path) -> None:
     model = pd.models.from_callable(
         lambda tokens: torch.nn.functional.one_hot((tokens + 1) % 9, 9).float(), vocab_size=9
     )

@@ -1,4 +1,4 @@
-"""SlowFast Sampling: tokens, forwards and filled places of the plain reference, alone and in a batch."""
+"""SlowFast Sampling: tokens, forwards and filled positions of the plain reference, alone and in a batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_equals_the_reference(
 class Kept:
     """A reference model whose forwards go through a feature cache, for one sequence."""
 
-    predicts = "own"  # its rows have been moved to their places
+    predicts = "own"  # its rows have been moved to their positions
 
     def __init__(self, model: Any, prompt: list[int], options: Any) -> None:
         self._cache = FeatureCache(with_parts(model), len(prompt), **options)
@@ -93,9 +93,10 @@ class Kept:
 def test_on_a_feature_cache_equals_the_reference(
     model: tuple[int, str], batch: list[list[int]], limit: int, options: Any, cache: Any, ends: list[int], seed: int
 ) -> None:
-    """Every forward of either phase counts for the intervals; one without its suffix leaves the suffix's rows as they were."""
+    """Every forward of either phase counts for the intervals; one without the suffix leaves the suffix's rows as they were."""
     options = {"end_tokens": ends, "seed": seed} | options
-    # Between two forwards something has to change: else all values are alike up to rounding, which is no order.
+    # Something has to change between two forwards: otherwise all values are equal up to rounding, and their order is
+    # undefined.
     if options["k_slow"] == 0 or options["cycle"] == "published":
         options |= {"k_slow": 1, "block_size": None}
     transformer = small_masked(*model)
@@ -107,7 +108,7 @@ def test_on_a_feature_cache_equals_the_reference(
     assert_same(result, expected)
 
 
-def test_a_cache_that_keeps_nothing_is_none() -> None:
+def test_a_cache_that_keeps_nothing_changes_nothing() -> None:
     model = small_masked(1)
     plain, cached = (
         generate(model, [[3, 1, 4], [5]], METHOD, max_new_tokens=12, trace=True, **options)
@@ -117,7 +118,7 @@ def test_a_cache_that_keeps_nothing_is_none() -> None:
 
 
 def fading(text: list[int]) -> list[tuple[int, float]]:
-    """Sure in front, less so behind, and surer the more is written."""
+    """Confident at the front, less so further on, and more so the more is known."""
     written = sum(token != MASK for token in text)
     sure = [min(0.95, max(0.15, 1.1 - 0.1 * abs(place - written))) for place in range(len(text))]
     return [((place * 5 + written) % MASK, sure[place] - 0.003 * place) for place in range(len(text))]
@@ -135,7 +136,7 @@ def fading(text: list[int]) -> list[tuple[int, float]]:
 def test_equals_the_reference_on_scripts(
     script: Any, predicts: str, batch: list[list[int]], limit: int, options: Any, ends: list[int]
 ) -> None:
-    """Confidences of all heights; every forward shows each sequence what it should, and the head runs for open places alone."""
+    """Confidences of all levels; every forward shows each sequence what it should, and the head runs for open positions only."""
     model, plain = Scripted(script, predicts), Scripted(script, predicts)
     result = generate(model, batch, METHOD, max_new_tokens=limit, end_tokens=ends, trace=True, **options)
     expected = reference(plain, batch, limit, end_tokens=ends, **options)
@@ -151,7 +152,7 @@ def test_equals_the_reference_on_scripts(
 
 
 def step_like(edge: int) -> Any:
-    """Opinions up to `edge`, none behind; sure of every third place."""
+    """Confidence up to `edge`, none after it; high at every third position."""
 
     def script(text: list[int]) -> list[tuple[int, float]]:
         return [
@@ -162,7 +163,7 @@ def step_like(edge: int) -> Any:
 
 
 def test_a_cycle_by_hand() -> None:
-    """Two slow steps agree on the span; its fast steps take the sure places, then two by two; the suffix is in the first."""
+    """Two slow steps agree on the span; its fast steps take the confident positions, then two at a time; the first includes the suffix."""
     model = Scripted(step_like(8))
     result = generate(model, [1, 2], METHOD, max_new_tokens=10, k_fast=2, tau_min=0.3, trace=True)
     steps = result.stats.trace[0]
@@ -171,8 +172,8 @@ def test_a_cycle_by_hand() -> None:
     assert model.visible[:5] == [[12], [12], [12], [8], [12]]
 
 
-def test_exploring_goes_on_until_the_end_is_stable() -> None:
-    """The furthest opinion wanders by `wander` places a step; a variance of 1 of two candidates forgives one place."""
+def test_exploring_continues_until_the_end_is_stable() -> None:
+    """The furthest confident position moves by `wander` positions per step; a variance of 1 of two candidates tolerates one position."""
 
     def wandering(wander: int) -> Any:
         def script(text: list[int]) -> list[tuple[int, float]]:
@@ -187,18 +188,18 @@ def test_exploring_goes_on_until_the_end_is_stable() -> None:
         first_fast = next(number for number, window in enumerate(windows) if window != (1, 41))
         return first_fast, windows[first_fast]
 
-    # With n written places the candidate is the place 4 + wander * n; n is 1 before the first step.
+    # With n known positions the candidate is position 4 + wander * n; n is 1 before the first step.
     assert slow_steps(1) == (2, (1, 6))
     assert slow_steps(3) == (8, (1, 26))  # the mean of 25 and 28, rounded down
     assert slow_steps(3, variance=2.5) == (2, (1, 10))
     assert slow_steps(3, variance=2.5, cycle="mean") == (2, (1, 8))
     assert slow_steps(3, max_exploration=3) == (3, (1, 11))
     assert slow_steps(1, window=3, cycle="mean") == (3, (1, 6))
-    assert slow_steps(1, cycle="published", tau_high=2.0) == (8, (6, 41))  # 8 steps all the same: they fill the span
+    assert slow_steps(1, cycle="published", tau_high=2.0) == (8, (6, 41))  # still 8 steps: they fill the span
 
 
 def test_without_exploration_it_is_decoding_by_threshold() -> None:
-    """Each forward fills all places above `tau_high`, or the surest one: LLaDA's steps where nothing is that sure."""
+    """Each forward fills all positions above `tau_high`, or the most confident one: LLaDA's steps if nothing is that confident."""
     model = small_masked(1)
     batch, options = [[3, 1, 4], [5]], {"max_new_tokens": 12, "max_exploration": 0}
     llada = generate(model, batch, "llada", max_new_tokens=12, trace=True)
@@ -209,7 +210,7 @@ def test_without_exploration_it_is_decoding_by_threshold() -> None:
 
 
 def test_only_exploring_is_llada() -> None:
-    """No span is ever stable or over: one place a step, the surest of all."""
+    """No span is ever stable or over: one position per step, the most confident of all."""
     model = small_masked(1)
     llada = generate(model, [3, 1, 4], "llada", max_new_tokens=12, trace=True)
     ours = generate(model, [3, 1, 4], METHOD, max_new_tokens=12, max_exploration=12, variance=0, trace=True)
@@ -229,7 +230,7 @@ def test_confidences_that_equal_a_threshold() -> None:
 
 
 def test_a_trained_model_adds() -> None:
-    """One token a forward is right; SlowFast takes a fraction of the forwards, and where the model is sure it says the same."""
+    """One token per forward is right; SlowFast takes a fraction of the forwards, and agrees where the model is confident."""
     model = pd.models.load("tiny-masked")
     prompts = ["482 + 967 = ?\n", "58 + 31 = ?\n"]
     careful, quick = (generate(model, prompts, method, max_new_tokens=96) for method in ("llada", METHOD))
@@ -249,7 +250,7 @@ def test_a_sequence_takes_the_same_path_alone_and_in_a_batch(options: dict[str, 
     "options",
     [{}, {"temperature": 0.7, "tau_high": 0.4}, {"prompt_interval": 4, "gen_interval": 2, "transfer_ratio": 0.5}],
 )
-def test_float32_fills_the_same_places(options: dict[str, Any]) -> None:
+def test_float32_fills_the_same_positions(options: dict[str, Any]) -> None:
     shared.assert_float32_fills_the_same_places(METHOD, **options)
 
 

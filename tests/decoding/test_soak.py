@@ -28,7 +28,7 @@ STATUS = Path("/proc/self/statm")
 SIZES = {"vocab_size": 24, "hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 16}
 MASK = 23
 MIB = 2**20
-GROWTH = 3 * MIB  # of what an allocator keeps to itself; a leak of 1 KiB a generation would show
+GROWTH = 3 * MIB  # allowance for what an allocator keeps; a leak of 1 KiB per generation would show
 
 
 @cache
@@ -53,7 +53,7 @@ def function_of(method: str) -> Any:
 
 
 def generations(count: int, seed: int = 0) -> Iterator[str]:
-    """Each method in turn, with sizes and options by chance; the name of the method that has just run."""
+    """Each method in turn, with random sizes and options; the name of the method that has just run."""
     chance = random.Random(seed)
     methods = available()
     for number in range(count):
@@ -89,12 +89,12 @@ def resident() -> int:
 
 
 def soak(count: int, every: int) -> list[int]:
-    """Resident bytes after every so many generations."""
+    """Resident bytes after every n-th generation."""
     return [resident() for number, _ in enumerate(generations(count), start=1) if number % every == 0]
 
 
 def grown(sizes: list[int]) -> int:
-    """Bytes from the end of the warm-up, the first third, to the end; medians of a few looks each."""
+    """Bytes from the end of the warm-up, the first third, to the end; medians of a few samples each."""
     warm = len(sizes) // 3
     median = lambda part: sorted(part)[len(part) // 2]  # noqa: E731
     return median(sizes[-3:]) - median(sizes[warm : warm + 3])

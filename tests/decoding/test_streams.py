@@ -1,4 +1,4 @@
-"""A stream of random numbers for each sequence of a batch, in all methods; and tokens that no row of a text may say."""
+"""A stream of random numbers for each sequence of a batch, in all methods; and the mask token, which no row of a text may predict."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run(method: str, prompt: Any, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", available())
-def test_every_sequence_has_a_stream_of_its_own(method: str) -> None:
+def test_every_sequence_has_its_own_stream(method: str) -> None:
     together = run(method, [PROMPT] * 4, seed=7)
     if DRAWS.get(method, True):
         assert len({tuple(tokens.tolist()) for tokens in together.tokens}) == 4
@@ -58,7 +58,7 @@ def test_every_sequence_has_a_stream_of_its_own(method: str) -> None:
         assert torch.equal(tokens, together.tokens[n]) and accepted == together.stats.accepted[n]
 
 
-def test_equal_prompts_draw_what_the_distribution_says() -> None:
+def test_equal_prompts_draw_from_the_distribution() -> None:
     """As often as independent draws do: a chi-squared test over 500 first tokens of one prompt."""
     model = small_transformer(1)
     tokens = torch.cat(generate(model, [PROMPT] * 500, max_new_tokens=1, temperature=1.0).tokens)
@@ -78,7 +78,7 @@ def test_streams_of_small_seeds_never_meet() -> None:
 
 @pytest.mark.parametrize("method", ["jacobi", "autoregressive"])
 def test_initial_states_are_those_of_the_seed(method: str) -> None:
-    """Of a recurrent-depth model, in the methods that know nothing of recurrences too: they are lossless at any seed."""
+    """For a recurrent-depth model, also in the methods without recurrences: they are lossless at any seed."""
     model, batch = models(2)[0], [PROMPT, PROMPT, [5]]
     assert isinstance(model, RecurrentDepth)
     static = generate(model, batch, "recurrent_static", max_new_tokens=LIMIT, seed=9).tokens
@@ -105,7 +105,7 @@ def test_seeds_are_checked(method: str, seed: Any, error: type[Exception], text:
 
 
 class Loud(Table):
-    """Rows of text would say the mask token."""
+    """Rows of text would predict the mask token."""
 
     def logits(self, call: Call) -> Tensor:
         out = super().logits(call)
@@ -125,7 +125,7 @@ SMALL: dict[str, dict[str, Any]] = {name: {"block_size": 4} for name in VERIFIED
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("method", VERIFIED)
-def test_no_row_says_the_mask_token_unless_it_may(method: str, temperature: float) -> None:
+def test_no_row_predicts_the_mask_token_unless_allowed(method: str, temperature: float) -> None:
     options: dict[str, Any] = {"max_new_tokens": LIMIT, "end_tokens": (), **SMALL.get(method, {})}
     if "temperature" in method_options(method):
         options["temperature"] = temperature

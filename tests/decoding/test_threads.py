@@ -1,4 +1,4 @@
-"""What docs/threads.md promises: one model for many threads with caches of their own, in a child process, and after pickling."""
+"""What docs/threads.md promises: one model for many threads with their own caches, in a child process, and after pickling."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def generated(model: Any, number: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("work", [by_hand, generated])
-def test_threads_with_caches_of_their_own_share_a_model(work: Callable[[Any, int], list[Tensor]]) -> None:
+def test_threads_with_their_own_caches_share_a_model(work: Callable[[Any, int], list[Tensor]]) -> None:
     """Bit for bit what each of them gets alone."""
     shared, barrier = new_model(), Barrier(THREADS)
 
@@ -77,7 +77,7 @@ def test_threads_with_caches_of_their_own_share_a_model(work: Callable[[Any, int
         assert all(part.equal(right) for part, right in zip(parts, expected * 2, strict=True))
 
 
-def test_a_forked_child_with_one_thread_goes_on() -> None:
+def test_a_forked_child_with_one_thread_works() -> None:
     model = new_model()
     expected = generate(model, [1, 2, 3], max_new_tokens=8, overflow="warn").tokens
     child = os.fork()
@@ -97,7 +97,7 @@ def again(value: Any) -> Any:
 
 @pytest.mark.parametrize("copied", [again, copy.deepcopy])
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_copies_go_on_where_the_originals_were(
+def test_copies_continue_where_the_originals_were(
     copied: Callable[[Any], Any], kind: Literal["contiguous", "paged"]
 ) -> None:
     model = new_model()
@@ -111,7 +111,7 @@ def test_copies_go_on_where_the_originals_were(
     found = []
     for some, place in twins:
         if kind == "paged":
-            place.reserve_(place.lengths + 5)  # further pages, none of which the copy may take for a free one
+            place.reserve_(place.lengths + 5)  # more pages, none of which the copy may treat as free
         logits = some(tokens, cache=place)
         place.commit_(torch.tensor([5, 5]))
         found.append([logits, place.lengths, some(tokens[:, :1], cache=place)] if kind == "contiguous" else [logits])

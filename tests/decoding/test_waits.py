@@ -56,16 +56,16 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
         log, stats = watched(method, options)
         forwards = [n for n, event in enumerate(log) if event == "forward"]
         if "upload" not in log[forwards[1] :]:
-            break  # else again: plans of masks are made on the host, but once
+            break  # once more otherwise: plans of masks are made on the host, but only once
     assert len(forwards) >= stats.forwards > 2
     assert "read" not in log[: forwards[0]], "nothing is read before the first forward"
     assert "upload" not in log[forwards[1] :], "a step waits for a copy to the device: use _session.sent"
-    # Drafting and judging are one step, unless draft passes go on until the model is sure: then each forward is polled. The one
-    # mask of a block of 2 needs no second pass.
+    # Drafting and verifying are one step, unless draft passes continue up to a threshold: then the device is read after each
+    # forward. The single mask of a block of 2 needs no second pass.
     passes = "threshold" in options and options.get("block_size") != 2
     whole = method == "recurrent_self_speculation" or (method == "linear_self_speculation" and not passes)
     steps = max(map(len, stats.accepted)) if whole else stats.forwards - 1
-    # A canvas leaves the record of its forwards on the device until it is full.
+    # A canvas keeps the trace of its forwards on the device until it is full.
     record = model_of(method) == MASKED or method == "fast_dllm_v2"
     assert log.count("read") <= 1 + steps + record
     between = [log[here:there].count("read") for here, there in pairwise(forwards)]
@@ -84,7 +84,7 @@ def test_one_read_of_the_device_per_step(method: str, options: dict[str, Any]) -
     ],
 )
 def test_adaptive_exits_read_the_device_once_per_check(options: dict[str, Any], stops: bool) -> None:
-    """A token comes with the first check behind it, which is one of a token begun in vain if it was the last."""
+    """A token is read with the first check after it, which belongs to a token that is not needed if it was the last."""
     model, method = on_gpu("recurrent_adaptive"), "recurrent_adaptive"
     free = pd.decoding.generate(model, PROMPTS, method, max_new_tokens=4, end_tokens=(), **options).tokens
     ends = tuple({int(tokens[-1]) for tokens in free}) if stops else ()
@@ -176,7 +176,7 @@ def test_chunks_of_several_sequences_wait_once_a_step() -> None:
         [[11, 3, END], [12, 12, 12, END], [10, END]],
         {"temperature": 0.7, "seed": 1, "max_new_tokens": 40},
     )
-    for _ in range(2):  # plans of masks are made on the host, but once
+    for _ in range(2):  # plans of masks are made on the host, but only once
         with waits(model.embedding) as log:
             stats = pd.decoding.generate(model, prompts, "planned", **options).stats
     forwards = [n for n, event in enumerate(log) if event == "forward"]

@@ -1,4 +1,4 @@
-"""Attention whose rows lie on ranks: results and gradients of one process, in both forms."""
+"""Attention whose rows are split over ranks: results and gradients of one process, in both forms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASKS: dict[str, Any] = {
     "causal": lambda: pd.masks.causal(300),
     "noise_aware": lambda: pd.masks.noise_aware_causal(prompt_len=30, block_size=16, num_blocks=8),
     "dual_stream": lambda: pd.masks.dual_stream(130, 16),
-    # Rows that see nothing.
+    # Rows without visible keys.
     "packed": lambda: pd.masks.pack([pd.masks.causal(150), pd.masks.full(60)], length=260),
 }
 

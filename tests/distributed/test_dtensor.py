@@ -1,4 +1,4 @@
-"""Our ops on DTensors: the bits of one process, cut as the rules say and with nothing moved."""
+"""Our ops on DTensors: the bits of one process, cut by the rules and with nothing moved."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_attention_by_heads_and_by_sequences(ranks, count: int, dim: int, stacke
 
 
 def few_heads(group: Any) -> None:
-    """Two KV heads on four ranks, and rows: both are brought together, since no rule can cut them."""
+    """Two KV heads on four ranks, and rows: both are gathered, since no rule can cut them."""
     register_dtensor()
     mesh = DeviceMesh.from_group(group, "cpu")
     q, k = draw(2, 40, 4, 32), draw(2, 40, 2, 32, seed=1)

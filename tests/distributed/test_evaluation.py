@@ -1,4 +1,4 @@
-"""Evaluations whose prompts lie on several ranks."""
+"""Evaluations whose prompts are split over several ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows(group: Any, problems: int, batch_size: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("count, problems, batch_size", [(2, 5, 2), (4, 3, 1)])
 def test_all_ranks_find_what_one_finds(ranks, count: int, problems: int, batch_size: int) -> None:
-    """Also where a rank has fewer batches than the others, or none."""
+    """Also if a rank has fewer batches than the others, or none."""
     assert ranks.run(count, rows, problems, batch_size) == [rows(None, problems, batch_size)] * count
 
 

@@ -1,4 +1,4 @@
-"""Models on two and four ranks: what one process says, token for token and forward for forward."""
+"""Models on two and four ranks: the results of one process, token for token and forward for forward."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CALLS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 def length(method: str) -> int:
-    """Of texts in which a method does all that it does."""
+    """From texts that exercise every part of a method."""
     return 64 if method == "planned" else 7 if method.startswith("recurrent") else 16
 
 
@@ -71,7 +71,7 @@ def said_by_ranks(group: Any, name: str, calls: list[tuple[str, dict[str, Any]]]
 
 
 @pytest.mark.parametrize("name", PROMPTS)
-def test_all_methods_say_the_same(ranks, name: str) -> None:
+def test_all_methods_give_the_same(ranks, name: str) -> None:
     calls = [(method, options) for of, method, options in CALLS if of == name]
     expected = said(pd.models.load(name), calls, PROMPTS[name])
     for count in (2, 4):
@@ -108,7 +108,7 @@ def test_logits_in_float64(ranks) -> None:
 
 
 def step_traffic(group: Any, name: str, method: str) -> tuple[int, int]:
-    """Of one more step."""
+    """The traffic of one more step."""
     model, counts = parallelize(pd.models.load(name), group), []
     for tokens in (9, 8):
         with pd.distributed.count_communication() as traffic:
@@ -119,7 +119,7 @@ def step_traffic(group: Any, name: str, method: str) -> tuple[int, int]:
 
 
 def test_traffic_of_a_step(ranks) -> None:
-    """Two sums a layer and one for the embedding, the best token, and the logit that says whether it is a number."""
+    """Two sums per layer and one for the embedding, the best token, and the logit that is checked for NaN."""
     config = pd.models.load("tiny-code").config
     sums = 2 * config.layers + 1
     for count in (2, 4):
@@ -139,7 +139,7 @@ def test_memory_of_a_rank(ranks) -> None:
     adapter = sum(p.numel() for name, p in model.named_parameters() if name.endswith("adapter_out"))
     norms = (2 * config.layers + 1) * config.hidden_size
     inner = sum(p.numel() for p in model.parameters()) - norms - adapter - config.vocab_size * config.hidden_size
-    keys = sum(layer.qkv.numel() for layer in model.layers) // 4  # of which four ranks hold each head of two twice
+    keys = sum(layer.qkv.numel() for layer in model.layers) // 4  # with four ranks two hold each of the two heads
     for count in (2, 4):
         parts = (inner + keys * 2 * (count == 4)) // count if count == 2 else (inner - 2 * keys) // 4 + keys
         heads = max(config.kv_heads // count, 1)
@@ -201,7 +201,7 @@ def test_refusals(ranks) -> None:
 
 
 def asked(group: Any, x: torch.Tensor) -> list[bool]:
-    """Whether what is asked of logits in slices is what one process says."""
+    """Whether operations on logits in slices give the results of one process."""
     first, end = Shards(
         pd.models.TransformerConfig(**SMALL), dist.get_rank(group), dist.get_world_size(group)
     ).vocabulary
@@ -223,7 +223,7 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
         lambda y: y.gather(-1, ids),
         lambda y: y.amax(-1, keepdim=True),
         lambda y: y.topk(7, -1).values,
-        lambda y: y.topk(7, -1).indices[0, 0],  # a row without equals
+        lambda y: y.topk(7, -1).indices[0, 0],  # a row without ties
         lambda y: y.logsumexp(-1, keepdim=True),
         lambda y: torch.softmax(y.double() / 0.7, -1),
         lambda y: y.masked_fill(y < column, -torch.inf),
@@ -248,7 +248,7 @@ def asked(group: Any, x: torch.Tensor) -> list[bool]:
     return same
 
 
-def test_questions_to_logits_in_slices(ranks) -> None:
+def test_operations_on_logits_in_slices(ranks) -> None:
     x = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(8))
     x[0, 1], x[1, 0] = 0, x[1, 0].round()
     for count in (2, 4):
@@ -271,6 +271,6 @@ def sums(group: Any) -> bool:
 
 
 def test_sums_have_one_order(ranks) -> None:
-    """For 300 rows at once they go by parts, for 40 rows not."""
+    """For 300 rows they are exchanged in parts, for 40 rows not."""
     for count in (2, 4):
         assert ranks.run(count, sums) == [True] * count

@@ -1,4 +1,4 @@
-"""The training example on several processes: gradients of one process, and what is left when one of them is killed."""
+"""The training example on several processes: gradients of one process, and the state after one of them is killed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def example() -> ModuleType:
 
 
 def gradients(group: Any, sharding: str) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Of one step, before and after which nothing is known of other processes."""
+    """Gradients of one step, without a process group before and after it."""
     there = example()
     torch.manual_seed(0)
     model = there.Transformer(there.CONFIG, mask_token=there.MASK_TOKEN)
@@ -66,7 +66,7 @@ def test_gradients_are_those_of_one_process(ranks, sharding: str) -> None:
 
 
 def test_layers_read_no_parameters_of_others(ranks) -> None:
-    """What FSDP asks for; for the case that only the first forward worked, a second one follows."""
+    """What FSDP requires; a second forward follows, in case only the first one worked."""
     assert ranks.run(2, two_forwards) == [True, True]
 
 
@@ -116,8 +116,8 @@ def trained(folder: Path, script: Path, ranks: int, steps: int) -> tuple[list[di
 
 @pytest.mark.slow
 def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
-    """Its run ends with an error; the next one goes on from the last checkpoint, and the losses of both are, bit for bit, those of a
-    run that nobody disturbed."""
+    """Its run ends with an error; the next one continues from the last checkpoint, and the losses of both are, bit for bit, those of
+    an uninterrupted run."""
     kills, script = tmp_path / "killed.py", ROOT / "examples/train_on_ranks.py"
     kills.write_text(KILLS.format(examples=str(ROOT / "examples")))
     cut_off, code = trained(tmp_path / "disturbed", kills, 2, 8)
@@ -126,6 +126,6 @@ def test_a_killed_process_loses_nothing(tmp_path: Path) -> None:
     plain, plain_code = trained(tmp_path / "plain", script, 2, 8)
     assert code == plain_code == 0
     assert disturbed == plain and [line["step"] for line in plain] == list(range(8))
-    # Another number of processes goes on with the same checkpoint.
+    # Another number of processes continues from the same checkpoint.
     longer, code = trained(tmp_path / "plain", script, 1, 10)
     assert code == 0 and longer[:8] == plain and len(longer) == 10

@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 def rows() -> torch.Tensor:
-    """Of all kinds: flat, peaked, with equals, with one token alone, without any, and with NaN and infinity."""
+    """Rows of all kinds: flat, peaked, with ties, with a single token, without any, and with NaN and infinity."""
     x = torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
     x[0] *= 8
     x[1] = x[1].round()
@@ -97,7 +97,7 @@ def products(group: Any, blocks: int) -> list[tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("count, blocks", [(2, 2**24), (4, 1300)])
 def test_products_with_a_head_in_slices(ranks, count: int, blocks: int) -> None:
-    """In one block, and in blocks of rows that are others on the rank with the shortest slice."""
+    """In one block, and in blocks of rows that differ on the rank with the shortest slice."""
     generator = torch.Generator().manual_seed(2)
     hidden, head = torch.randn(24, 48, generator=generator), torch.randn(WIDTH, 48, generator=generator)
     for number, found in enumerate(ranks.run(count, products, blocks)[0]):
@@ -169,7 +169,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("first", [0, 4, 40, 8192])
 def test_noise_belongs_to_ids_of_the_whole_vocabulary(first: int) -> None:
-    """The op's own argument: a slice draws what the row draws whose other tokens are impossible."""
+    """The op's own argument: a slice draws what a whole row draws if its other tokens are impossible."""
     from pdkernels.ops.token_statistics import Options, token_statistics_op
 
     x = torch.full((40, 9000), -torch.inf)

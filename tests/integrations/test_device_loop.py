@@ -1,4 +1,4 @@
-"""Generations without a host against `generate`: on a GPU, and anywhere by way of a driver that the tests bring along."""
+"""Generations without a host against `generate`: on a GPU, and anywhere through a driver that comes with the tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.errors import refused
 
 FAKE = ROOT / "tests/integrations/fake_driver"
 
-# Where a real driver is the fake one would not be found, and is not needed.
+# With a real driver the fake one would not be found, and is not needed.
 has_bindings = importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 needs_gpu = pytest.mark.skipif(not available(), reason="needs a GPU and cuda-python")
 
@@ -48,7 +48,7 @@ def fake_driver(cuda_include: Path) -> Path:
 @pytest.mark.skipif(not has_bindings, reason="needs cuda-python")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver")
 def test_generations_through_cuda_python_and_a_fake_driver() -> None:
-    """In a process of its own, which takes the fake driver for the machine's."""
+    """In a separate process, which uses the fake driver as the machine's."""
     nvcc = find_nvcc()
     include = Path(nvcc).resolve().parent.parent / "include" if nvcc else Path("none")
     if not (include / "cuda.h").exists():
@@ -157,7 +157,7 @@ def test_captured_generations_are_those_of_generate(
         result = loop.generate(prompts, trace=True)
         same(result, pd.decoding.generate(model, prompts, method, max_new_tokens=limit, trace=True, **options))
         same(loop.generate(prompts, trace=True), result)
-        # Who listens gets the captured step from the host, one at a time.
+        # With a listener the host replays the captured step, one at a time.
         same(loop.generate(prompts, trace=True, on_tokens=lambda *news: None), result)
 
 
@@ -174,8 +174,8 @@ def test_captured_generation_ends_with_its_sequences() -> None:
 
 
 @needs_gpu
-def test_captured_loops_live_side_by_side_and_outlive_other_work() -> None:
-    """Tables that other lengths ask for, freed memory, and another loop leave a captured step alone."""
+def test_captured_loops_coexist_and_outlive_other_work() -> None:
+    """Tables for other lengths, freed memory, and another loop do not affect a captured step."""
     model = pd.models.load("tiny-code").cuda()
     loops = [DeviceLoop(model, "jacobi", longest_prompt=32, max_new_tokens=24, block_size=size) for size in (4, 8)]
     expected = pd.decoding.generate(model, "class Node:", max_new_tokens=24)

@@ -94,7 +94,7 @@ def test_plans_are_kept_as_long_as_their_masks(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(3):
         first = flex_attention(q, k, v, block_mask=mask)
     assert len(made) == 1
-    mask.full_kv_num_blocks.zero_()  # the triangle's tiles alone
+    mask.full_kv_num_blocks.zero_()  # the triangle's tiles only
     second = flex_attention(q, k, v, block_mask=mask)
     assert len(made) == 2 and not torch.equal(first, second)
     row = torch.arange(48)

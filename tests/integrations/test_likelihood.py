@@ -53,7 +53,7 @@ def test_the_bound_of_masked_models_by_all_sets(predicts: str) -> None:
 
 
 def test_the_bound_of_masked_models_by_draws() -> None:
-    """The mean over seeds lies where it should, and draws depend on the seed alone."""
+    """The mean over seeds is correct, and draws depend on the seed alone."""
     model, prefix, text = small_masked(2), [1, 2, 3], [7, 8, 9, 1, 0, 5]
     exact = all_sets(Whole(model), prefix, text, MASK)
     drawn = [masked_log_likelihood(model, [prefix], [text], samples=32, seed=seed)[0].log_prob for seed in range(40)]

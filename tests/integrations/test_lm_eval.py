@@ -38,7 +38,7 @@ def code() -> HarnessModel:
 
 
 def test_likelihood_requests(code: HarnessModel) -> None:
-    """Texts without a context stand behind the end token, spaces go with the word behind them, windows add up."""
+    """Texts without a context follow the end token, spaces belong to the following word, windows add up."""
     requests = [ask("loglikelihood", "", "import os"), ask("loglikelihood", "import ", "os")]
     first, second = code.loglikelihood(requests, disable_tqdm=True)
     assert first[0] == pytest.approx(directly(code.model, [256], list(b"import os"))[0], abs=2e-4)
@@ -89,7 +89,7 @@ def test_greedy_texts_of_a_masked_model() -> None:
     lm = HarnessModel("tiny-masked", method="llada", likelihood_samples=4, check_greedy=True)
     written = pd.decoding.generate(lm.model, "12 + 30 = ?\n", "llada", max_new_tokens=6, end_tokens=()).text
     requests = [ask("loglikelihood", "12 + 30 = ?\n", text) for text in (written, "zzzzzz")]
-    # The harness moves spaces and line ends behind a context to the text.
+    # The harness moves spaces and line ends from the end of a context to the text.
     asked = pd.decoding.generate(lm.model, "12 + 30 = ?", "llada", max_new_tokens=7, end_tokens=()).text
     answers = lm.loglikelihood(requests, disable_tqdm=True)
     assert [greedy for _, greedy in answers] == [asked == "\n" + written, False]

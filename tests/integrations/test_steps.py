@@ -1,4 +1,4 @@
-"""A decoder's step as a graph would hold it: full width, ragged, and with no look at the device."""
+"""A decoder's step as a graph would hold it: full width, ragged, and without reading the device."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IDS = [f"{method}-{'-'.join(map(str, options.values()))}-{name}" for name, metho
 def by_the_log(
     model: Any, steps: Any, prompts: list[str], limit: int, ends: tuple[int, ...] | None
 ) -> pd.decoding.DecodeResult:
-    """A generation whose only measure of the device is `more`; the session learns everything from the log, at the end."""
+    """A generation that reads only `more` from the device; the session gets everything from the log, at the end."""
     session, single = open_session(model, prompts, limit, ends, trace=True)
     entry = steps.entry
     log, count = entry.new_zeros(limit, *entry.shape), entry.new_zeros(1)
@@ -81,7 +81,7 @@ def test_log_of_full_width_steps_is_the_generation(case: tuple[str, str, dict[st
 
 
 class NoCopies(TorchDispatchMode):
-    """Refuses ops between the host and the device, which here has no memory at all."""
+    """Refuses ops between the host and the device, which has no memory here."""
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class NoCopies(TorchDispatchMode):
 
 @pytest.fixture
 def a_device_without_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ops take meta tensors, as `torch.compile` would trace them: whoever asks one for its values gets an error."""
+    """Ops take meta tensors, as `torch.compile` would trace them: reading the values of one is an error."""
     for choices in backends.CHOICES.values():
         monkeypatch.setitem(choices, ("auto", "meta"), "native")
     yield
@@ -116,7 +116,7 @@ def test_step_neither_reads_the_device_nor_sends_it_anything(
         assert steps.entry.device.type == "meta"
         steps.start(session)
         steps.step()
-        # A step makes no tensor out of numbers of the host either, apart from filled ones.
+        # Nor does a step make tensors from numbers on the host, except filled ones.
         for maker in ("tensor", "as_tensor", "from_numpy"):
             monkeypatch.setattr(torch, maker, None)
         with NoCopies():

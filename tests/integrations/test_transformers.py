@@ -73,7 +73,7 @@ FORWARDS: dict[str, dict[str, Any]] = {
 
 
 def forward(family: str, implementation: str, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of all rows that are no padding, and all gradients."""
+    """Logits of all rows that are not padding, and all gradients."""
     model = using(family, implementation)
     model.zero_grad()
     real = inputs.get("attention_mask", torch.ones(2, TOKENS)).bool()
@@ -158,8 +158,8 @@ def test_what_our_cache_refuses() -> None:
         )
 
 
-def test_a_tile_plan_of_ones_own() -> None:
-    """The mask of a training sequence goes through the model as a plan, without a hack."""
+def test_a_tile_plan_of_the_caller() -> None:
+    """The mask of a training sequence is passed through the model as a plan, without a hack."""
     mask = pd.masks.dual_stream(16, 4)
     tokens, positions = prompts(2, mask.shape[0]), mask.positions[None].expand(2, -1)
     ours = using("qwen3", "pdkernels")(tokens, position_ids=positions, use_cache=False, tile_plan=mask.plan(16, 16))
@@ -180,7 +180,7 @@ def test_a_mask_of_four_dimensions() -> None:
 
 @pytest.mark.parametrize("plan", [True, False])
 def test_forwards_compile_without_a_break(plan: bool) -> None:
-    """Without a plan of the caller's a traced mask is one of pairs, and PyTorch's attention takes it."""
+    """Without a plan from the caller a traced mask is dense, and PyTorch's attention takes it."""
     model = using("qwen3", "pdkernels")
     options = {"tile_plan": pd.masks.causal(TOKENS).plan()} if plan else {}
     eager = model(prompts(), use_cache=False).logits
@@ -283,7 +283,7 @@ def test_settings_that_no_method_follows_are_refused(settings: dict[str, Any], w
 
 @pytest.mark.parametrize(("method", "page_size"), [("llada", None), ("slowfast", None), ("dream", None), ("fast_dllm", None), ("fast_dllm", 8)])  # fmt: skip
 def test_a_bidirectional_model_of_theirs(method: str, page_size: int | None) -> None:
-    """The same tokens and forwards as the same weights in our own model."""
+    """The same tokens and forwards as with the same weights in our own model."""
     theirs = model_of("qwen3")
     own = from_transformers(theirs)
     config = {**vars(own.config), "attention": "bidirectional", "predicts": "own"}

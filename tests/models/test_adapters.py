@@ -185,7 +185,7 @@ def test_nemotron_labs_diffusion(factor: float, tmp_path: Path) -> None:
 
 
 def test_a_drafter_in_a_snapshot_of_a_hub_cache(base: tuple[Path, State], tmp_path: Path) -> None:
-    """A folder inside the snapshot, whose files are links to the blobs beside all snapshots; others are not followed."""
+    """A folder inside the snapshot, whose files are links to the blobs next to the snapshots; other links are not followed."""
     folder, state = base
     blobs, inside = tmp_path / "models--a--b/blobs", tmp_path / "models--a--b/snapshots/0123/linear_spec_lora"
     save(tmp_path / "lora", lora(state, ["model.layers.0.self_attn.o_proj"])).rename(blobs.parent.with_name("kept"))
@@ -234,7 +234,7 @@ def test_a_drafter_brings_a_mask_token(tied: bool, tmp_path: Path) -> None:
         ({"row": torch.zeros(20)}, "mask_token.safetensors must hold embedding alone, got row."),
     ],
 )
-def test_mask_tokens_that_are_none(
+def test_invalid_mask_tokens(
     tensors: dict[str, torch.Tensor], sentence: str, base: tuple[Path, State], tmp_path: Path
 ) -> None:
     folder, state = base
@@ -332,7 +332,7 @@ def test_other_tensors(changes: State, sentence: str, base: tuple[Path, State], 
     assert sentence in str(caught.value)
 
 
-def test_folders_that_are_none(base: tuple[Path, State], tmp_path: Path) -> None:
+def test_invalid_folders(base: tuple[Path, State], tmp_path: Path) -> None:
     folder, _ = base
     empty = tmp_path / "empty"
     empty.mkdir()

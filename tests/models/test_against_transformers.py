@@ -59,7 +59,7 @@ def same(ours: Any, theirs: Any) -> None:
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
         expected = theirs.generate(tokens, max_new_tokens=16, do_sample=False, pad_token_id=0)[0, len(TOKENS) :]
-    # transformers knows no mask token, and may say it.
+    # transformers has no mask token, and may generate its id.
     tokens = generate(ours, TOKENS, max_new_tokens=16, end_tokens=(), allow_mask_token=True).tokens
     assert tokens.tolist() == expected.tolist()
 
@@ -74,7 +74,7 @@ def test_folders(kind: str, tmp_path: Path) -> None:
 
 
 def as_nemotron(folder: Path) -> None:
-    """Nemotron-Labs-Diffusion is this model under other names."""
+    """Nemotron-Labs-Diffusion is this model with other names."""
     import json
 
     from safetensors.torch import load_file, save_file

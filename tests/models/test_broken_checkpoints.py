@@ -30,7 +30,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {}
 
 
 def case(sentence: str) -> Callable[[Callable[[Path], Any]], None]:
-    """What is done to a folder that loads, and the sentence after "pdkernels.models.load: " that follows."""
+    """What is changed in a folder that loads, and the resulting sentence after "pdkernels.models.load: "."""
 
     def keep(spoil: Callable[[Path], Any]) -> None:
         CASES[spoil.__name__] = (spoil, sentence)
@@ -339,7 +339,7 @@ def test_numbers_that_need_scales_are_refused(dtype: torch.dtype, folder: Path, 
 
 
 def test_parts_of_the_right_sum_and_wrong_sizes_are_refused(folder: Path, state: dict[str, torch.Tensor]) -> None:
-    """q, k and v are one matrix, whose size says nothing about them."""
+    """q, k and v are one matrix, whose size does not determine theirs."""
     q, k = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk")
     save_file({**state, q: state[k].clone(), k: state[q].clone()}, folder / "model.safetensors")
     with pytest.raises(ValueError, match=r"q_proj\.weight must have shape \(24, 24\), got \(12, 24\)\."):
@@ -375,7 +375,7 @@ def test_fields_of_huginn(changes: dict[str, Any], sentence: str, tmp_path: Path
         models.load(tmp_path)
 
 
-# ---- what is given to load
+# ---- arguments of load
 
 
 @pytest.mark.parametrize(
@@ -393,7 +393,7 @@ def test_fields_of_huginn(changes: dict[str, Any], sentence: str, tmp_path: Path
         ("tiny-code", {"device": "cuda:99"}, NotImplementedError, "device must be one that torch finds, got 'cuda:99'. There are"),
     ],
 )  # fmt: skip
-def test_what_load_is_given(given: Any, options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
+def test_arguments_of_load(given: Any, options: dict[str, Any], kind: type[Exception], sentence: str) -> None:
     with pytest.raises(kind) as caught:
         models.load(given, **options)
     assert str(caught.value).startswith(f"pdkernels.models.load: {sentence[:150]}")

@@ -1,4 +1,4 @@
-"""Chat templates: what they write, where they are found, what they may not do, and `generate` on messages."""
+"""Chat templates: their output, where they are found, what they may not do, and `generate` on messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHAT = [
     {"role": "assistant", "content": "Hello — ü"},
     {"role": "user", "content": "<b>?"},
 ]
-# What templates of known models use beyond that.
+# Further constructs in templates of known models.
 TEMPLATES = [
     CHATML,
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}\n  [{{ m.content }}]\n{% endfor %}{{ eos_token }}",
@@ -160,7 +160,7 @@ def test_generate_takes_messages(folder: Path) -> None:
         ),
     ],
 )
-def test_messages_that_are_none(messages: Any, kind: type[Exception], words: str, folder: Path) -> None:
+def test_invalid_messages(messages: Any, kind: type[Exception], words: str, folder: Path) -> None:
     (folder / "chat_template.jinja").write_text(CHATML)
     with pytest.raises(kind) as caught:
         generate(models.load(folder), messages)

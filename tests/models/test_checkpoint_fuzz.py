@@ -1,4 +1,4 @@
-"""Checkpoints with faults drawn by chance: an error that names the file, or a right load, soon and in little memory."""
+"""Checkpoints with random faults: an error that names the file, or a correct load, quickly and in little memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.checkpoint_judge import check_right
 
 
 @pytest.mark.parametrize(("first", "count"), [(0, 300), pytest.param(300, 4700, marks=pytest.mark.slow)])
-def test_spoilt_checkpoints_are_refused_by_name_or_load_right(first: int, count: int, tmp_path: Path) -> None:
+def test_corrupted_checkpoints_are_refused_by_name_or_load_correctly(first: int, count: int, tmp_path: Path) -> None:
     ends = checkpoint_fuzz.run(first, count, tmp_path)
-    # Neither answer is the only one, and refusals have many reasons.
+    # Both outcomes occur, and refusals have many reasons.
     assert count / 10 < ends["right"] < 0.9 * count and len(ends) > 30
 
 
-def test_without_a_fault_all_load_right(tmp_path: Path) -> None:
+def test_without_a_fault_all_load_correctly(tmp_path: Path) -> None:
     for number, (fields, content) in enumerate(checkpoint_fuzz.bases()):
         for shards in (1, 3):
             folder = tmp_path / f"{number}-{shards}"

@@ -21,7 +21,7 @@ from tests.support.masked import MASK, deep_masked, with_parts
 
 
 def canvases(generator: torch.Generator, prompts: list[int], generated: int) -> Tensor:
-    """Random prompts with masks behind them; what stands behind those is garbage."""
+    """Random prompts followed by masks; what follows those is garbage."""
     tokens = torch.randint(0, MASK, (len(prompts), max(prompts) + generated), generator=generator)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[prompt : prompt + generated] = MASK
@@ -29,7 +29,7 @@ def canvases(generator: torch.Generator, prompts: list[int], generated: int) -> 
 
 
 def next_canvas(generator: torch.Generator, tokens: Tensor, prompts: list[int], counts: list[int]) -> Tensor:
-    """Something changes in every sequence where it is seen, so that no two values are alike but for rounding."""
+    """Something visible changes in every sequence, so that no two values are equal up to rounding."""
     tokens = tokens.clone()
     for row, prompt, count in zip(tokens, prompts, counts, strict=True):
         if count:
@@ -123,7 +123,7 @@ def test_kernels_are_within_the_error_of_plain_float32(predicts: str, options: d
             every.append((logits, expected, same_dtype))
             found = measured(*every[-1], name=f"logits of step {step + 1}, model {seed}")
             assert found.kernel_rms <= found.allowed_rms, (seed, step, found)
-    # The largest error is judged over all steps of all models: in one step it is luck.
+    # The largest error is checked over all steps of all models: in one step it is down to luck.
     assert_within_budget(*(torch.cat(steps) for steps in zip(*every)), name="logits")
 
 

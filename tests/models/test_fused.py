@@ -1,4 +1,4 @@
-"""Inference, which takes one op each between the products, against the plain PyTorch of a forward that records gradients."""
+"""Inference, with one op each between the products, against the plain PyTorch of a forward that records gradients."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_inference_is_as_good_as_what_training_sees(variant: str, dtype: torch.d
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_at_positions_of_their_own_on_a_cache(variant: str, kind: str) -> None:
-    """A tree behind sequences of unequal length: what is behind a branch stands as deep as the branch."""
+def test_rows_at_their_own_positions_on_a_cache(variant: str, kind: str) -> None:
+    """A tree after sequences of unequal length: the positions of a branch continue from its depth."""
     model, tree = a_model(VARIANTS[variant]), masks.tree([-1, 0, 0, 1, 2])
     depths = torch.tensor([0, 1, 1, 2, 2])
     tokens = torch.randint(0, 50, (2, 14), generator=torch.Generator().manual_seed(2))
@@ -81,7 +81,7 @@ def test_one_op_each_between_the_products() -> None:
     with torch.no_grad():
         model(tokens)
         ops = calls(model, tokens)
-    # Two norms a layer and the last one; the sums are theirs, but for the last.
+    # Two norms per layer and the last one; the sums are part of them, except the last.
     assert ops["pdkernels::add_rms_norm"] == 2 * 3 + 1
     assert ops["pdkernels::silu_and_mul"] == ops["pdkernels::apply_rope_"] == 3
     assert ops["aten::add"] == 1

@@ -1,4 +1,4 @@
-"""GGUF files: weights of every type, configuration, and files that are broken or ask for something else."""
+"""GGUF files: weights of every type, configuration, and files that are broken or need something else."""
 
 from __future__ import annotations
 
@@ -247,8 +247,8 @@ def test_hostile_headers(name: str, tmp_path: Path) -> None:
     assert str(caught.value).startswith("pdkernels.models.load: m.gguf") and sentence in str(caught.value)
 
 
-def test_truncated_and_spoilt_files(tmp_path: Path) -> None:
-    """Whatever happens to a file, it loads or ends in one sentence of ours."""
+def test_truncated_and_corrupted_files(tmp_path: Path) -> None:
+    """Whatever happens to a file, it loads or ends in one of our errors."""
     path, chance = tmp_path / "m.gguf", random.Random(0)
     files.write_gguf(path, QWEN3, kind="Q8_0")
     whole = path.read_bytes()
@@ -289,10 +289,10 @@ def test_what_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("kind", ["F32", "Q8_0"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_says_the_same(family: str, kind: str, tmp_path: Path) -> None:
+def test_transformers_gives_the_same(family: str, kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="compares with transformers where it is installed")
     pytest.importorskip("accelerate", reason="transformers reads GGUF files where accelerate is installed")
-    # It takes heads of 128 for Qwen3, regardless of the file.
+    # It uses heads of 128 for Qwen3, regardless of the file.
     fields = {**FAMILIES[family], "head_dim": 128} if family == "qwen3" else FAMILIES[family]
     files.write_gguf(tmp_path / "m.gguf", fields, kind=kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", dtype=torch.float32).eval()

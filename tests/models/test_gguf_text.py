@@ -51,7 +51,7 @@ def load(path: Path, words: dict[str, Any], family: str = "llama", **changes: An
     return models.load(path / "m.gguf")
 
 
-# Where text is cut, by hand from the published patterns.
+# Where text is split, by hand from the published patterns.
 PIECES = {
     "smollm": [
         "It",
@@ -105,13 +105,13 @@ def test_text_is_cut_as_published(pre: str, words: dict[str, Any], tmp_path: Pat
     start = TEXT.index("<|im_start|>")
     alone = [tokenizer.encode(piece) for piece in PIECES[pre]]
     assert "".join(PIECES[pre]) == TEXT[:start]
-    # A piece alone is cut no further, and merges never reach beyond a piece.
+    # A piece alone is not split further, and merges never reach beyond a piece.
     cut = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(TEXT[:start])
     assert [TEXT[first:last] for _, (first, last) in cut] == PIECES[pre]
     ids = tokenizer.encode(TEXT)
     assert ids[: sum(map(len, alone))] == [token for piece in alone for token in piece]
     assert ids.count(0) == 1 and ids[-1] == 3  # found whole
-    assert tokenizer.decode(ids) == TEXT.replace("<|im_start|>", "")  # control tokens are no text, the others are
+    assert tokenizer.decode(ids) == TEXT.replace("<|im_start|>", "")  # control tokens are not text, the others are
     assert (
         "".join(tokenizer.incremental().feed([token]) for token in tokenizer.encode("apples don't")) == "apples don't"
     )
@@ -129,7 +129,7 @@ def test_beginning_of_text_and_ends(words: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_merges_are_left_out_for_whole_tokens(words: dict[str, Any], tmp_path: Path) -> None:
-    """Llama 3 takes a piece that is a token as it is, even if no merges lead there."""
+    """Llama 3 takes a piece that is a token as it is, even if no merges produce it."""
     tokens = [*words["tokens"][:-1], "zqx"]
     merges = [merge for merge in words["merges"] if merge.replace(" ", "") in tokens]
     kept = {**words, "tokens": tokens, "merges": merges, "add_bos_token": False}
@@ -143,7 +143,7 @@ def test_messages_through_the_template_of_the_file(words: dict[str, Any], tmp_pa
     model = load(tmp_path, words, pre="llama-bpe", chat_template=template)
     chat = [{"role": "user", "content": "apples"}]
     ids = model.tokenizer.encode_chat(chat)
-    assert ids == [0, 0, *model.tokenizer.encode("apples")[1:], 1]  # the template's beginning of text alone
+    assert ids == [0, 0, *model.tokenizer.encode("apples")[1:], 1]  # only the template's beginning of text
     assert torch.equal(generate(model, chat, max_new_tokens=3).tokens, generate(model, ids, max_new_tokens=3).tokens)
 
 

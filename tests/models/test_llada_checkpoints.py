@@ -119,7 +119,7 @@ def test_folders_equal_the_plain_model(name: str, tmp_path: Path) -> None:
     tokens = torch.randint(16, (1, 12), generator=torch.Generator().manual_seed(0))
     expected = plain(tokens, torch.arange(12)[None], torch.ones(12, 12, dtype=torch.bool))
     torch.testing.assert_close(model(tokens), expected, rtol=1e-11, atol=1e-11)
-    # The rows behind the tokenizer's last id are ids like others.
+    # The rows after the tokenizer's last id are ordinary ids.
     assert model.config.vocab_size == 16 and model.mask_token == 11 and model.end_tokens == (9,)
     assert model.config.attention == "bidirectional" and model.config.predicts == plain.predicts
     assert model.config.max_positions == 64 and model.config.tied_head == ("tied" in name)
@@ -209,7 +209,7 @@ def test_defaults_of_absent_fields() -> None:
     assert (config.rope_theta, config.norm_eps, config.qkv_bias) == (10000.0, 1e-5, False)
 
 
-def test_a_mask_token_beside_the_vocabulary(tmp_path: Path) -> None:
+def test_a_mask_token_outside_the_vocabulary(tmp_path: Path) -> None:
     write(tmp_path, {**LLADA, "mask_token_id": 16}, weights("llada"))
     with pytest.raises(ValueError) as caught:
         models.load(tmp_path)

@@ -38,7 +38,7 @@ PUBLISHED = replace(
     CONFIG, hidden_size=288, head_dim=96, intermediate_size=72, prelude_layers=2, core_layers=4, coda_layers=2
 )
 
-# For the kernels. Deeper, and what bf16 rounds would decide where a random model ends up.
+# For the kernels. Any deeper, and the rounding of bf16 would decide where a random model ends up.
 WIDE = replace(CONFIG, hidden_size=96, head_dim=32, vocab_size=61)
 
 
@@ -62,7 +62,7 @@ def build(config: RecurrentDepthConfig = CONFIG, dtype: torch.dtype = torch.floa
 
 
 def reference_of(model: RecurrentDepth, dtype: torch.dtype | None = None, **options: float) -> RecurrentDepthReference:
-    """The plain model on the very weights of `model`, computed in `dtype`."""
+    """The plain model with the weights of `model`, computed in `dtype`."""
     theirs = to_huginn_state_dict(model.state_dict(), model.config)
     return RecurrentDepthReference(
         {name: tensor.to(dtype or model.dtype) for name, tensor in theirs.items()}, **options
@@ -76,7 +76,7 @@ def random_tokens(batch: int, length: int, vocab: int = CONFIG.vocab_size, seed:
 def plain_logits(
     plain: RecurrentDepthReference, tokens: list[int], pieces: list[int], recurrences: int, seed: int = 0
 ) -> Tensor:
-    """Of `tokens` fed in pieces, each frozen before the next."""
+    """Logits of `tokens` fed in pieces, each frozen before the next."""
     past, init, out = plain.new_past(), position_states(plain.hidden_size, seed=seed, dtype=plain.dtype), []
     for count in pieces:
         out.append(forward(plain, tokens[past.length : past.length + count], past, recurrences, init))
@@ -168,7 +168,7 @@ def test_gradients_flow_through_the_parts(config: RecurrentDepthConfig) -> None:
     assert not model(tokens).requires_grad
 
 
-def test_a_model_that_trains_may_look_at_itself() -> None:
+def test_a_model_in_training_may_run_inference() -> None:
     model, tokens = build(dtype=torch.float32).requires_grad_(True), random_tokens(2, 6)
     logits = model(tokens)
     assert not logits.requires_grad

@@ -77,7 +77,7 @@ def drive(
     cache = model.new_cache(batch, max(lengths) + slack, kind=kind, page_size=page_size)
     if kind == "paged":
         cache.reserve_(lengths)
-    # Finite: the copy that serves fp64 multiplies what a sequence does not see by 0.
+    # Finite, since the copy used for fp64 multiplies what a sequence does not see by 0.
     cache.k.fill_(1e3)
     cache.v.fill_(-1e3)
     done = [0] * batch
@@ -112,7 +112,7 @@ def test_a_cache_equals_a_plain_past(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("kind", ["contiguous", "paged"])
 @pytest.mark.parametrize("recurrences", [1, 4])
-def test_kernels_read_the_cache_where_it_lies(kind: str, recurrences: int) -> None:
+def test_kernels_read_the_cache_in_place(kind: str, recurrences: int) -> None:
     drive(build(WIDE, torch.float32), [9, 7, 12], [[4, 7, 1], [5, 0, 1], [0, 0, 10]], kind, 4, 1, recurrences, 2e-3)
     drive(build(WIDE, torch.float32), [9, 9], [[6, 6], [1, 1], [1, 1], [1, 1]], kind, 4, 0, recurrences, 2e-3)
     heads_of_96 = build(replace(CONFIG, hidden_size=288, head_dim=96), torch.float32)
@@ -142,7 +142,7 @@ def test_recurrences_overwrite_the_same_slots() -> None:
         untouched = torch.tensor([True] * 2 + [False] * 5 + [True] * 2)
         assert torch.equal((few == 7).all(-1).all(-1).all(1).all(0), untouched)
         assert torch.equal((many == 7).all(-1).all(-1).all(1).all(0), untouched)
-    # What stands there is what the last recurrence alone would leave.
+    # The slots hold what the last recurrence alone would leave.
     context = model.context(5, cache)
     state, term = model.begin(model.prelude(tokens, context), context)
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_parts_leave_the_lengths_alone_and_can_be_repeated() -> None:
     assert cache.lengths.tolist() == [4, 3]
 
 
-# ---- one op in place of many
+# ---- fused ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -175,7 +175,7 @@ def test_fused_layers_are_as_exact_as_plain_ones(
     exact = copy.deepcopy(model).double()
 
     def run(model: RecurrentDepth, enabled: bool) -> list[Tensor]:
-        """The prelude of pieces of the text: all rows, some of them, a lone one; and what it leaves in its slot."""
+        """The prelude of pieces of the text: all rows, some of them, a single one; and what it leaves in its slot."""
         monkeypatch.setattr(fused, "enabled", lambda x: enabled)
         if kind == "uncached":
             return [model.prelude(tokens, model.context(8))]

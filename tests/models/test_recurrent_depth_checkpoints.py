@@ -24,7 +24,7 @@ from pdkernels.models import (
 from pdkernels.reference.recurrent_depth import RecurrentDepthReference, random_weights
 from pdkernels.reference.recurrent_sampling import forward, position_states
 
-# config.json of the published model, but for what only its training needed.
+# config.json of the published model, without what only its training needed.
 HUGINN = {
     "architectures": ["RavenForCausalLM"],
     "model_type": "huginn_raven",

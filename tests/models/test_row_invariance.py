@@ -97,7 +97,7 @@ def test_any_model_in_any_parts(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_long_texts(dtype: torch.dtype) -> None:
-    """Beyond the sizes that kernels work in; threads share the rows in another way."""
+    """Beyond the block sizes of the kernels; threads share the rows differently."""
     model, tokens = a_model(CONFIG, dtype), some_tokens(1, 300)
     threads = torch.get_num_threads()
     expected = feed(model, tokens, [1] * 300)
@@ -110,7 +110,7 @@ def test_long_texts(dtype: torch.dtype) -> None:
 
 
 def test_splits_begin_at_positions() -> None:
-    """A cache of several splits: the first two hold 4096 keys each, whatever is cached and however much room there is."""
+    """A cache of several splits: the first two hold 4096 keys each, whatever is cached and whatever the capacity."""
     model, tokens = a_model(CONFIG, torch.bfloat16), some_tokens(1, 4102)
     expected = feed(model, tokens, [4090, *[1] * 12])
     for parts, room in (([4090, 12], 0), ([4095, 1, 6], 9000), ([4102], 5000)):
@@ -131,7 +131,7 @@ def test_unequal_sequences_and_padding(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_causal_rows_beside_others(dtype: torch.dtype) -> None:
+def test_causal_rows_next_to_others(dtype: torch.dtype) -> None:
     """The drafts of a quadratic plan come first and are causal; the groups of masks change nothing for them."""
     model, tokens = a_model(CONFIG, dtype), some_tokens(1, 140)
     mask, draft, cached = masks.quadratic(5), 5, 125
@@ -146,7 +146,7 @@ def test_causal_rows_beside_others(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_statistics_of_a_row_are_its_own(dtype: torch.dtype) -> None:
+def test_statistics_of_a_row_do_not_depend_on_others(dtype: torch.dtype) -> None:
     model = a_model(CONFIG, dtype)
     hidden = torch.randn(37, CONFIG.hidden_size).to(dtype)
     whole = model.statistics(hidden, temperature=0.7, positions=torch.arange(37))

@@ -80,7 +80,7 @@ def test_the_released_sizes(config: SamplerConfig, parameters: int) -> None:
     assert sum(parameter.numel() for parameter in head.parameters()) == parameters
 
 
-def test_a_place_sees_the_whole_block_only_with_attention() -> None:
+def test_a_position_sees_the_whole_block_only_with_attention() -> None:
     features = torch.randn(1, 6, SMALL.features, generator=torch.Generator().manual_seed(2))
     changed = features.clone()
     changed[0, 5] += 1
@@ -90,7 +90,7 @@ def test_a_place_sees_the_whole_block_only_with_attention() -> None:
         assert bool((head(features)[0, :5] != head(changed)[0, :5]).any()) is moves
 
 
-def test_places_are_told_apart() -> None:
+def test_positions_are_distinguished() -> None:
     features = torch.randn(1, 1, SMALL.features, generator=torch.Generator().manual_seed(2)).expand(1, 4, -1).clone()
     assert small_head()(features).std() < 1e-6, "equal rows without any order are equal"
     features[0, 0] += 1

@@ -52,7 +52,7 @@ def test_byte_errors() -> None:
         ValueError,
         match=r"pdkernels\.ByteTokenizer\.encode: text must hold Unicode characters alone, got the surrogate",
     ):
-        TOKENIZER.encode("caf\udce9")  # how a shell hands over a byte that is not UTF-8
+        TOKENIZER.encode("caf\udce9")  # how a shell passes a byte that is not UTF-8
 
 
 def test_missing_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

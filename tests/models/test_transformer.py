@@ -236,7 +236,7 @@ def test_the_mask_of_a_device_that_the_host_does_not_read(monkeypatch: pytest.Mo
     close(logits[3], logits[1])
 
 
-def test_rows_behind_the_lengths_do_not_matter() -> None:
+def test_rows_past_the_lengths_do_not_matter() -> None:
     model, tokens = build(), random_tokens(2, 8)
     logits = []
     for junk in (0.0, 1e4):

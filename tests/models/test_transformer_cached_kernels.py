@@ -1,4 +1,4 @@
-"""Forwards on a cache in dtypes that kernels take: the cache is read where it lies, and results are those of dense masks."""
+"""Forwards on a cache in dtypes that kernels take: the cache is read in place, and results are those of dense masks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def models(variant: str, dtype: torch.dtype = torch.float32) -> tuple[Transforme
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No forward may ask a cache for its rows, which are copies where pages or dense masks are at work."""
+    """No forward may request the rows of a cache, which are copies with pages or dense masks."""
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("the rows of a cache were taken out of it")
@@ -73,7 +73,7 @@ def test_within_the_error_of_dense_masks(
 
 @pytest.mark.parametrize("variant", sorted(CONFIGS))
 def test_largest_errors_of_all_masks(variant: str) -> None:
-    """Those of one example are luck, so here they are judged together."""
+    """Those of one example are down to luck, so they are checked together."""
     (model, exact), every = models(variant), []
     for name in (None, *sorted(MASKS)):
         mask = pd.masks.causal(5) if name is None else MASKS[name]
@@ -96,19 +96,19 @@ def test_largest_errors_of_all_masks(variant: str) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 3])
 @pytest.mark.parametrize("name", [None, "quadratic"])
-def test_a_cache_is_read_where_it_lies(name: str | None, page_size: int | None, in_place: None) -> None:
+def test_a_cache_is_read_in_place(name: str | None, page_size: int | None, in_place: None) -> None:
     model = models("gqa")[0]
     cache = caches(model, [5, 2], page_size)
     tokens, mask = random_tokens(2, 9, seed=1), None if name is None else MASKS[name].plan(16, 16)
     assert model(tokens, cache=cache, mask=mask).isfinite().all()
-    # A lone row as well, where lengths differ or rows stand in pages.
+    # A single row as well, if lengths differ or rows are in pages.
     assert model(tokens[:, :1], cache=cache).isfinite().all()
 
 
 @pytest.mark.parametrize("counts", [None, [2, 0]])
 @pytest.mark.parametrize("page_size", [None, 3])
 def test_attention_stores_rows_on_its_way(page_size: int | None, counts: list[int] | None) -> None:
-    """One op a layer, whether all rows, some, or none of a sequence are stored."""
+    """One op per layer, whether all rows, some, or none of a sequence are stored."""
     seen = []
 
     class Watch(TorchDispatchMode):
@@ -163,7 +163,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
     assert_within_budget(plan, exact(tokens, cache=cache, mask=mask.dense()), dense, name="logits")
 
 
-def test_what_lies_behind_the_lengths_is_not_read() -> None:
+def test_what_is_past_the_lengths_is_not_read() -> None:
     model, tokens = models("gqa")[0], random_tokens(2, 6, seed=1)
     for page_size in (None, 4):
         clean, poisoned = (caches(model, [5, 2], page_size) for _ in range(2))
@@ -177,7 +177,7 @@ def test_what_lies_behind_the_lengths_is_not_read() -> None:
         assert torch.equal(model(tokens, cache=clean), model(tokens, cache=poisoned))
 
 
-def test_what_no_kernel_takes_goes_by_a_dense_mask() -> None:
+def test_what_no_kernel_takes_uses_a_dense_mask() -> None:
     for config, dtype in ((CONFIGS["gqa"], torch.float64), (VARIANTS["gqa"], torch.float32)):
         model = build(config, dtype)
         seen = attention.cached_visibility(model.new_cache(2, 8), [3, 1], None, 4, None)

@@ -1,4 +1,4 @@
-"""New tokens behind a cached prefix, under a mask of their own: the forward without a cache under the whole mask."""
+"""New tokens after a cached prefix, under their own mask: the forward without a cache under the whole mask."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPACITY = 40
 
 
 def caches(model: Transformer, prefixes: list[int], page_size: int | None) -> Any:
-    """A cache that holds `random_tokens(batch, CAPACITY)`, as many of each row as `prefixes` says."""
+    """A cache that holds the first `prefixes[b]` of each row of `random_tokens(batch, CAPACITY)`."""
     batch = len(prefixes)
     if page_size is None:
         cache = model.new_cache(batch, CAPACITY)
@@ -89,7 +89,7 @@ def test_equals_a_forward_without_a_cache(
     for row, prefix in enumerate(prefixes):
         close(actual[row], alone(model, prefix, row, batch, tokens[row], mask.dense(), mask.positions))
 
-    # Some of the rows become part of the prefix, at the places where they stand: what comes next sees them there.
+    # Some of the rows become part of the prefix, at their positions: later rows see them there.
     kept = torch.tensor([(3 * row + 1) % (rows + 1) for row in range(batch)])
     cache.commit_(kept)
     following = model(random_tokens(batch, 2, seed=2), cache=cache)
@@ -157,7 +157,7 @@ def test_a_device_that_the_host_does_not_read(monkeypatch: pytest.MonkeyPatch) -
 
 
 def with_adapter(scale: float = 2.0, rank: int = 3) -> tuple[Transformer, Transformer]:
-    """A model with an adapter, and one into whose output projections it is multiplied."""
+    """A model with an adapter, and one with the adapter merged into its output projections."""
     model, merged = build(), build()
     generator = torch.Generator().manual_seed(5)
     width, hidden = CONFIG.heads * CONFIG.head_dim, CONFIG.hidden_size
@@ -189,7 +189,7 @@ def test_all_rows_take_the_adapter_or_none() -> None:
 
 
 def test_some_rows_take_the_adapter() -> None:
-    """Row by row: K and V of later layers come from the rows as they are, whoever reads them."""
+    """Row by row: K and V of later layers come from the rows as they are, whichever rows read them."""
     model, merged = with_adapter()
     tokens, adapted = random_tokens(1, 6), torch.tensor([False, False, True, False, True, True])
     x = torch.nn.functional.embedding(tokens, model.embedding)

@@ -1,4 +1,4 @@
-"""Bidirectional models, and rows that are computed again in their places of a cache."""
+"""Bidirectional models, and rows that are recomputed in their slots of a cache."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def test_all_rows_see_all(variant: str) -> None:
     model, tokens = build(MASKED[variant]), random_tokens(2, 7)
     everything = torch.ones(7, 7, dtype=torch.bool)
     close(model(tokens), model(tokens, mask=everything))
-    # Training goes another way, and so does a mask that is given.
+    # Training takes another path, and so does an explicit mask.
     close(model.requires_grad_(True)(tokens), model(tokens, mask=everything))
     causal = build(VARIANTS[variant])
     close(model(tokens, mask=everything.tril()), causal(tokens))
     assert not torch.allclose(model(tokens)[:, 0], causal(tokens)[:, 0])
 
 
-def test_behind_a_cache_new_rows_see_each_other_causally_unless_a_mask_says_so() -> None:
+def test_after_a_cache_new_rows_see_each_other_causally_unless_a_mask_is_given() -> None:
     model, tokens = build(MASKED["gqa"]), random_tokens(1, 6)
     close(model(tokens, cache=model.new_cache(1, 8)), build(CONFIG)(tokens))
     close(model(tokens, cache=model.new_cache(1, 8), mask=torch.ones(6, 6, dtype=torch.bool)), model(tokens))
@@ -83,7 +83,7 @@ class Recompute(NamedTuple):
         )
 
     def counted(self, sequence: int) -> list[tuple[int, int]]:
-        """Rows of a sequence that are no padding, and their places."""
+        """Rows of a sequence that are not padding, and their slots."""
         batch, rows = self.tokens.shape
         slots = torch.arange(rows).expand(batch, -1) if self.slots is None else self.slots
         count = rows if self.counts is None else int(self.counts[sequence])
@@ -95,7 +95,7 @@ class Recompute(NamedTuple):
 
 
 def draw(seed: int, batch: int, rows: int, by_slots: bool, by_counts: bool) -> Recompute:
-    """Any places, in any order, with padding anywhere; a sequence may see less than what it writes, or nothing of it."""
+    """Any slots, in any order, with padding anywhere; a sequence may see only part of what it writes, or none of it."""
     generator = torch.Generator().manual_seed(seed)
 
     def integers(low: int, high: int, *shape: int) -> Tensor:
@@ -113,7 +113,7 @@ def draw(seed: int, batch: int, rows: int, by_slots: bool, by_counts: bool) -> R
 
 
 def new_cache(model: Transformer, batch: int, page_size: int | None, seed: int | None = 0) -> Any:
-    """A cache full of rows that no model wrote; of zeros without a seed."""
+    """A cache full of random rows; zeros without a seed."""
     if page_size is None:
         cache = model.new_cache(batch, CAPACITY)
     else:
@@ -127,12 +127,12 @@ def new_cache(model: Transformer, batch: int, page_size: int | None, seed: int |
 
 
 def stored(cache: Any) -> Tensor:
-    """K and V of all places in their order: (2, layers, batch, CAPACITY, kv_heads, head_dim)."""
+    """K and V of all slots in order: (2, layers, batch, CAPACITY, kv_heads, head_dim)."""
     return torch.stack([torch.stack(cache.layer(layer, CAPACITY)) for layer in range(cache.layers)], 1)
 
 
 def plain_recompute(model: MaskedTransformerReference, past: Tensor, call: Recompute, sequence: int) -> Tensor:
-    """Logits of the rows that count; `past` (2, layers, places, kv_heads, head_dim) is changed."""
+    """Logits of the rows that count; `past` (2, layers, slots, kv_heads, head_dim) is changed."""
     rows = call.counted(sequence)
     places = torch.tensor([place for _, place in rows], dtype=torch.int64)
     x = model.embed(call.tokens[sequence, [row for row, _ in rows]])
@@ -160,7 +160,7 @@ def test_equals_the_plain_computation(
     plain = MaskedTransformerReference(to_hf_state_dict(model.state_dict(), PLAIN), heads=PLAIN.heads, names="qwen2")
     cache = new_cache(model, batch, page_size)
     past = stored(cache).clone()
-    for seed in seeds:  # what one writes the next one sees
+    for seed in seeds:  # each sees what the one before wrote
         call = draw(seed, batch, rows, by_slots, by_counts)
         logits = model.logits(call.run(model, cache))
         for sequence in range(batch):
@@ -182,7 +182,7 @@ def test_equals_the_plain_computation(
 def test_kernels_are_within_the_error_of_dense_masks(
     seed: int, by_slots: bool, by_counts: bool, page_size: int | None, variant: str, dtype: torch.dtype
 ) -> None:
-    batch, rows = 5, 6  # a budget wants some hundred values
+    batch, rows = 5, 6  # a budget needs some hundred values
     config = replace(MASKED[variant], head_dim=16)
     model = build(config, dtype)
     exact, call = build(config, dtype).double(), draw(seed, batch, rows, by_slots, by_counts)
@@ -214,7 +214,7 @@ def test_a_whole_text_is_a_forward_without_a_cache(variant: str, dtype: torch.dt
     cache, lengths = new_cache(model, 2, 4), torch.tensor(texts)
     zeros = torch.zeros(2, dtype=torch.int64)
     logits = model.logits(model.recompute(tokens, cache, zeros, counts=lengths, visible=lengths))
-    # In two halves: the second sees both, the first one then as well.
+    # In two halves: the second sees both, and then so does the first.
     model.recompute(tokens[:, :5], cache, zeros, counts=lengths.clamp(max=5), visible=lengths)
     model.recompute(tokens[:, 5:], cache, zeros + 5, counts=(lengths - 5).clamp(min=0), visible=lengths)
     assert stored(cache).isfinite().all()
@@ -240,14 +240,12 @@ def test_a_sequence_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
             rows.append(call.alone(sequence).run(some, own)[0, own_rows])
         alone.append(torch.cat(rows))
     assert_same(torch.cat([together[sequence, rows] for sequence, rows in kept.items()]), *alone)
-    # One that has nothing to do is left alone.
+    # One without rows is left alone.
     assert torch.equal(cache.k[:, 1], before.k[:, 1]) and torch.equal(cache.v[:, 1], before.v[:, 1])
 
 
 @pytest.mark.parametrize("page_size", [None, 5])
-def test_kernels_read_where_rows_lie_and_only_what_is_visible(
-    page_size: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_read_in_place_and_only_what_is_visible(page_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, call = build(replace(PLAIN, head_dim=16), torch.float32), draw(5, 2, 4, by_slots=True, by_counts=False)
     call = call._replace(visible=torch.tensor([9, 3]))
     clean, poisoned = (new_cache(model, 2, page_size) for _ in range(2))
@@ -305,7 +303,7 @@ def test_errors_come_before_anything_is_written(changes: dict[str, Tensor], mess
         assert torch.equal(stored(cache), stored(new_cache(model, 2, None)))
 
 
-def test_places_need_pages() -> None:
+def test_slots_need_pages() -> None:
     for config, dtype in ((PLAIN, torch.float64), (replace(PLAIN, head_dim=16), torch.float32)):
         model = build(config, dtype)
         cache = model.new_cache(2, CAPACITY, kind="paged", page_size=4)

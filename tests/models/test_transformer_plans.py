@@ -67,7 +67,7 @@ def test_forwards_under_plans_compile_to_one_graph() -> None:
         mask = pd.masks.pack([pd.masks.noise_aware_causal(6, 5, 2 + i) for i in range(samples)])
         arguments = {"positions": mask.positions, "mask": mask.plan(16, 16), "rows": torch.arange(rows) * 2}
         tokens = random_tokens(2, mask.q_len)
-        # Sizes of the first plan that happen to be equal must not be taken for always equal.
+        # Sizes that happen to be equal in the first plan must not be specialised as equal.
         distinct_sizes = torch.fx.experimental._config.patch(use_duck_shape=False)
         with distinct_sizes, torch.compiler.set_stance("fail_on_recompile" if number else "default"):
             actual = compiled(tokens, **arguments)

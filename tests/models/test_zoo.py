@@ -180,7 +180,7 @@ def test_folders_equal_the_plain_transcription(name: str, shards: int, tmp_path:
 
 @cache
 def plain_tokens(name: str) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """A checkpoint, and a prompt of five with what the plain transcription writes after it."""
+    """A checkpoint, and a prompt of five tokens with the continuation of the plain transcription."""
     state, tokens = random_checkpoint(CHECKPOINTS[name], seed=1, dtype=torch.float32), [3, 1, 4, 1, 5]
     for _ in range(8):
         tokens = [*tokens, int(plain_logits(state, CHECKPOINTS[name], tokens)[-1].argmax())]
@@ -246,7 +246,7 @@ def test_configurations() -> None:
     assert from_hf_config({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2}}).rope_scaling == LinearScaling(2.0)
     config = from_hf_config(QWEN3)
     assert (config.qk_norm, config.qkv_bias, config.head_dim, config.rope_scaling) == (True, False, 8, None)
-    # A window that is named and not used.
+    # A window that is given but not used.
     assert (
         from_hf_config({**{k: v for k, v in QWEN3.items() if k != "use_sliding_window"}, "sliding_window": 8}) == config
     )

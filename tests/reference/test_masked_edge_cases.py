@@ -1,4 +1,4 @@
-"""Edge cases of the masked-diffusion samplers: where the published ones stumble or say nothing, and how it is here."""
+"""Edge cases of the masked-diffusion samplers: where the published ones fail or are undefined, and what happens here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.masked import MASK, ScriptedMasked, fixed, moody, word
 OWN = MaskedTransformerReference(random_weights("llada", seed=1), heads=4, names="llada")
 NEXT = MaskedTransformerReference(random_weights("qwen2", seed=1), heads=4, names="qwen2")
 
-# All samplers with the model's parts, by name, in small blocks where they have any.
+# All samplers with the model's parts, by name, in small blocks if they have any.
 SAMPLERS: dict[str, Callable[..., MaskedResult]] = {
     "llada": llada,
     "llada, blocks": lambda *args, **options: llada(*args, block_size=3, **options),
@@ -68,7 +68,7 @@ def test_no_new_tokens_and_one_new_token(sampler: Callable[..., MaskedResult], m
 
 @every_sampler
 def test_what_ends_a_sequence(sampler: Callable[..., MaskedResult]) -> None:
-    """An end token counts once no mask stands before it. One in the prompt does not, and one that nobody says ends nothing."""
+    """An end token counts once no mask is before it. One in the prompt does not, and one that is never predicted ends nothing."""
     options = {"mask_token": 12}
     whole = sampler(OWN, [3, 5, 1], 8, **options)
     assert len(whole.tokens) == 8
@@ -82,7 +82,7 @@ def test_what_ends_a_sequence(sampler: Callable[..., MaskedResult]) -> None:
     assert sampler(OWN, [absent, 5, 1], 8, end_tokens=(absent,), **options).forwards > 0
 
 
-def test_an_end_token_behind_a_mask_does_not_stop() -> None:
+def test_an_end_token_after_a_mask_does_not_stop() -> None:
     model = ScriptedMasked(fixed([0.3, 0.9, 0.5, 0.8]))
     result = llada(model, [3], 4, mask_token=MASK, end_tokens=(word(2),))
     assert order(result) == [[2], [4], [3], [1]] and result.tokens == [word(1), word(2)]
@@ -96,7 +96,7 @@ def test_an_end_token_behind_a_mask_does_not_stop() -> None:
 def test_the_mask_token_is_never_a_guess(sampler: Callable[..., MaskedResult]) -> None:
     name, plain = "model.transformer.ff_out.weight", sampler(OWN, [3, 1], 7, mask_token=12)
     won = []
-    for sign in (50, -50):  # with one of the two the mask token wins, wherever it is asked
+    for sign in (50, -50):  # with one of the two the mask token wins at every position
         head = OWN.weights[name].clone()
         head[12] = sign * head.abs().sum(0)
         model = MaskedTransformerReference({**OWN.weights, name: head}, heads=4, names="llada")
@@ -115,7 +115,7 @@ def test_the_mask_tokens_probability_enters_no_confidence() -> None:
             assert result.trace[0].confidence == pytest.approx({1: 0.4, 2: 0.7})
 
 
-def test_ties_go_to_the_lowest_place_and_the_lowest_id() -> None:
+def test_ties_go_to_the_lowest_position_and_the_lowest_id() -> None:
     def twins(tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
         row = torch.zeros(MASK + 1, dtype=torch.float64)
         row[[4, 7]] = 3.0
@@ -130,7 +130,7 @@ def test_ties_go_to_the_lowest_place_and_the_lowest_id() -> None:
 
 
 def test_certain_guesses_tie_at_one() -> None:
-    """In half precision everything above 0.998 is 1; in fp64 it takes a distribution without anything else."""
+    """In half precision everything above 0.998 is 1; in fp64 it takes a distribution with all its mass on one token."""
     certain = flat(6, level=math.inf)
 
     def model(tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ def test_no_exploration_and_exploration_that_commits_nothing() -> None:
     result = slowfast(model, [3], 6, mask_token=MASK, k_slow=0, max_exploration=3)
     assert len(result.tokens) == 6 and result.trace[0].committed == {}
     assert slowfast(model, [3], 6, mask_token=MASK, max_exploration=0).trace[0].window == (1, 7)
-    # A single note is a window of one, whose variance is 0: the span is decided by one forward.
+    # A single candidate is a window of one, whose variance is 0: the span is decided by one forward.
     once = slowfast(ScriptedMasked(fixed([0.5, 0.4, 0.3, 0.095])), [3], 4, mask_token=MASK, window=1)
     assert [step.window for step in once.trace][:2] == [(1, 5), (1, 4)]
 
@@ -207,7 +207,7 @@ def test_published_slow_forwards_run_even_if_their_block_is_full() -> None:
 
 
 def test_a_cycle_whose_span_slow_forwards_have_filled() -> None:
-    """Nothing is clear: the span is one place, and the slow phase took it first."""
+    """Nothing is confident: the span is one position, and the slow phase filled it first."""
     model = ScriptedMasked(fixed([0.099, 0.098, 0.097, 0.096]))
     result = slowfast(model, [3], 4, mask_token=MASK)
     assert [step.window for step in result.trace] == [(1, 5), (1, 5), (2, 5), (2, 5)]
@@ -215,7 +215,7 @@ def test_a_cycle_whose_span_slow_forwards_have_filled() -> None:
 
 
 def test_factor_failures() -> None:
-    """The code's loop leaves by the last rank as it does where nothing failed."""
+    """The code's loop exits at the last rank as it does if nothing failed."""
     by = lambda *confidence, factor: shared.surest(dict(enumerate(confidence)), factor=factor)  # noqa: E731
     assert by(0.99, 0.01, factor=1.0) == [0, 1] and by(0.01, factor=0.1) == [0]
     assert by(0.99, 0.01, 0.01, factor=1.0) == [0] and by(0.99, 0.99, 0.01, factor=1.0) == [0, 1, 2]
@@ -223,8 +223,8 @@ def test_factor_failures() -> None:
     assert by(0.9, math.nan, 0.8, 0.7, factor=0.1) == [0] and by(0.99, 0.99, math.nan, math.nan, factor=1.0) == [0, 1]
 
 
-def test_a_ratio_that_comes_to_no_row() -> None:
-    """int(3 * 0.25) is 0: no row is computed behind the first layer, but their V is replaced; with a ratio of 0 it is not."""
+def test_a_ratio_that_rounds_to_no_row() -> None:
+    """int(3 * 0.25) is 0: no row is computed after the first layer, but their V is replaced; with a ratio of 0 it is not."""
     caches = {
         ratio: FeatureCache(OWN, 2, prompt_interval=9, gen_interval=9, transfer_ratio=ratio) for ratio in (0.0, 0.25)
     }
@@ -249,7 +249,7 @@ def test_a_prompt_shorter_than_a_block_and_one_of_whole_blocks() -> None:
 
 
 def test_a_block_that_is_complete_on_entry() -> None:
-    """Nothing is left to do behind the entry, or behind the token that a full block gave."""
+    """Nothing is left to do after the entry, or after the token that a full block gave."""
     result = fast_dllm(OWN, [3, 1], 6, mask_token=12, block_size=3, threshold=0.0)
     assert result.forwards == 2
     result = fast_dllm(NEXT, [3, 1], 3, mask_token=12, block_size=1)
@@ -258,8 +258,8 @@ def test_a_block_that_is_complete_on_entry() -> None:
     assert [step.window for step in result.trace] == [(2, 3), (3, 4), (4, 5)]
 
 
-def test_the_first_row_of_a_window_says_nothing_about_its_place() -> None:
-    """Dream's first row of a block: its place is committed on entry, by the row before it, however unsure that is."""
+def test_the_first_row_of_a_window_does_not_predict_its_position() -> None:
+    """Dream's first row of a block: its position is committed on entry, by the row before it, however low its confidence."""
     result = fast_dllm(NEXT, [3, 1, 4], 8, mask_token=12, block_size=4, threshold=0.01)
     assert [(step.window, list(step.committed)) for step in result.trace] == [
         ((3, 4), [3]),
@@ -272,7 +272,7 @@ def test_the_first_row_of_a_window_says_nothing_about_its_place() -> None:
     assert result.trace[2].committed == {7: logits[6, :12].argmax().item()}
     # Without a cache there is no window: the same threshold takes all at once.
     assert fast_dllm(NEXT, [3, 1, 4], 8, mask_token=12, block_size=4, threshold=0.01, cache="none").forwards == 2
-    # In v2 the small block's rows alone are never asked about its first place.
+    # In v2 the small block's rows alone never predict its first position.
     for step in fast_dllm_v2(NEXT, [3, 1, 4], 12, mask_token=12, threshold=1.0, block_size=8, small_block_size=4).trace:
         assert not any(math.isnan(confidence) for confidence in step.confidence.values())
 

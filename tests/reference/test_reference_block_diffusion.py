@@ -19,7 +19,7 @@ refreshes = st.sampled_from(["causal", "bidirectional"])
 
 
 class Scored(ScriptedTriMode):
-    """Confidence by position: the more often `levels` are walked round, the same again."""
+    """Confidence by position, cycling through `levels`."""
 
     levels = (8.0, 2.0, 4.0)  # 0.99, 0.24, 0.70
 
@@ -122,7 +122,7 @@ def test_the_masks_and_the_refresh(refresh: str) -> None:
 
 
 def test_a_block_by_hand() -> None:
-    """Positions 1 .. 4 behind the prompt [0]; confidence 0.24, 0.70, 0.99, 0.24 by position modulo 3."""
+    """Positions 1 .. 4 after the prompt [0]; confidence 0.24, 0.70, 0.99, 0.24 by position modulo 3."""
     model = Scored(lambda history: len(history) % 10)
     result = block_diffusion(model, [0], 4, mask_token=MASK, block_size=4, threshold=0.9)
     assert result == (
@@ -163,7 +163,7 @@ def test_where_it_stops() -> None:
     assert run(0, ()) == ([], 0, [])
     assert run(8, (1,)) == ([1], 1, [])  # the prompt's token: nothing to denoise
     assert run(1, ()) == ([1], 1, [])
-    # 3 comes first, but 2 before it is open: it ends the block only when that is filled, and 4 never is.
+    # 3 is filled first, but 2 before it is open: it ends the block only when that is filled, and 4 never is.
     assert run(8, (3,))[:2] == ([1, 2, 3], 3)
     assert run(3, ())[:2] == ([1, 2, 3], 3)
     assert run(2, ())[:2] == ([1, 2], 3)

@@ -1,4 +1,4 @@
-"""dLLM-Cache: which rows are computed when, what the others show, and that most of what is kept of a prompt is dead work."""
+"""dLLM-Cache: which rows are computed when, what the others return, and that most of what is cached of a prompt is never used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERVALS = [(1, 1), (3, 2), (2, 5), (4, 4), (100, 3), (100, 100)]
 
 
 def canvases(count: int, new: int = 8, seed: int = 0) -> list[list[int]]:
-    """Masks that are filled in one after the other, in any order."""
+    """Masks that are filled in one at a time, in any order."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(new, generator=generator).tolist()
     canvas, out = [12] * new, []
@@ -39,7 +39,7 @@ def whole(model: MaskedTransformerReference, tokens: list[int]) -> Tensor:
 
 
 class LeanCache:
-    """The same without what nobody reads: of a prompt K and V alone, and what was added to its last row if that is asked.
+    """The same without what is never read: of a prompt only K and V, and what was added to its last row if that is requested.
 
     Takes the two parts of a canvas one by one, as the published table does. `first_layer`: the current revision's rule.
     """
@@ -71,7 +71,7 @@ class LeanCache:
         return attended, self.model.feed_forward(layer, x + attended)
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        """Logits of the new places."""
+        """Logits of the new positions."""
         model, start = self.model, len(PROMPT)
         prompt_due, new_due = (self.step % interval == 0 for interval in self.intervals)
         self.step += 1
@@ -220,7 +220,7 @@ def test_guidance_compares_two_caches() -> None:
         assert step.confidence == pytest.approx({p: distribution[p - 5].max().item() for p in step.confidence})
 
 
-def test_a_shorter_forward_leaves_the_rows_behind_it_as_they_were() -> None:
+def test_a_shorter_forward_leaves_the_rows_after_it_as_they_were() -> None:
     model = MODELS["own"]
     for due in (1, 4):  # rows due in every forward, or in every fourth
         cache = FeatureCache(model, 5, prompt_interval=due, gen_interval=due, transfer_ratio=0.5)
@@ -264,7 +264,7 @@ def test_the_baseline_of_the_last_forward_forgets_a_slow_drift() -> None:
         for canvas in canvases(8, seed=1):
             cache(canvas)
             runs[baseline].append([rows for rows in cache.computed])
-    assert runs["last"][:2] == runs["recomputed"][:2]  # nothing was recomputed but by the forward before
+    assert runs["last"][:2] == runs["recomputed"][:2]  # nothing was recomputed except by the forward before
     assert runs["last"] != runs["recomputed"]
 
 

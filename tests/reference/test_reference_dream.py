@@ -1,4 +1,4 @@
-"""Dream's sampler: its times, its scores of the distribution that is drawn from, and the orders that chance decides."""
+"""Dream's sampler: its times, its scores of the distribution that is drawn from, and random orders."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_scores_are_of_the_distribution_that_is_drawn_from(
 
 
 def test_the_order_is_drawn_by_the_scores() -> None:
-    """Two of three places; the distribution of the pair is that of drawing without putting back."""
+    """Two of three positions; the distribution of the pair is that of drawing without replacement."""
     confidence = [0.9, 0.5, 0.3]
     model = ScriptedMasked(fixed(confidence))
     seen: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -141,7 +141,7 @@ def test_the_order_is_drawn_by_the_scores() -> None:
 def test_by_hand() -> None:
     model = ScriptedMasked(fixed([0.3, 0.9, 0.5, 0.8, 0.7]), "next")
     result = dream(model, [3], 5, mask_token=MASK, steps=2, end_tokens=(word(3),))
-    # int(5 * (1 - 0.5005)) = 2, then the rest: the end token at place 3 cuts what is behind it.
+    # int(5 * (1 - 0.5005)) = 2, then the rest: the end token at position 3 cuts what follows it.
     assert [step.committed for step in result.trace] == [{2: word(2), 4: word(4)}, {1: word(1), 3: word(3), 5: word(5)}]
     assert result.tokens == [word(1), word(2), word(3)] and result.forwards == 2
     assert committed(dream(model, [3], 2, mask_token=MASK, steps=6)) == [0, 0, 0, 0, 0, 2]

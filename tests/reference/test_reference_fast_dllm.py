@@ -23,7 +23,7 @@ PROMPT = [3, 1, 4]
 def side_by_side(
     model: MaskedTransformerReference, entry: list[int], now: list[int], start: int, stop: int
 ) -> torch.Tensor:
-    """Logits by place of the rows start .. stop - 1 of `now`, where all other rows are those of `entry`."""
+    """Logits by position of the rows start .. stop - 1 of `now`, where all other rows are those of `entry`."""
     length, fresh = len(entry), stop - start
     tokens = torch.tensor([[*entry, *now[start:stop]]])
     positions = torch.tensor([[*range(length), *range(start, stop)]])
@@ -100,7 +100,7 @@ def test_without_a_cache_it_is_llada_with_another_rule(
 
 
 def test_threshold_and_factor_by_hand() -> None:
-    """Confidence 0.3, 0.9, 0.5, 0.9, 0.7 from place 1 on."""
+    """Confidence 0.3, 0.9, 0.5, 0.9, 0.7 from position 1 on."""
     model = ScriptedMasked(fixed([0.3, 0.9, 0.5, 0.9, 0.7]))
     committed = lambda **options: [  # noqa: E731
         sorted(step.committed) for step in fast_dllm(model, [3], 5, mask_token=MASK, cache="none", **options).trace
@@ -108,7 +108,7 @@ def test_threshold_and_factor_by_hand() -> None:
     assert committed(threshold=0.9 - 1e-9) == [[2, 4], [5], [3], [1]]  # two reach it, then the best one
     assert committed(threshold=0.6) == [[2, 4, 5], [3], [1]]
     # c = .9 .9 .7 .5 .3 against 1 - f / 3, 1 - f / 4, ...: with f = 1 .667 .75 fails at rank 3
-    # then .7 .5 .3 fails at rank 2, then .5 .3 fails at its last rank, which counts for nothing.
+    # then .7 .5 .3 fails at rank 2, then .5 .3 fails at its last rank, which does not count.
     assert committed(threshold=None, factor=1.0) == [[2, 4], [5], [1, 3]]
     assert committed(threshold=None, factor=5.0) == [[1, 2, 3, 4, 5]]
     assert committed(threshold=0.9 - 1e-9, block_size=2) == [[2], [1], [4], [3], [5]]
@@ -118,7 +118,7 @@ def test_threshold_and_factor_by_hand() -> None:
 @pytest.mark.parametrize(
     ("steps", "committed"), [(None, [1, 1, 1, 1]), (1, [1, 3]), (2, [1, 3]), (3, [1, 2, 1]), (9, [1] * 4)]
 )
-def test_quotas_behind_an_entry_that_commits_one_place(steps: int | None, committed: list[int]) -> None:
+def test_quotas_after_an_entry_that_commits_one_position(steps: int | None, committed: list[int]) -> None:
     result = fast_dllm(MODELS["next"], PROMPT, 4, mask_token=12, threshold=None, steps=steps)
     assert [len(step.committed) for step in result.trace] == committed
     assert list(result.trace[0].committed) == [3] and result.trace[0].window == (3, 4)

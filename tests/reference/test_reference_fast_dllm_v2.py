@@ -1,4 +1,4 @@
-"""Fast-dLLM v2: every forward again from the versions of the rows that it may see, and its schedule step by step."""
+"""Fast-dLLM v2: every forward recomputed from the versions of the rows that it may see, and its schedule step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASK = 12
 
 
 class Versions:
-    """All rows that ever went through a model, side by side: each sees the newest version of every place.
+    """All rows that ever went through a model, side by side: each sees the newest version of every position.
 
     So the logits of every forward come from one dense forward of the model, in which nothing is kept or replaced.
     """
@@ -49,7 +49,7 @@ def replay(
     start = len(prompt) // size * size
 
     def check(logits: Tensor, first: int, window: tuple[int, int]) -> None:
-        """`logits` row i stands at place first + i."""
+        """`logits` row i is at position first + i."""
         step = next(steps)
         assert step.tokens == canvas and step.window == window
         open_places = [p for p in range(max(window[0], len(prompt)), window[1]) if canvas[p] == MASK]
@@ -93,7 +93,7 @@ def replay(
     [
         ([3, 1, 4], 11, 8, 4),  # shorter than a block: no forward of its own
         ([3, 1, 4, 1, 5, 9, 2, 6], 9, 4, 2),  # two whole blocks: they give the next token
-        ([3, 1, 4, 1, 5], 8, 4, 4),  # one block in one piece
+        ([3, 1, 4, 1, 5], 8, 4, 4),  # exactly one block
         ([3, 1, 4, 1, 5, 9], 7, 6, 4),  # the last small block of a block is shorter
         ([3, 1], 3, 1, 1),  # autoregressive
         ([3], 1, 8, 2),

@@ -43,7 +43,7 @@ def test_a_block_shrinks_and_the_next_one_starts_from_the_seed_token() -> None:
     prompt, written = [9, 8], [1, 2, 3, 4, 5, 6, 7]
     result = jacobi(FakeModel(from_list(written, 2)).plain, prompt, 7, block_size=3, seed=5)
     assert result.tokens == written
-    # Off the written track the model says 0, so no filler is ever confirmed.
+    # Off the script the model predicts 0, so no filler is ever confirmed.
     first, second, third, fourth = result.trace[:4]
     assert (first.draft, first.accepted) == ([1, 0, 0], 1)
     assert second.draft == first.predictions[:2]  # shifted by the accepted token, its last prediction dropped

@@ -31,7 +31,7 @@ PAD = VOCABULARY - 1
 
 
 def alternating(history: list[int]) -> int:
-    """Four tokens that need the one before, then four that only need their place."""
+    """Four tokens that depend on the one before, then four that depend on their position only."""
     return (3 * history[-1] + 1) % VOCABULARY if len(history) // 4 % 2 == 0 else (5 * len(history) + 2) % VOCABULARY
 
 
@@ -43,7 +43,7 @@ ALL_SCRIPTS = {**SCRIPTS, "alternating": alternating, "repeating": repeating}
 
 
 def assert_sound(result: JacobiMultiblockResult, rows: int, pseudo: int) -> None:
-    """What holds for every forward, whatever the model."""
+    """Invariants of every forward, whatever the model."""
     for step in result.trace:
         lengths = [len(row) for row in step.rows]
         assert len(set(lengths)) == 1 and 1 <= len(step.rows) <= rows and len(step.pseudo) <= pseudo
@@ -125,7 +125,7 @@ def test_published_equals_greedy(script, prompt, limit, block_size, blocks, spaw
     assert result.tokens == greedy.tokens
     assert result.forwards == len(model.calls) == len(result.trace) + (limit > 0)
     assert_sound(result, max(1, pool_size), blocks - 1)
-    assert all(len(step.rows) != 2 for step in result.trace)  # one candidate is none
+    assert all(len(step.rows) != 2 for step in result.trace)  # one candidate is the draft itself
 
 
 @settings(max_examples=20)
@@ -166,20 +166,21 @@ def test_one_block_and_one_row_is_single_block_decoding(
     ]
 
 
-def test_a_promoted_block_is_carried_on() -> None:
-    """Off its written track the script says 0. Blocks of four; the second one opens after two accepted tokens."""
+def test_a_promoted_block_continues() -> None:
+    """Off its track the script predicts 0. Blocks of four; the second one opens after two accepted tokens."""
     written = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     result = jacobi_multiblock(ScriptedTriMode(from_list(written, 2)), [9, 8], 9, block_size=4, spawn_ratio=0.5, seed=5)
-    spare = fillers(filler_words(5, 3, 4)[2], [9, 8, 1])[2:]  # drawn by forward 2 out of what was committed before it
+    spare = fillers(filler_words(5, 3, 4)[2], [9, 8, 1])[2:]  # drawn by forward 2 from what was committed before it
     assert 0 not in spare
     assert result.trace[:5] == [
         MultiblockStep([[1, 0, 0, 0]], [], 0, [2, 0, 0, 0], 1),
         MultiblockStep([[2, 0, 0]], [], 0, [3, 0, 0], 1),
-        # The clone of the new draft, and fillers behind it.
+        # The clone of the new draft, and fillers after it.
         MultiblockStep([[3, 0]], [PseudoBlock([], [3, 0, *spare])], 0, [4, 0], 1),
-        # 3 is accepted without a test, the 0 behind it because the model says so; the rest is what the model says.
+        # 3 is accepted without a test, the 0 after it because the model predicts it; the rest are the model's
+        # predictions.
         MultiblockStep([[4]], [PseudoBlock([3, 0], [0, 0])], 0, [5], 1),
-        # Promoted: the known token in front, the rest as a draft. No room for a third block.
+        # Promoted: the known token first, the rest as a draft. No room for a third block.
         MultiblockStep([[5, 0, 0, 0]], [], 0, [6, 0, 0, 0], 1),
     ]
     assert result.tokens == written
@@ -190,7 +191,7 @@ def test_a_candidate_wins() -> None:
     written = [1, 2, 3, 1, 2, 3, 4, 5, 6]
     result = jacobi_multiblock(ScriptedTriMode(from_list(written, 2)), [9, 8], 9, block_size=8, blocks=1)
     assert [step.accepted for step in result.trace] == [1, 1, 1, 3, 1, 1]
-    # Newest first: the text as it stood after forward 3, then as it stood after forward 2. Equals: the first one.
+    # Newest first: the text after forward 3, then the text after forward 2. On ties the first one.
     assert result.trace[3] == MultiblockStep(
         [[1, 0, 0, 0, 0], [1, 2, 3, 1, 0], [1, 2, 3, 0, 0]], [], 1, [2, 3, 4, 0, 0], 3
     )
@@ -202,7 +203,7 @@ def test_a_candidate_wins() -> None:
 @pytest.mark.parametrize("script", sorted(ALL_SCRIPTS))
 @pytest.mark.parametrize("blocks", [2, 3])
 def test_each_forward_leads_to_the_next(script: str, blocks: int) -> None:
-    """What the real block, the pseudo blocks and their order must be, told from one recorded forward to the next."""
+    """What the real block, the pseudo blocks and their order must be, derived from one recorded forward to the next."""
     prompt, size, needed, limit = [3, 1, 4, 1], 6, math.ceil(0.5 * 6), 31
     model = ScriptedTriMode(ALL_SCRIPTS[script])
     result = jacobi_multiblock(model, prompt, limit, block_size=size, blocks=blocks, spawn_ratio=0.5, seed=3)
@@ -271,7 +272,7 @@ def test_the_mask_of_branches() -> None:
     assert len(counts) > 2
 
 
-def test_branches_are_forwards_of_their_own() -> None:
+def test_branches_equal_separate_forwards() -> None:
     model = Table(6)
     branches = [[1, 2, 3], [1, 4, 4], [1, 2, 0]]
     together = branch_predictions(model, [5, 2], branches)
@@ -279,8 +280,8 @@ def test_branches_are_forwards_of_their_own() -> None:
         assert branch_predictions(model, [5, 2], [branch]) == [predictions]
 
 
-def test_published_blocks_start_anew() -> None:
-    """Every token is right once it was predicted. A full block costs a forward for the pseudo block that comes too late."""
+def test_published_blocks_start_from_scratch() -> None:
+    """Every token is right once it was predicted. A full block costs a forward for the late pseudo block."""
     model = ScriptedTriMode(SCRIPTS["position"])
     result = jacobi_multiblock_published(model, [3], 12, pad_token=PAD, block_size=4, seed=2)
     text = result.tokens
@@ -297,7 +298,7 @@ def test_published_blocks_start_anew() -> None:
     assert carried.forwards < result.forwards
 
 
-def test_published_call_goes_on_where_a_third_block_was_spawned() -> None:
+def test_published_call_continues_where_a_third_block_was_spawned() -> None:
     """A block that is full before its pseudo block was fed is passed over twice: the code then counts no active block, and the forward
     that feeds the pseudo block spawns another, so that the promoted block is not the only one and the call does not end."""
     model = ScriptedTriMode(SCRIPTS["position"])
@@ -305,18 +306,18 @@ def test_published_call_goes_on_where_a_third_block_was_spawned() -> None:
         model, [3], 12, pad_token=PAD, block_size=4, spawn_ratio=0.25, seed=2, max_iterations=6
     )
     text, late = result.tokens, ([], [PseudoBlock([], [PAD] * 4)], 0)
-    # The promoted draft, all predictions, is right at once; a new call would begin with random tokens.
+    # The promoted draft, all predictions, is right at once; a fresh call would begin with random tokens.
     expected = [entry for start in (0, 4, 8) for entry in ((text[start : start + 4], [], 4), late)]
     assert [(step.rows[0], step.pseudo, step.accepted) for step in result.trace] == expected
 
 
 def test_published_pool_and_candidates() -> None:
-    """Two candidates or none, newest entry skipped, duplicates kept: the two standing texts behind the newest tail."""
+    """Two candidates or none, newest entry skipped, duplicates kept: the two provisional texts after the newest tail."""
     written = [1, 2, 3, 1, 2, 3, 4, 5]
     model = ScriptedTriMode(from_list(written, 2))
     result = jacobi_multiblock_published(model, [9, 8], 8, pad_token=PAD, block_size=8, blocks=1)
     assert [len(step.rows) for step in result.trace[:3]] == [1, 1, 1]
-    # Forward 2 left [1, 2, 3, 0, ..] standing, forward 3 [1, 2, 3, 1, ..]; forward 1 is out of the pool.
+    # Forward 2 left [1, 2, 3, 0, ..], forward 3 [1, 2, 3, 1, ..]; forward 1 is out of the pool.
     assert result.trace[3].rows == [[1, 0, 0, 0, 0], [1, 2, 3, 1, 0], [1, 2, 3, 0, 0]]
     assert (result.trace[3].row, result.trace[3].accepted) == (1, 3)
     small = jacobi_multiblock_published(model, [9, 8], 8, pad_token=PAD, block_size=8, blocks=1, pool_size=2)
@@ -333,7 +334,7 @@ def test_published_pseudo_block_feeds_the_pool_alone() -> None:
     assert two.forwards >= one.forwards
     real = [step for step in two.trace if step.rows[0]]
     starts = [step for step in real if len(step.rows[0]) == 8]
-    assert len(starts) == 3 and all(not step.pseudo for step in starts)  # nothing comes over from the block before
+    assert len(starts) == 3 and all(not step.pseudo for step in starts)  # nothing is carried over from the block before
 
 
 def test_published_pseudo_blocks_follow_the_first_row() -> None:
@@ -390,7 +391,7 @@ def test_recycled() -> None:
         ((2,), 9, [1, 2]),
         ((4,), 9, [1, 2, 3, 4]),  # the last token of a block
         ((5,), 9, [1, 2, 3, 4, 5]),  # the first of the next one
-        ((0,), 6, [1, 2, 3, 4, 5, 6]),  # an end token in pseudo blocks and rejected drafts is none
+        ((0,), 6, [1, 2, 3, 4, 5, 6]),  # an end token in pseudo blocks and rejected drafts does not count
         ((), 1, [1]),
         ((), 4, [1, 2, 3, 4]),
         ((), 5, [1, 2, 3, 4, 5]),

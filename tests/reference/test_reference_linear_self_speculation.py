@@ -70,7 +70,7 @@ def test_greedy_equals_autoregressive(script, skill, prompt, limit, block_size, 
     seed=st.integers(0, 99), prompt=st.lists(st.integers(0, 5), min_size=1, max_size=5), block_size=st.integers(1, 6)
 )
 def test_greedy_on_a_transformer(seed: int, prompt: list[int], block_size: int) -> None:
-    """A random model even says the mask token now and then, which on request is a token like any other to the verifier."""
+    """A random model even predicts the mask token occasionally, which on request is an ordinary token for the verifier."""
     model = TinyTransformer(6, seed)
     greedy = autoregressive(model, prompt, 9)
     for drafter in (None, model):
@@ -135,7 +135,7 @@ def small() -> Table:
 
 
 def outcomes(model: Table, runs: int, temperature: float, **options: Any) -> tuple[Counter[tuple[int, ...]], float]:
-    """How often each three tokens came, and the draft tokens accepted per cycle."""
+    """Counts of each triple of tokens, and the draft tokens accepted per cycle."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = cycles = 0
     for seed in range(runs):
@@ -153,7 +153,7 @@ def test_distribution_of_both_verifications(small: Table) -> None:
     reject, tested = outcomes(small, 400, 1.2, block_size=4, verification="rejection")
     assert follows(compare, expected) and follows(reject, expected)
     assert tested > compared + 0.05  # sum of min(p, q) against sum of p q
-    assert not follows(reject, sequence_distribution(small, [1], 3, 0.8))  # the test does tell distributions apart
+    assert not follows(reject, sequence_distribution(small, [1], 3, 0.8))  # the test does distinguish distributions
 
 
 def test_verdict_is_the_distribution_of_the_verifier() -> None:
@@ -176,7 +176,7 @@ def test_zero_accepted_and_all_accepted() -> None:
     assert result == (
         [1, 2, 3, 4],
         7,
-        # The guesses are the right tokens plus one. Off its track the script says 0.
+        # The guesses are the right tokens plus one. Off its track the script predicts 0.
         [LinearStep([1, 3, 4], [2, 0, 0], 1, 2), LinearStep([2, 4], [3, 0], 1, 2), LinearStep([3], [4], 1, 2)],
     )
     model = ScriptedTriMode(from_list(written, 2), always)
@@ -210,7 +210,7 @@ def test_some_accepted() -> None:
         ((5,), 9, [1, 2, 3, 4, 5], [4], 3),  # the bonus token
         ((6, 7), 9, [1, 2, 3, 4, 5, 6], [4, 2], 5),
         ((), 1, [1], [], 1),
-        ((), 2, [1, 2], [1], 3),  # the bonus alone is wanted
+        ((), 2, [1, 2], [1], 3),  # only the bonus token is requested
         ((), 4, [1, 2, 3, 4], [3], 3),  # inside the accepted part
         ((), 5, [1, 2, 3, 4, 5], [4], 3),
         ((), 6, [1, 2, 3, 4, 5, 6], [4, 1], 5),

@@ -117,7 +117,7 @@ def test_what_holds_for_every_run(
 
 
 @pytest.mark.parametrize("predicts", ["own", "next"])
-def test_one_token_a_step_takes_the_most_confident_place_each_time(predicts: str) -> None:
+def test_one_token_a_step_takes_the_most_confident_position_each_time(predicts: str) -> None:
     model = ScriptedMasked(moody, predicts)
     result = llada(model, [3, 1], 7, mask_token=MASK, steps=7)
     canvas = [3, 1] + [MASK] * 7
@@ -130,7 +130,7 @@ def test_one_token_a_step_takes_the_most_confident_place_each_time(predicts: str
 
 
 def test_two_blocks_by_hand() -> None:
-    """Behind [3]; confidence 0.3, 0.9, 0.5, 0.9, 0.7 from place 1 on."""
+    """After [3]; confidence 0.3, 0.9, 0.5, 0.9, 0.7 from position 1 on."""
     model = ScriptedMasked(RULES["fixed"])
     result = llada(model, [3], 5, mask_token=MASK, block_size=3, steps=4)
     w = word
@@ -143,7 +143,7 @@ def test_two_blocks_by_hand() -> None:
     assert result.tokens == [w(p) for p in range(1, 6)] and isinstance(result.trace[0], MaskedStep)
 
 
-def test_random_order_is_that_of_the_places_and_forwards() -> None:
+def test_random_order_is_that_of_the_positions_and_forwards() -> None:
     model = ScriptedMasked(RULES["fixed"])
     result = llada(model, [3], 6, mask_token=MASK, steps=3, remasking="random", seed=5)
     left = set(range(1, 7))
@@ -192,7 +192,7 @@ def test_guidance() -> None:
 
 
 def test_late_end_and_no_end() -> None:
-    """Place 1 says 7 with 0.6, place 2 says 5 with 0.5."""
+    """Position 1 predicts 7 with 0.6, position 2 predicts 5 with 0.5."""
     model = ScriptedMasked(lambda tokens, place: [(7, 0.6), (5, 0.5)][place - 1])
     run = lambda **options: llada(model, [3], 2, mask_token=MASK, end_tokens=(7,), **options)  # noqa: E731
     assert run().tokens == [7] and run().forwards == 1
@@ -200,7 +200,7 @@ def test_late_end_and_no_end() -> None:
     assert late.tokens == [7] and [list(step.committed) for step in late.trace] == [[2], [1]]
     assert late.trace[0].confidence == pytest.approx({1: 0.0, 2: 0.5 / (1 - 0.5 / 11)})
     never = run(no_end=True)
-    assert never.tokens == [0, 5]  # the lowest of the ids that share what is left
+    assert never.tokens == [0, 5]  # the lowest of the ids that share the rest
     assert never.trace[0].confidence == pytest.approx({1: 1 / 11, 2: 0.5 / (1 - 0.5 / 11)})
     sampled = run(late_end=True, temperature=1.0, seed=4)
     for step in sampled.trace:

@@ -20,7 +20,7 @@ def built(names: str, **sizes: object) -> MaskedTransformerReference:
 @pytest.mark.parametrize("names", ["llada", "qwen2"])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_against_torch(names: str, kv_heads: int) -> None:
-    """Complex rotation, scaled_dot_product_attention, rms_norm: nothing of the reference's own."""
+    """Complex rotation, scaled_dot_product_attention, rms_norm: none of the reference's own code."""
     model = built(names, kv_heads=kv_heads, seed=kv_heads)
     w, n = model.weights, NAMES[names]
     x = F.embedding(TOKENS[0], w[n["embedding"] + ".weight"])

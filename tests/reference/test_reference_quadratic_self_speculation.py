@@ -150,7 +150,7 @@ def test_the_mask_of_every_forward(layout: str, in_group: str, label_shift: int)
         draft_model=model,
     )
     count = 4 - label_shift
-    # The prompt's forward is a group behind the prompt's last token.
+    # The prompt's forward is a group after the prompt's last token.
     starts, drafts = [2, 3], [[4], *(step.draft for step in result.trace)]
     for step in result.trace[:-1]:
         starts.append(starts[-1] + step.accepted)
@@ -170,7 +170,7 @@ def test_the_mask_of_every_forward(layout: str, in_group: str, label_shift: int)
 
 
 def test_the_layout_of_two_draft_tokens() -> None:
-    """The example of two draft tokens with two masks each, behind a prefix of three."""
+    """The example of two draft tokens with two masks each, after a prefix of three."""
     tokens, positions, mask, rank = quadratic_input([7, 8, 9], [1, 2], MASK, 2, "bidirectional", "interleaved")
     assert tokens == [7, 8, 9, 1, MASK, MASK, 2, MASK, MASK]
     assert positions.tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6] and rank.tolist() == [0, 0, 0, 0, 1, 2, 0, 1, 2]
@@ -199,7 +199,7 @@ def test_draft_rows_are_those_of_a_causal_model() -> None:
 
 
 def test_a_walk_through() -> None:
-    """Draft A B C D behind ten tokens, verified as B C X: three are committed, and group 2 gives the next draft."""
+    """Draft A B C D after ten tokens, verified as B C X: three are committed, and group 2 gives the next draft."""
     prompt, (a, b, c, x), wrong = list(range(10)), (11, 12, 13, 14), 15
     model = ScriptedTriMode(from_list([a, b, c, x, 16, 17, 18, 19, 20], 10), lambda history, position: position != 13)
     result = quadratic_self_speculation(model, prompt, 9, mask_token=MASK, block_size=4)
@@ -217,7 +217,7 @@ def test_nothing_accepted_and_all_accepted() -> None:
     assert result == (
         [1, 2, 3, 4],
         4,
-        # Group 0 guesses behind the anchor; a guess is the right token plus one. Off its track the script says 0.
+        # Group 0 guesses after the anchor; a guess is the right token plus one. Off its track the script predicts 0.
         [QuadraticStep([1, 3, 4], [2, 0, 0], 1), QuadraticStep([2, 4], [3, 0], 1), QuadraticStep([3], [4], 1)],
     )
     result = quadratic_self_speculation(
@@ -236,7 +236,7 @@ def test_nothing_accepted_and_all_accepted() -> None:
         ((1,), 9, [1], []),
         ((3,), 9, [1, 2, 3], [3]),
         ((4,), 9, [1, 2, 3, 4], [4]),
-        ((5,), 9, [1, 2, 3, 4, 5], [4]),  # the token behind the accepted ones: no further forward
+        ((5,), 9, [1, 2, 3, 4, 5], [4]),  # the token after the accepted ones: no further forward
         ((7,), 9, [1, 2, 3, 4, 5, 6, 7], [4, 3]),
         ((), 1, [1], []),
         ((), 2, [1, 2], [1]),
@@ -259,7 +259,7 @@ def test_both_ensembles() -> None:
     mixed = verifier(own, diffusion, 0.25, "probability").exp()
     expected = 0.25 * own.double().softmax(-1) + 0.75 * diffusion.double().softmax(-1)
     assert_within_budget(mixed.float(), expected, expected.float(), name="ensemble")
-    # Their verdicts differ: sure diffusion rows weigh more among logits.
+    # Their verdicts differ: confident diffusion rows weigh more among logits.
     assert verifier(own, diffusion, 0.6, "logit").argmax() == 0
     assert verifier(own, diffusion, 0.6, "probability").argmax() == 0
     assert verifier(own, diffusion, 0.7, "logit").argmax() == 0

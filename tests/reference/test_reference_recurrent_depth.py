@@ -1,4 +1,4 @@
-"""The reference model: its parts against each other, with a past and without, and against a formulation of its own."""
+"""The reference model: its parts against each other, with a past and without, and against an independent formulation."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def logits_by_hand(model: RecurrentDepthReference, tokens: list[int], recurrence
 
 
 @pytest.mark.parametrize("recurrences", [0, 1, 3])
-def test_against_a_formulation_of_its_own(recurrences: int) -> None:
+def test_against_an_independent_formulation(recurrences: int) -> None:
     model, tokens = tiny(seed=4), [3, 1, 4, 1, 5]
     assert close(
         forward(model, tokens, model.new_past(), recurrences, init), logits_by_hand(model, tokens, recurrences)
     )
 
 
-def test_an_lm_head_of_its_own_is_used() -> None:
+def test_a_separate_lm_head_is_used() -> None:
     model = tiny()
     logits = model.coda(init(0, rows(0, 3)), 0)
     model.weights["lm_head.weight"] = 2 * model["wte.weight"]
@@ -94,7 +94,7 @@ def test_a_past_replaces_the_rows_it_came_from(seed: int, length: int, data: st.
 
 
 def test_more_recurrences_read_the_last_rows_of_the_prefix() -> None:
-    """Frozen rows are those of the last recurrence: one forward over all the text is another thing, unless no state matters."""
+    """Frozen rows are those of the last recurrence: one forward over the whole text differs, unless no state matters."""
     tokens = [3, 1, 4, 1, 5]
     for state_scale, equal in ((1.0, False), (0.0, True)):
         model = tiny(state_scale=state_scale)
@@ -138,7 +138,7 @@ def test_causality(seed: int, changed: int, recurrences: int) -> None:
 
 
 def test_positions_matter_only_relatively_without_a_past() -> None:
-    """RoPE: all rows further on by the same amount see each other as before."""
+    """RoPE: rows shifted by the same amount see each other as before."""
     model, tokens, state = tiny(), torch.tensor([3, 1, 4]), init(0, rows(0, 3))
     assert close(model.prelude(tokens, 0), model.prelude(tokens, 40))
     e = model.prelude(tokens, 0)
@@ -161,7 +161,7 @@ def test_a_small_state_weight_makes_a_contraction() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_smaller_dtypes(dtype: torch.dtype) -> None:
-    """Close to fp64 in the measure of the dtype, and nothing of another dtype comes out."""
+    """Close to fp64 within the precision of the dtype, and all results have that dtype."""
     weights = random_weights(vocab_size=13, hidden_size=12, heads=2, intermediate_size=10, state_scale=0.1)
     small = RecurrentDepthReference({name: weight.to(dtype) for name, weight in weights.items()})
     exact = RecurrentDepthReference({name: weight.to(dtype).double() for name, weight in weights.items()})

@@ -26,7 +26,7 @@ token = st.integers(0, 12)
 
 
 def text_of(script: Script, prompt: list[int], limit: int, ends: Sequence[int] = ()) -> list[int]:
-    """What a script writes, one token after the other."""
+    """What a script writes, token by token."""
     written: list[int] = []
     while len(written) < limit and not (written and written[-1] in ends):
         written.append(script([*prompt, *written]))
@@ -72,7 +72,7 @@ def test_a_wave_of_one_is_adaptive_decoding(seed: int, inner: int, state_scale: 
 @settings(max_examples=10)
 def test_a_contraction_converges_to_the_tokens_of_static_decoding(seed: int, inner: int, data: st.DataObject) -> None:
     """Remark 3.1: the first position settles, then the conditioning of the next one, and so on."""
-    model = tiny(seed, state_scale=0.03)  # at 0.1 some of these models keep moving for ever
+    model = tiny(seed, state_scale=0.03)  # at 0.1 some of these models never settle
     prompt = data.draw(st.lists(token, min_size=1, max_size=4))
     options: dict[str, Any] = {
         "momentum": data.draw(st.sampled_from([0.0, 0.1, 0.4])),
@@ -158,7 +158,7 @@ def test_without_the_guard_stale_keys_stay() -> None:
 @pytest.mark.parametrize(("rule", "frozen"), [("prefix", 1), ("last", 3)])
 def test_prefix_and_last_on_distances_made_by_hand(rule: str, frozen: int) -> None:
     """Rows 0 and 2 have settled, row 1 has not: the prefix rule freezes one row, the last rule three."""
-    slow = {3: 6, 4: 100}  # row 0 stands at 3 at first
+    slow = {3: 6, 4: 100}  # row 0 is at position 3 at first
     model = Scripted(SCRIPTS["position"], lambda position: slow.get(position, 0))
     result = recurrent_diffusion(
         model, PROMPT, 12, init=zeros, inner_recurrence=2, rule=rule, max_recurrences=40, threshold=0.03
@@ -195,13 +195,13 @@ def test_fixed_freezes_when_a_position_has_had_its_recurrences() -> None:
 
 
 def test_token_stability() -> None:
-    """The wave's predictions are right at once with the position script: `stability` steps confirm the first one."""
+    """With the position script the wave's predictions are right at once: `stability` steps confirm the first one."""
     model = Scripted(SCRIPTS["position"], lambda position: 10**6)
     options: dict[str, Any] = {"init": zeros, "inner_recurrence": 2, "recurrences": 6, "max_recurrences": 0}
     options |= {"exit": "token-stability"}
     result = recurrent_diffusion(model, PROMPT, 12, **options)
     assert [step.frozen for step in result.trace[:6]] == [0, 0, 0, 0, 1, 1]  # 6 // 2 + 1 = 4 unchanged steps
-    # A token that changes starts its count anew. This one is never the same in three steps: only the limit of 24 freezes it.
+    # A token that changes restarts its count. This one is never the same in three steps: only the limit of 24 freezes it.
     calls = {"forward": 0}
 
     def script(history: list[int]) -> int:
@@ -242,7 +242,7 @@ def test_a_shorter_generation_is_the_beginning_of_a_longer_one(
 
 @pytest.mark.parametrize("cut", range(1, 9))
 def test_an_end_token_stops_at_any_step(cut: int) -> None:
-    """The script says increasing ids, so each one comes once."""
+    """The script predicts increasing ids, so each one comes once."""
     script = lambda history: len(history) % VOCABULARY  # noqa: E731
     end = len(PROMPT) + cut - 1
     for settle in (0, 5):
@@ -252,7 +252,7 @@ def test_an_end_token_stops_at_any_step(cut: int) -> None:
 
 
 def by_rows(model: Any, prompt: list[int], limit: int, seed: int, **options: Any) -> list[tuple[Any, ...]]:
-    """The sampler once more, out of the row kernels' references: rows read at a shifted place, integers decided at once."""
+    """The sampler once more, built from the row kernels' references: rows read at an offset, integers decided at once."""
     inner, headway, most = options["inner_recurrence"], options["headway"], options["max_wavefront"]
     captured: dict[str, Any] = {}
     norm = model._norm
@@ -409,7 +409,7 @@ def test_unknown_options(wrong: dict[str, Any]) -> None:
         recurrent_diffusion(Scripted(SCRIPTS["position"]), PROMPT, 3, init=zeros, **wrong)
 
 
-def test_nothing_asked_for() -> None:
+def test_no_tokens_requested() -> None:
     assert recurrent_diffusion(tiny(), PROMPT, 0, init=init) == ([], 0, 0, [])
     assert recurrent_diffusion(tiny(), PROMPT, 1, init=init, recurrences=2)[1:] == (1, 2, [])
     assert rows(3, 0).tolist() == []

@@ -1,4 +1,4 @@
-"""The released sampler with its slips: each of them shown on a model whose states and tokens are known."""
+"""The released sampler with its errors: each of them shown on a model whose states and tokens are known."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def greedy(logits: Tensor, positions: Sequence[int]) -> list[int]:
 def run(
     script: Script | str, limit: int, settle: Any = lambda position: 0, **options: Any
 ) -> tuple[PublishedResult, Scripted]:
-    """Without noise, which the scripted states cannot take."""
+    """Without noise, which the scripted states do not support."""
     model = Scripted(SCRIPTS[script] if isinstance(script, str) else script, settle)
     options = {"init": zeros, "sample": greedy, "noise": 0.0, "inner_recurrence": 1, "recurrences": 4, **options}
     return recurrent_published(model, PROMPT, limit, **options), model
@@ -56,7 +56,7 @@ def far(positions: int) -> float:
     return (direction(0) - direction(positions)).norm().item()
 
 
-def test_a_step_behind_a_freeze_compares_with_the_neighbour() -> None:
+def test_a_step_after_a_freeze_compares_with_the_neighbour() -> None:
     """All states have settled, so an aligned distance is 0. A row's first one is to its initial state, which is 0: it is 1."""
     result, _ = run("position", 12, max_wavefront=16)
     assert [step.distance for step in result.trace[:3]] == [
@@ -106,7 +106,7 @@ def test_a_wave_of_one_makes_no_progress() -> None:
 
 
 @pytest.mark.parametrize("cap", [2, 3, 5])
-def test_the_wave_stands_at_its_limit(cap: int) -> None:
+def test_the_wave_stays_at_its_limit(cap: int) -> None:
     result, model = run("bigram", 10, lambda position: position % 5, max_wavefront=cap)
     assert max(model.widths) == cap and result.standing > 0
     # The script's tokens all the same, as long as no stale key is frozen, which the script would read.
@@ -114,7 +114,7 @@ def test_the_wave_stands_at_its_limit(cap: int) -> None:
 
 
 def test_stale_keys_are_frozen() -> None:
-    """A script that reads its history writes another text than it would in order, for it reads tokens that are gone."""
+    """A script that reads its history writes another text than it would in order, because it reads discarded tokens."""
     result, model = run(SCRIPTS["bigram"], 14, headway=3, guess=lambda step, count: [7] * count)
     text = [*PROMPT, *result.tokens]
     assert model.stored != text[: len(model.stored)]
@@ -147,11 +147,11 @@ def test_fixed_needs_a_wave_that_grows() -> None:
 
 
 def test_fixed_with_headway_freezes_guesses_that_were_read() -> None:
-    """Two rows freeze at once: their predictions become text, the second of which came from a guessed input at first."""
+    """Two rows freeze at once: their predictions become text, the second of which at first came from a guessed input."""
     result, model = run("position", 8, freeze="fixed", headway=2, guess=lambda step, count: [5] * count)
     assert [step.frozen for step in result.trace] == [0] * 5 + [2] * 4
     assert [len(step.tokens) for step in result.trace] == [1, 3, 5, 7, 9, 11, 11, 11, 11]
-    assert result.tokens == in_order("position", 9)  # one more than was asked for
+    assert result.tokens == in_order("position", 9)  # one more than requested
 
 
 def test_token_stability_counts_all_unchanged_steps() -> None:
@@ -166,7 +166,7 @@ def test_token_stability_counts_all_unchanged_steps() -> None:
 
     result, _ = run(script, 3, lambda position: 10**6, freeze="token-stability", recurrences=3, max_steps=12)
     assert [step.predictions[0] for step in result.trace[:8]] == [8, 8, 9, 8, 8, 9, 8, 8]
-    # Unchanged in steps 1, 4, 7 and 10: more than 3 // 1 of them in step 10. The tokens behind it change in every step.
+    # Unchanged in steps 1, 4, 7 and 10: more than 3 // 1 of them in step 10. The tokens after it change in every step.
     assert [step.frozen for step in result.trace[:11]] == [0] * 10 + [1]
     steady, _ = run(lambda history: 2, 3, lambda position: 10**6, freeze="token-stability", recurrences=3)
     assert [step.frozen for step in steady.trace] == [0, 0, 0, 0, 1, 1]
@@ -191,7 +191,7 @@ def test_stop_tokens_count_only_after_step_r_and_nothing_is_cut() -> None:
     assert sum(step.frozen > 0 for step in late.trace) <= 1 and len(late.tokens) < 18
 
 
-def test_more_tokens_than_were_asked_for() -> None:
+def test_more_tokens_than_were_requested() -> None:
     result, _ = run("position", 5, lambda position: 8 if position == 3 else 0, freeze="latent-diff")
     assert len(result.tokens) > 5
 
@@ -205,7 +205,7 @@ def test_it_stops_at_the_models_context() -> None:
 
 
 class Spy:
-    """Hands on to a model, and keeps its pasts, the embeddings it made, and what its core was given first in each step."""
+    """Delegates to a model, and records its pasts, the embeddings it made, and the first input of its core in each step."""
 
     def __init__(self, model: RecurrentDepthReference) -> None:
         self.model = model
@@ -298,7 +298,7 @@ def test_accelerations() -> None:
         memory.keep(b, 7)
         expected = (c[:3] - 2 * b + a).norm(dim=-1) / (c[:3].norm(dim=-1) + eps)
         assert memory.distances(freeze, c, 7, 7) == pytest.approx(expected.tolist(), rel=1e-9)
-    # Behind a freeze of one row: the states kept start one position later than they are taken to.
+    # After a freeze of one row: the kept states start one position later than the code assumes.
     memory = Memory(torch.zeros(1, 4).double())
     memory.keep(a, 0)
     memory.keep(b, 7)
@@ -307,7 +307,7 @@ def test_accelerations() -> None:
 
 
 def test_states_that_do_not_meet() -> None:
-    """The released code subtracts slices of no rows from slices of some: it fails, unless some are one."""
+    """The released code subtracts empty slices from non-empty ones: it fails, unless those have one row."""
     memory = Memory(torch.zeros(1, 4).double())
     with pytest.raises(
         ValueError, match="the states of three steps must meet .* got 2, 0 and 0 rows, on which the released"
@@ -326,8 +326,8 @@ def test_states_that_do_not_meet() -> None:
     freeze=st.sampled_from(FREEZES), seed=st.integers(0, 3), headway=st.integers(1, 3), cap=st.sampled_from([0, 4, 128])
 )
 @settings(max_examples=12)
-def test_all_modes_keep_their_books(freeze: str, seed: int, headway: int, cap: int) -> None:
-    """The cache is as long as the text but one token, the text only grows, and is what the trace froze."""
+def test_invariants_of_all_modes(freeze: str, seed: int, headway: int, cap: int) -> None:
+    """The cache is as long as the text minus one token, the text only grows, and consists of what the trace froze."""
     cap = 128 if freeze == "fixed" else cap
     model, prompt = Spy(tiny(seed, state_scale=0.2)), PROMPT * 3
     result = recurrent_published(
@@ -389,7 +389,7 @@ def test_the_parts_of_our_model_take_the_same_steps(
     """On a KV cache, pages included."""
     temperature, top_p, min_p, top_k = draw
     model, plain = models(*weights)
-    # What never settles would go on for 4096 steps.
+    # Rows that never settle would run for 4096 steps.
     options = dict(recurrences=RECURRENCES, noise=0.0, freeze=freeze, stop_tokens=ends, max_steps=25) | options
 
     def sampled(parts: Any, stretched: float = 1.0) -> PublishedResult:
@@ -417,7 +417,7 @@ def test_the_parts_of_our_model_take_the_same_steps(
             ours()
         assert str(other.value) == str(error)
         return
-    # A core that is no contraction may blow a rounding up until it decides: then there is nothing to compare.
+    # A core that is not a contraction may amplify a rounding until it decides: then there is nothing to compare.
     assume(same(sampled(plain, 1 + 1e-15), expected, 1e-8))
     result = ours()
     assert result.forwards == expected.forwards
@@ -425,7 +425,7 @@ def test_the_parts_of_our_model_take_the_same_steps(
 
 
 def same(a: PublishedResult, b: PublishedResult, tolerance: float) -> bool:
-    """Whether two runs went the same way, with distances that are as close."""
+    """Whether two runs took the same steps, with close distances."""
     return (
         a.tokens == b.tokens
         and len(a.trace) == len(b.trace)

@@ -113,7 +113,7 @@ def test_every_method_writes_the_script(name: str, limit: int, ends: list[int]) 
 
 
 def test_static_by_hand() -> None:
-    """Two tokens, each part called as the text says."""
+    """Two tokens, each part called by hand."""
     model = tiny(2)
     past = model.new_past()
     tokens = []
@@ -141,7 +141,7 @@ def test_static_by_hand() -> None:
 def test_adaptive_exits_where_the_criterion_says(
     criterion: str, check_every: int, min_recurrences: int, first_check: int | None
 ) -> None:
-    """Recurrence by recurrence, with the criteria written out once more."""
+    """Recurrence by recurrence, with the criteria written out independently."""
     model, most = tiny(1, state_scale=0.4), 8
     threshold = {**THRESHOLDS, "cosine": 1e-4, "entropy-diff": 3e-3, "kl": 1e-4, "argmax-stability": 2}[criterion]
     options: dict[str, Any] = {"check_every": check_every, "min_recurrences": min_recurrences, "max_recurrences": most}
@@ -192,7 +192,7 @@ def test_adaptive_exits_where_the_criterion_says(
                 at = now
                 break
         assert step.recurrences == at
-        # The K and V of the token are those of the recurrence it stopped at, so the past has to be made again.
+        # The K and V of the token are those of the recurrence it stopped at, so the past has to be rebuilt.
         logits_now = model.coda(refine(model, z, e, past.length, past, at), past.length, past)
         past.freeze(1)
         tokens += logits_now.argmax(-1).tolist()
@@ -241,7 +241,7 @@ def test_a_threshold_out_of_reach_is_static_decoding(criterion: str) -> None:
     assert [len(step.values) for step in result.trace] == [2] * 4  # the fifth recurrence has no check
 
 
-def test_adaptive_says_what_it_does_not_know() -> None:
+def test_adaptive_refuses_unknown_options() -> None:
     with pytest.raises(ValueError, match="criterion must be one of"):
         recurrent_adaptive(tiny(), PROMPT, 2, init=init, criterion="mood")
     with pytest.raises(ValueError, match="first_check must be at least 1, got 0"):
@@ -285,7 +285,7 @@ def test_self_speculation_writes_static_decodings_text(
 
 
 def test_self_speculation_is_not_static_decoding_before_convergence() -> None:
-    """A verify forward reads draft rows as they are on the way, static decoding as they are at the end: other logits."""
+    """A verify forward reads intermediate states of draft rows, static decoding their final ones: the logits differ."""
     model, text = tiny(0), [5, 9, 2]
     past = model.new_past()
     forward(model, PROMPT, past, 3, init)

@@ -77,7 +77,7 @@ def test_sampled_autoregressive() -> None:
     expected = sequence_distribution(table, [1], 2, 1.1)
     runs = [tuple(sampled_autoregressive(table, [1], 2, temperature=1.1, seed=seed).tokens) for seed in range(250)]
     assert follows(Counter(runs), expected) and not follows(Counter(runs), sequence_distribution(table, [1], 2, 0.6))
-    # Going on from where a run stopped, with its seed, is the same run.
+    # Continuing from where a run stopped, with its seed, is the same run.
     whole = sampled_autoregressive(table, [1], 6, temperature=1.1, seed=4).tokens
     assert sampled_autoregressive(table, [1, *whole[:2]], 4, temperature=1.1, seed=4).tokens == whole[2:]
     ended = sampled_autoregressive(table, [1], 6, temperature=1.1, end_tokens=[whole[1]], seed=4)

@@ -1,4 +1,4 @@
-"""SlowFast Sampling: the published loop told again in offsets, the paper's loop too, and settings that are other schedules."""
+"""SlowFast Sampling: the published loop rewritten with offsets, the paper's loop too, and settings that equal other schedules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def retold(
     tau_high: float,
     drop: bool,
 ) -> tuple[list[int], list[int]]:
-    """The published loop as it counts: offsets in the block, a deque, a single best place. Its tokens, and rows per forward."""
+    """The published loop as written: offsets in the block, a deque, a single best position. Its tokens, and rows per forward."""
     x = prompt + [MASK] * (size * blocks)
     rows: list[int] = []
 
@@ -184,7 +184,7 @@ def test_the_papers_loop(rule, cycle, limit, block_size, exploration, window, k_
 
 
 def test_cycles_by_hand() -> None:
-    """Prompt [3]; place p is clear up to 4 at first, up to 7 behind three tokens, to the end behind five."""
+    """Prompt [3]; positions are confident up to 4 at first, up to 7 after three tokens, to the end after five."""
 
     def rule(tokens: list[int], place: int) -> tuple[int, float]:
         written = len(tokens) - tokens.count(MASK) - 1
@@ -195,9 +195,9 @@ def test_cycles_by_hand() -> None:
     result = slowfast(model, [3], 10, mask_token=MASK)
     assert [(step.window, sorted(step.committed), len(call)) for step, call in zip(result.trace, model.calls)] == [
         ((1, 11), [1], 11),
-        ((1, 11), [2], 11),  # both say that 4 is the last clear place: stable
+        ((1, 11), [2], 11),  # for both 4 is the last confident position: stable
         ((1, 5), [3], 11),
-        ((1, 5), [4], 5),  # behind its first forward the fast phase sees nothing behind the span
+        ((1, 5), [4], 5),  # after its first forward the fast phase sees nothing past the span
         ((5, 11), [5], 11),  # 7
         ((5, 11), [6], 11),  # 10
         ((5, 11), [7], 11),  # 10: stable
@@ -206,7 +206,7 @@ def test_cycles_by_hand() -> None:
         ((5, 11), [10], 11),
     ]
     mean = slowfast(model, [3], 10, mask_token=MASK, max_exploration=2, cycle="mean")
-    # 4 and 4; then 7 and 10, whose mean is 8 behind rounding down; then 10 and 10.
+    # 4 and 4; then 7 and 10, whose mean is 8 after rounding down; then 10 and 10.
     assert [step.window for step in mean.trace] == [(1, 11)] * 2 + [(1, 5)] * 2 + [(5, 11)] * 2 + [(5, 9)] * 2 + [
         (9, 11)
     ] * 2
@@ -214,7 +214,7 @@ def test_cycles_by_hand() -> None:
     assert slowfast(sure, [3], 10, mask_token=MASK).forwards == 3
     assert (
         slowfast(sure, [3], 10, mask_token=MASK, cycle="published").forwards == 1
-    )  # slow forwards commit what is sure
+    )  # slow forwards commit what is confident
 
 
 def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau_min() -> None:
@@ -222,7 +222,7 @@ def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau
         written = len(tokens) - tokens.count(MASK) - 1
         return word(place), (0.5 if place <= (4 if 1 <= written < 4 else 8) else 0.096) - 0.001 * place
 
-    result = slowfast(ScriptedMasked(rule), [3], 8, mask_token=MASK)  # notes 9, 5, 5: the last two are alike
+    result = slowfast(ScriptedMasked(rule), [3], 8, mask_token=MASK)  # candidates 9, 5, 5: the last two are equal
     assert [step.window for step in result.trace[:5]] == [(1, 9)] * 3 + [(1, 5), (5, 9)]
 
     sure = ScriptedMasked(lambda tokens, place: (word(place), 1.0))
@@ -234,22 +234,22 @@ def test_notes_before_the_window_are_forgotten_and_the_paper_wants_more_than_tau
         (1, 5),
         (2, 5),
         (2, 5),
-    ]  # 1 does not exceed 1: one place
+    ]  # 1 does not exceed 1: one position
     assert [step.window for step in run("published").trace] == [(1, 5)] * 4
 
 
 @settings(max_examples=25)
 @given(rule=rules, limit=st.integers(1, 9), exploration=st.integers(0, 4), cycle=st.sampled_from(["last", "mean"]))
-def test_settings_that_come_to_other_schedules(rule: Rule, limit: int, exploration: int, cycle: str) -> None:
+def test_settings_that_equal_other_schedules(rule: Rule, limit: int, exploration: int, cycle: str) -> None:
     model = ScriptedMasked(rule)
     options = {"mask_token": MASK, "cycle": cycle}
-    # Nothing is sure enough and k = 1: a token a forward, whatever the spans.
+    # Nothing is confident enough and k = 1: one token per forward, whatever the spans.
     single = slowfast(model, [3], limit, tau_high=1.1, max_exploration=exploration, **options)
     assert single.forwards == limit and all(len(step.committed) == 1 for step in single.trace)
     # No exploration: the threshold rule on the whole of a block.
     threshold = fast_dllm(model, [3], limit, mask_token=MASK, cache="none", block_size=limit, threshold=0.85)
     assert slowfast(model, [3], limit, max_exploration=0, **options) == threshold
-    # Exploration without end: LLaDA, a token or two a step.
+    # Unlimited exploration: LLaDA, one or two tokens per step.
     for k in (1, 2):
         steps = -(-limit // k)
         slow = slowfast(model, [3], limit, max_exploration=limit, window=limit + 1, k_slow=k, **options)
@@ -296,7 +296,7 @@ def test_every_forward_goes_through_the_feature_cache(
     cache = FeatureCache(MODEL, 3, **options)  # type: ignore[arg-type]
     behind, short = False, 0
     for step in result.trace:
-        # Behind its first forward a fast phase stops with its span; the last cycle's slow phase has the same window.
+        # After its first forward a fast phase ends with its span; the last cycle's slow phase has the same window.
         rows = step.window[1] if drop and behind and step.window[1] < 15 else 15
         distribution = cache(step.tokens[:rows])[:, :12].softmax(-1)
         assert step.confidence == pytest.approx({p: distribution[p].max().item() for p in step.confidence})

@@ -1,4 +1,4 @@
-"""The reference of speculative attention against one dense attention over keys and values laid end to end."""
+"""The reference of speculative attention against one dense attention over concatenated keys and values."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_mask_for_each_sequence_and_the_default_scale() -> None:
         torch.testing.assert_close(lse[b : b + 1], alone[1])
 
 
-def test_what_stands_behind_the_length_is_not_read() -> None:
+def test_what_is_past_the_length_is_not_read() -> None:
     q, k_new, v_new, k_cache, v_cache, lengths = inputs(4, [3, 0], 8)
     for cache in (k_cache, v_cache):
         cache[0, 3:], cache[1] = float("nan"), float("nan")

@@ -1,4 +1,4 @@
-"""Sums are worked out correctly and never shown before they are asked; source files are divided the same way everywhere."""
+"""Sums are worked out correctly and held-out ones never appear in training; source files are split the same way everywhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HELD_OUT = list(islice(arithmetic(0, held_out=True), 200))
 
 
 def evaluate(question: str) -> int:
-    """From the left: that is what one line after the other does."""
+    """From the left, as the lines do one by one."""
     numbers, signs = re.findall(r"\d+", question), re.findall(r"[-+*]", question)
     value = int(numbers[0])
     for sign, number in zip(signs, numbers[1:], strict=True):
@@ -41,7 +41,7 @@ LINE = re.compile(r"(\d+) ([-+*]) (\d+)( [-+] (\d+))?: (\d) ([-+*]) (\d)( [-+] \
 
 
 def test_every_line_of_every_problem_is_true() -> None:
-    """Each says what is left of two numbers, computes their last digits, and writes one digit more of the result."""
+    """Each line has the rest of two numbers, computes their last digits, and writes one more digit of the result."""
     for problem in PROBLEMS + HELD_OUT:
         question = problem.prompt.removesuffix(" = ?\n")
         assert problem.result == evaluate(question) >= 0, problem
@@ -120,7 +120,7 @@ def test_the_standard_library_is_source_and_divided() -> None:
     assert not any(b"import unittest" in text[:300] and b"test_" in text[:300] for text in held_out), sys.version
 
 
-def test_an_interpreter_without_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interpreter_without_source_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     (tmp_path / "test").mkdir()
     (tmp_path / "test/test_it.py").write_text("pass")
@@ -148,7 +148,7 @@ def test_tests_and_tables_are_skipped_and_order_is_that_of_names(
 
 
 @given(st.lists(st.binary(max_size=9), max_size=4))
-def test_ids_are_bytes_with_an_end_behind_each_text(texts: list[bytes]) -> None:
+def test_ids_are_bytes_with_an_end_after_each_text(texts: list[bytes]) -> None:
     ids = as_ids(texts)
     assert ids.dtype == torch.int16 and ids.dim() == 1
     assert ids.tolist() == [value for text in texts if text for value in (*text, ByteTokenizer.end_token)]

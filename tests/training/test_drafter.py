@@ -1,4 +1,4 @@
-"""The drafter's loss against the paper's equations written with sets and loops, in fp64; what it reads and what learns."""
+"""The drafter's loss against the paper's equations written with sets and loops, in fp64; what it reads and what is trained."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.errors import kind_of
 
 
 def distribution(row: list[float], support: list[int], temperature: float) -> dict[int, float]:
-    """Softmax on a support."""
+    """Softmax over a support."""
     top = max(row[v] for v in support)
     weights = {v: math.exp((row[v] - top) / temperature) for v in support}
     return {v: weight / sum(weights.values()) for v, weight in weights.items()}
@@ -115,14 +115,14 @@ def test_gradients_stop_at_the_share_and_at_the_verifier() -> None:
     assert verifier.grad is None
     (expected,) = torch.autograd.grad(frozen_share(draft, verifier.detach(), accepted), draft)
     torch.testing.assert_close(draft.grad, expected, rtol=1e-10, atol=1e-14)
-    # Where the share is constant, values and gradients belong together.
+    # With a constant share the gradients are those of the values.
     assert torch.autograd.gradcheck(lambda z: drafter_loss(z, verifier, accepted, eta=0.0, top_k=4).total, draft)
     assert torch.autograd.gradcheck(lambda z: drafter_loss(z, verifier, accepted, eta=1e9, top_k=4).total, draft)
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_behind_the_first_rejected_token_are_not_read(poison: float, dtype: torch.dtype) -> None:
+def test_rows_after_the_first_rejected_token_are_not_read(poison: float, dtype: torch.dtype) -> None:
     clean = [tensor.to(dtype) for tensor in draw(2, 4, 5, 30)]
     accepted = torch.tensor([0, 3, -1, 5])
     rows = torch.arange(5) <= accepted[:, None]
@@ -137,7 +137,7 @@ def test_rows_behind_the_first_rejected_token_are_not_read(poison: float, dtype:
 
 
 def test_float32_is_as_exact_as_the_plain_form() -> None:
-    """Against fp64, beside the form on the whole vocabulary."""
+    """Against fp64, next to the form on the whole vocabulary."""
     draft, verifier = draw(3, 6, 7, 40)
     accepted = torch.tensor([0, 1, 6, 7, 3, 2])
 
@@ -158,8 +158,8 @@ def test_extreme_distributions_stay_finite() -> None:
     assert all(part.isfinite() for part in loss) and torch.autograd.grad(loss.total, draft)[0].isfinite().all()
 
 
-def test_a_label_outside_of_the_support_counts_nowhere() -> None:
-    """The drafter rules out the verifier's best token in the second row: its cross-entropy is the first row's alone."""
+def test_a_label_outside_the_support_does_not_count() -> None:
+    """The drafter excludes the verifier's best token in the second row: the cross-entropy is the first row's alone."""
     verifier = torch.tensor([[[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]])
     draft = torch.tensor([[[0.0, 0.0, 0.0], [0.0, 0.0, -math.inf]]])
     loss = drafter_loss(draft, verifier, torch.tensor([2]))
@@ -175,7 +175,7 @@ def test_nothing_to_read_is_no_loss() -> None:
 
 
 def test_nothing_waits_for_the_device_and_one_graph_serves_all() -> None:
-    """A read of a value would break the graph, a meta tensor has none."""
+    """Reading a value would break the graph, and a meta tensor has none."""
     meta = drafter_loss(
         torch.zeros(2, 3, 9, device="meta"),
         torch.zeros(2, 3, 9, device="meta"),
@@ -234,7 +234,8 @@ def test_training_makes_drafts_longer() -> None:
     drafts = {"method": "linear_self_speculation", "block_size": size, **options}
     before = generate(ours, prompt, **drafts).stats.forwards
 
-    # Every place of the text has a draft: ``[known token, masks]`` behind a causal prefix. Rows speak of text[start + 1 :].
+    # Every position of the text has a draft: ``[known token, masks]`` after a causal prefix. Rows predict text[start + 1
+    # :].
     starts, place = torch.arange(3, 21)[:, None], torch.arange(len(text))
     inside = (place >= starts) & (place < starts + size)
     mask = (place <= place[:, None]) | inside[:, None] & inside[..., None]

@@ -1,4 +1,4 @@
-"""Losses against loops that follow the equations row by row, in fp64; who gets a gradient; what adds up to what."""
+"""Losses against loops that follow the equations row by row, in fp64; what gets a gradient; how parts add up."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ def test_parts_of_a_batch_add_up_to_the_whole(seed: int, lengths: list[int], dat
         torch.testing.assert_close(sums, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_few_hidden_tokens_have_little_say() -> None:
-    """One of 100 tokens hidden with p = 0.01 beside 100 of 100 with p = 1: rows count, not samples."""
+def test_a_few_masked_tokens_have_little_weight() -> None:
+    """One of 100 tokens masked with p = 0.01 next to 100 of 100 with p = 1: rows count, not samples."""
     hidden = [torch.arange(100) == 50, torch.ones(100, dtype=torch.bool)]
     samples = [
         DualStreamSample(torch.zeros(100, dtype=torch.int64), masked, p) for masked, p in zip(hidden, (0.01, 1.0))
@@ -242,7 +242,7 @@ def test_masks_spare_the_prompt_and_are_reproducible(count: int, data: st.DataOb
     assert torch.equal(masked, again) and p_mask == p_again
 
 
-def test_masks_are_as_frequent_as_they_say() -> None:
+def test_masks_have_their_stated_frequency() -> None:
     random, shares = generator(0), []
     for _ in range(200):
         masked, p_mask = draw_masks(500, random, least=0.2)
@@ -255,7 +255,7 @@ def test_masks_are_as_frequent_as_they_say() -> None:
 
 
 def test_masks_estimate_the_sum_over_all_tokens() -> None:
-    """Why masked rows are divided by p_mask: the weights of hidden tokens add up to the tokens, on average."""
+    """Why masked rows are divided by p_mask: the weights of masked tokens add up to the number of tokens, on average."""
     random, total = generator(4), 0.0
     for _ in range(3000):
         masked, p_mask = draw_masks(20, random, least=0.05)

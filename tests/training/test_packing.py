@@ -1,4 +1,4 @@
-"""Packed batches against the layouts written token by token: who stands where, sees whom, and predicts what."""
+"""Packed batches against the layouts written token by token: the position of each token, what it sees, and what it predicts."""
 
 from __future__ import annotations
 
@@ -262,7 +262,7 @@ def test_errors(call: Any, message: str) -> None:
 
 
 @without_gpu
-def test_batches_lie_on_the_cpu_wherever_their_samples_do() -> None:
+def test_batches_are_on_the_cpu_wherever_their_samples_are() -> None:
     noisy = NoiseAwareSample(torch.tensor([7]), torch.tensor([[1, 2], [3, 4]]), torch.tensor([[1, 9], [3, 4]]))
     masked = DualStreamSample(torch.tensor([5, 6, 7]), torch.tensor([False, True, True]), 0.5)
     expected = pack_noise_aware([noisy], 10), pack_dual_stream([masked], 2, 9, 8)

@@ -53,7 +53,7 @@ def everything_masked(layout: PlannedLayout, p_mask: float = 1.0) -> NoisyPlan:
 
 
 def text_of(layout: PlannedLayout) -> plain.Text:
-    """The tables of a layout, read off its tokens."""
+    """The tables of a layout, derived from its tokens."""
     tokens, chunk, number, tag, inside, count, current = layout.tokens.tolist(), [], [], [], False, 0, 0
     for token in tokens:
         count += token == OPEN
@@ -134,7 +134,7 @@ def test_tags_are_masked_only_if_asked(tags: bool) -> None:
     assert torch.equal(noisy.masked, layout.rounds >= 0 if tags else layout.content)
 
 
-def test_noise_is_as_frequent_as_it_says_and_rounds_may_differ() -> None:
+def test_noise_has_its_stated_frequency_and_rounds_may_differ() -> None:
     item = PlanItem([24], [25] * 180)
     layout = lay_out(PlannedSample([20], [[item, item], [item, item]]), OWN, END)
     random, apart = generator(1), []

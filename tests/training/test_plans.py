@@ -1,4 +1,4 @@
-"""Planned texts: what is read is what was written, and every broken rule is told with line and column."""
+"""Planned texts: what is read is what was written, and every broken rule is reported with line and column."""
 
 from __future__ import annotations
 

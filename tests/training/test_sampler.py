@@ -1,4 +1,4 @@
-"""Steps for the trained sampler: which guesses count as final, under both policies; AUC; and that training finds what can be found."""
+"""Steps for the trained sampler: which guesses count as final, under both policies; AUC; and that training learns what can be learned."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_confidence_policy_is_block_diffusion_one_by_one() -> None:
 
 
 def test_the_hybrid_policy_follows_the_text() -> None:
-    """With the model's own text every agreeing guess is taken; with nonsense it goes on one by one, like the other policy."""
+    """With the model's own text every agreeing guess is taken; with nonsense it fills one by one, like the other policy."""
     model, table = model_of(1), table_of(model_of(1))
     options: dict[str, Any] = {"block_size": 6, "table": table, "max_new_tokens": 12}
     plain = collect_sampler_steps(model, PROMPTS, **options)
@@ -62,7 +62,7 @@ def test_the_hybrid_policy_follows_the_text() -> None:
     assert all(a.equal(b) for a, b in zip(wrong, plain))
 
 
-def test_nothing_behind_an_end_is_asked() -> None:
+def test_nothing_after_an_end_is_requested() -> None:
     model = copy.deepcopy(model_of(2))
     model.end_tokens = ()
     options: dict[str, Any] = {"table": table_of(model), "max_new_tokens": 18}
@@ -98,7 +98,7 @@ def test_auc_is_what_counting_pairs_gives() -> None:
 
 
 def synthetic(count: int, seed: int) -> SamplerSteps:
-    """A guess is final exactly if that of the place before is surer: nothing that a place tells of itself decides it."""
+    """A guess is final exactly if that of the position before is more confident: a position's own features do not decide it."""
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(count, 6, 32, generator=generator)
     features[..., 10] = 0

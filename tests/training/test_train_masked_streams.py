@@ -26,7 +26,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples/train_masked_streams.p
 def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("train_masked_streams", EXAMPLE)
     module = sys.modules["train_masked_streams"] = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(EXAMPLE.parent))  # where the scripts find what they share
+    sys.path.insert(0, str(EXAMPLE.parent))  # the folder of the modules that the scripts share
     try:
         spec.loader.exec_module(module)
     finally:
@@ -155,14 +155,14 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
     with pytest.raises(typer.Exit):
         example.main(**{**small, "lr": 0.1}, plot=parts, resume=True)
     assert "but --lr was 0.003, now 0.1." in " ".join(capsys.readouterr().err.split())
-    torch.manual_seed(99)  # what is drawn in between must not matter
+    torch.manual_seed(99)  # draws in between must not matter
     example.main(**small, plot=parts, resume=True)
     whole, resumed = drawn
     assert resumed == whole and [len(steps) for steps in whole.values()] == [3] * len(example.LAYOUTS)
     assert not list(tmp_path.glob("*resume*")), "nothing is left to resume"
 
 
-def test_stopped_before_a_step_it_says_that_nothing_is_kept(
+def test_stopped_before_a_step_it_reports_that_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:

@@ -119,7 +119,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
     assert not model(tokens, adapted=True)[..., :-1].equal(base(tokens))
 
 
-def test_a_training_goes_on_with_its_drafter(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+def test_a_training_continues_with_its_drafter(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     scripts["drafter"].main(**options("drafter", folder, first), score=False)
     longer = {**options("drafter", folder, second), "steps": 1, "lr": 0.0, "drafter": str(first)}
@@ -141,7 +141,7 @@ def test_models_that_no_drafter_is_for(scripts: dict[str, Any], capsys: pytest.C
 
 
 def test_drafts_are_those_of_the_decoder(scripts: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    """What training counts as accepted is what quadratic self-speculation accepts from the same place."""
+    """What training counts as accepted is what quadratic self-speculation accepts from the same position."""
     script, masks, output = scripts["drafter"], 3, tmp_path / "drafter"
     script.main(**{**options("drafter", folder, output), "lr": 0.3, "steps": 12}, score=False)
     model = pd.models.load(folder, drafter=output)
@@ -207,7 +207,7 @@ def test_questions_are_about_different_functions() -> None:
 
 @pytest.mark.slow
 def test_the_shipped_drafter() -> None:
-    """It drafts what SmolLM2 says, and leaves what it says alone."""
+    """It drafts what SmolLM2 writes, and does not change what it writes."""
     try:
         packaged("smollm2-135m-instruct")
     except ImportError as error:

@@ -69,14 +69,14 @@ def test_what_is_hidden_and_what_it_counts() -> None:
     assert rows.tokens.equal(tokens) and not rows.hidden[~answers].any()
     alike = torch.arange(count) % 3 == 0
 
-    # One probability in a row, spread evenly over the batch, and its inverse the weight of a byte's share of the row.
+    # One probability per row, spread evenly over the batch, and its inverse is the weight of a byte's share of the row.
     levels = 1 / (rows.weights * (length - starts))[alike]
     assert (levels == levels[:, :1]).all()
     torch.testing.assert_close(levels[:, 0].sort().values.diff(), torch.full((99,), 0.98 / 100), atol=1e-5, rtol=0)
     shares = (rows.hidden & answers).sum(1)[alike] / answers.sum(1)[alike]
     assert (shares - levels[:, 0]).abs().max() < 0.25 and (shares - levels[:, 0]).mean().abs() < 0.02
 
-    # More and more is hidden from left to right, from some place of the solution on, and the nearest counts most.
+    # More and more is masked from left to right, from some position of the solution on, and the nearest counts most.
     hidden, weights = rows.hidden[~alike], rows.weights[~alike] * (length - starts[~alike])
     assert (weights.diff(dim=1) <= 1e-6).all() and weights.min() > 0.19 and weights.max() < 1.21
     first, last = (hidden.float().argmax(1), (~hidden).float().cumsum(1).argmax(1))
@@ -102,7 +102,7 @@ def test_the_loss_is_the_weighted_one_of_what_is_hidden(causal: Transformer) -> 
     assert all(parameter.grad is not None and parameter.grad.abs().max() > 0 for parameter in model.parameters())
 
 
-def test_later_all_that_the_model_is_sure_of_is_known() -> None:
+def test_later_all_confident_guesses_are_known() -> None:
     import train_tiny_masked as script
 
     rows, generator = next(script.batches(300, 0)), torch.Generator().manual_seed(1)
@@ -118,7 +118,7 @@ def test_later_all_that_the_model_is_sure_of_is_known() -> None:
 
 
 class Sure(torch.nn.Module):
-    """Puts the letter of each place, the surer the further right; would put a mask anywhere."""
+    """Predicts the letter of each position, with more confidence further right; would predict a mask anywhere."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         places = torch.arange(tokens.shape[1])
@@ -128,14 +128,14 @@ class Sure(torch.nn.Module):
         return logits
 
 
-def test_the_surest_is_filled_in_first() -> None:
+def test_the_most_confident_is_filled_in_first() -> None:
     import train_tiny_masked as script
 
     canvases = torch.tensor([[1, MASK, MASK, MASK], [2, 3, MASK, MASK]])
     expected = torch.tensor([[1, 66, 67, 68], [2, 3, 67, 68]])
     filled, forwards = script.fill(Sure(), canvases)
     assert filled.equal(expected) and forwards == 3 and canvases[0, 1] == MASK
-    # Of 258 ids the right one has 0.37, 0.61 and 0.81 at places 1 to 3.
+    # Of 258 ids the right one has 0.37, 0.61 and 0.81 at positions 1 to 3.
     for threshold, wanted in ((0.3, 1), (0.5, 2), (0.7, 3), (0.99, 3)):
         filled, forwards = script.fill(Sure(), canvases, threshold)
         assert filled.equal(expected) and forwards == wanted
@@ -164,7 +164,7 @@ def test_looks_score_the_answers(causal: Transformer, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_the_shipped_model_adds_several_bytes_a_forward() -> None:
-    """Block by block; on a whole canvas one byte a forward, since with more it answers before it has worked them out."""
+    """Block by block; on a whole canvas one byte per forward, since with more it answers before it has worked out the sum."""
     import train_tiny_masked as script
 
     assert (WEIGHTS / "tiny-masked.safetensors").stat().st_size <= 4_000_000

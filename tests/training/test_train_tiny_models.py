@@ -51,7 +51,7 @@ def test_the_mask_token_is_one_more_id(small: Transformer) -> None:
 
 
 @pytest.mark.parametrize("width", [4, 8])
-def test_hidden_places_leave_the_prompt(width: int) -> None:
+def test_masked_positions_leave_the_prompt(width: int) -> None:
     import train_tiny_trimode as script
 
     generator = torch.Generator().manual_seed(1)
@@ -81,12 +81,13 @@ def test_a_joint_step_trains_every_weight(small: Transformer) -> None:
 
 
 def test_the_drafter_learns_from_what_the_decoder_would_accept(small: Transformer) -> None:
-    """Blocks that begin where a cycle of linear self-speculation begins are accepted as far as there."""
+    """Blocks that begin where a cycle of linear self-speculation begins have the same accepted prefix as there."""
     import train_tiny_trimode as script
 
     width = 4
     model = script.with_mask_token(small).requires_grad_(False)
-    # Tied embeddings make a model that repeats itself, these weights make it stray, and a mask that looks like a byte guesses that.
+    # Tied embeddings make a model repeat itself, these weights make it deviate, and a mask whose embedding is that of a byte
+    # guesses that byte.
     for layer in model.layers:
         layer.output.mul_(10)
     model.embedding.mul_(20)
@@ -127,7 +128,7 @@ def test_windows_of_sums_begin_where_a_sum_does() -> None:
     assert all(set(row) <= set(b"x = 1\n") for row in seen if row not in beginnings)
 
 
-def test_scores_are_told_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_are_reported_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     import train_tiny_code
     import train_tiny_recurrent
 
@@ -190,7 +191,7 @@ def test_a_recurrent_step_trains_every_weight_and_keeps_a_short_graph() -> None:
 
 
 def test_the_shipped_model_thinks_better_when_it_thinks_longer() -> None:
-    """And the sampler writes what it writes token by token."""
+    """And the sampler writes what token-by-token decoding writes."""
     model = pd.models.load("tiny-recurrent")
     short = (problem for problem in arithmetic(0, held_out=True) if len(problem.steps) < 56)
     problems = list(islice(short, 12))

@@ -152,7 +152,7 @@ def test_held_out_orders_are_different_and_repeat() -> None:
 
 
 def test_topics_decide_which_chunk_is_which() -> None:
-    """The shipped model, dense and sparse: other topics in the same places of a plan, other chunks."""
+    """The shipped model, dense and sparse: other topics at the same positions of a plan give other chunks."""
     import train_tiny_planned as script
 
     from pdkernels.training import NoisyPlan, PlanItem, PlannedSample, lay_out, pack_planned
@@ -175,7 +175,7 @@ def test_topics_decide_which_chunk_is_which() -> None:
 
 
 def test_the_shipped_model_plans() -> None:
-    """And reads what an earlier round has picked, also where the pick is drawn."""
+    """And reads what an earlier round has picked, also if the pick is drawn."""
     from pdkernels.evaluation import held_out_orders, score_orders
 
     model, problems = pd.models.load("tiny-planned"), held_out_orders(16, seed=5)

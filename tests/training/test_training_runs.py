@@ -1,4 +1,5 @@
-"""The scripts that train tiny models, run on models too small to learn anything: what they write, and what is left when they are stopped."""
+"""The scripts that train tiny models, run on models too small to learn anything: what they write, and what is kept when
+they are stopped."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def examples_on_path() -> Iterator[None]:
 
 @pytest.fixture
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The modules, with small corpora and looks that cost nothing; they start from small models."""
+    """The modules, with small corpora and cheap evaluations; they start from small models."""
     found = {name: import_module(f"train_tiny_{name}") for name in SMALL}
     config = TransformerConfig(vocab_size=257, layers=2, kv_heads=1, **SIZES)
     monkeypatch.setattr(found["code"], "CONFIG", config)
@@ -120,7 +121,7 @@ def test_a_resumed_training_is_one_that_was_never_stopped(
     told = " ".join(capsys.readouterr().out.split())
     assert stopped.value.exit_code == 130 and "parts.resume.pt is kept, go on with --resume" in told
     assert parts.read_text() == "an older model"
-    # What is drawn and done in between must not matter.
+    # Draws and work in between must not matter.
     torch.manual_seed(99)
     script.main(**options(name, tmp_path, parts), resume=True, score=False)
     resumed, expected = load_file(parts), load_file(whole)
@@ -173,7 +174,7 @@ def test_the_scripts_write_models_that_load(
         ("recurrent", ["--resume"], "--resume needs out.resume.pt, which is missing. Leave it out to start anew."),
     ],
 )
-def test_what_cannot_begin_says_so_in_one_sentence(
+def test_what_cannot_begin_is_one_sentence(
     name: str,
     arguments: list[str],
     sentence: str,

@@ -41,7 +41,7 @@ def check_trajectory(
         fixed = text[number * block_size :][:block_size]
 
         def update(state: list[int], before: list[int] = before, size: int = len(fixed)) -> list[int]:
-            """Equation 3; the first token is known. Behind the text stands padding."""
+            """Equation 3; the first token is known. Padding follows the text."""
             return [state[0], *(script(before + state[:j]) for j in range(1, size))] + [PAD] * (block_size - size)
 
         states = records.tolist()
@@ -88,8 +88,8 @@ def test_every_record_is_a_step_of_jacobi(
 
 
 @pytest.mark.parametrize("place", range(9))
-def test_an_end_token_at_every_place(place: int) -> None:
-    """As the seed of a block, inside it, as its last token, and behind the text."""
+def test_an_end_token_at_every_position(place: int) -> None:
+    """As the seed of a block, inside it, as its last token, and after the text."""
     written = [5 + i for i in range(12)]
     written[place] = 3
     script = from_list(written, 2)
@@ -101,7 +101,7 @@ def test_an_end_token_at_every_place(place: int) -> None:
 
 
 def test_the_random_start_is_kept() -> None:
-    """The released script loses it; a model that knows nothing of its draft needs one forward to be right."""
+    """The released script loses it; a model that ignores its draft needs one forward to be right."""
     (trajectory,) = collect_trajectories(FakeModel(SCRIPTS["position"]), [[1, 2, 3]], block_size=6, max_new_tokens=18)
     assert [len(records) for records in trajectory.blocks] == [1, 2, 2]
     (trajectory,) = collect_trajectories(FakeModel(SCRIPTS["bigram"]), [[1, 2, 3]], block_size=6, max_new_tokens=18)
@@ -152,7 +152,7 @@ def test_the_nearest_record_is_chosen(block_size: int, count: int, seed: int, ta
         noise.append(block_size - different[0] if different else 0)
     distances = [abs(Fraction(n, block_size) - Fraction(target, 8)) for n in noise]
     chosen = choose_record(records, target / 8)
-    # Sizes that are no powers of two are no exact floats: a tie may go either way there.
+    # Ratios of sizes that are not powers of two are not exact floats: a tie may go either way there.
     if block_size in (1, 2, 4, 8):
         assert chosen == distances.index(min(distances))
     assert distances[chosen] == min(distances)
@@ -167,14 +167,14 @@ def test_suffixes_count_and_not_tokens() -> None:
 
 
 def sample_of(blocks: int, size: int = 4) -> Trajectory:
-    """Block i converges by one token a step: record r has noise of ``size - r`` tokens."""
+    """Block i converges by one token per step: record r has noise of ``size - r`` tokens."""
     fixed = torch.arange(blocks * size).view(blocks, size)
     settled = torch.arange(size + 1)[:, None] > torch.arange(size)
     return Trajectory(torch.tensor([7]), [torch.where(settled, row, NOISE) for row in fixed])
 
 
 @pytest.mark.parametrize(("schedule", "noise"), [("code", [0, 2, 4, 0, 2, 4, 0]), ("paper", [0, 1, 3, 0, 1, 3, 0])])
-def test_noise_grows_and_starts_anew(schedule: Any, noise: list[int]) -> None:
+def test_noise_grows_and_restarts(schedule: Any, noise: list[int]) -> None:
     sample = noise_aware_sample(sample_of(7), 3, schedule=schedule)
     assert sample.clean.flatten().tolist() == list(range(28)) and sample.prompt.tolist() == [7]
     assert (sample.noisy == NOISE).sum(1).tolist() == noise

@@ -48,7 +48,7 @@ def check_case(driver: FakeDriver, name: str, method: str, options: dict[str, ob
         assert result.text == expected.text
         for fact in ("method", "forwards", "tokens", "tokens_per_forward", "accepted", "trace"):
             assert getattr(result.stats, fact) == getattr(expected.stats, fact), fact
-        # One round for every draft of the slowest sequence, and none behind the end.
+        # One round for every draft of the slowest sequence, and none after the end.
         assert rounds[0] == max(len(accepted) for accepted in expected.stats.accepted)
         heard: list[tuple[int, list[int], int]] = []
         streamed = loop.generate(prompts, trace=True, on_tokens=lambda *news, heard=heard: heard.append(news))
@@ -98,7 +98,7 @@ def main() -> None:
             check_case(driver, *case, limit)
     check_ends()
     check_errors(driver)
-    gc.collect()  # releases graphs, by way of the driver
+    gc.collect()  # releases graphs, through the driver
     print(f"{len(CASES)} cases went well")
 
 

@@ -1,4 +1,4 @@
-// Stands in for libcuda.so.1, as far as `pdkernels.integrations.while_graph` calls it, so that cuda-python's own
+// Replaces the part of libcuda.so.1 that `pdkernels.integrations.while_graph` calls, so that cuda-python's own
 // marshalling is part of a test that needs no GPU. Declarations come from NVIDIA's cuda.h. Graphs are kept and
 // executed: a kernel is a function of the test. What a driver refuses is refused here too.
 #include <cuda.h>
@@ -16,7 +16,7 @@ using Function = void (*)(int);
 struct CUgraphNode_st {
   CUgraphNodeType type;
   std::vector<CUgraphNode> behind;
-  int function = 0;         // a kernel: what the test calls it
+  int function = 0;         // a kernel: its number in the test
   CUgraph child = nullptr;  // a child graph, or the body of a while node
   CUgraphConditionalHandle handle = 0;
 };
@@ -74,7 +74,7 @@ bool in_sequence(const CUgraph_st& graph) {
   return true;
 }
 
-// A loop that nobody ends is a GPU that hangs: here it is an error.
+// An endless loop would hang a GPU: here it is an error.
 struct Endless {};
 
 void execute(const CUgraph_st& graph) {

@@ -1,4 +1,4 @@
-"""Lets `DeviceLoop` run on tensors of the CPU, in a process that has loaded the fake driver.
+"""Runs `DeviceLoop` on CPU tensors, in a process that has loaded the fake driver.
 
 Real are: cuda-python and how it passes arguments, the assembly of the graph, the decoders' steps, and the CUDA source of
 `log_step_`, executed by tests/cudasim. The fake driver executes the graph. PyTorch's capture of a step is a kernel that calls it.
@@ -28,7 +28,7 @@ class FakeDriver:
     """The loaded library: kernels are Python functions, known by number."""
 
     def __init__(self, path: Path) -> None:
-        # By its name it now is what cuda-python finds when it looks for libcuda.so.1.
+        # cuda-python now finds it under its name when it looks for libcuda.so.1.
         self.library = ctypes.CDLL(str(path))
         self.functions: list[Callable[[], None]] = []
         self.failures: list[BaseException] = []
@@ -40,7 +40,7 @@ class FakeDriver:
     def _run(self, number: int) -> None:
         try:
             self.functions[number]()
-        except BaseException as failure:  # ctypes would print it and go on
+        except BaseException as failure:  # ctypes would print it and continue
             self.failures.append(failure)
 
     def launch(self, function: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ class FakeDriver:
             raise self.failures[0]
 
     def captured(self, step: Callable[[], None]) -> SimpleNamespace:
-        """As `while_graph.capture` returns it: a graph of its own with one kernel."""
+        """As `while_graph.capture` returns it: a separate graph with one kernel."""
         from cuda.bindings import driver
 
         _, graph = driver.cuGraphCreate(0)
@@ -66,7 +66,7 @@ class FakeDriver:
 
 
 def install(driver: FakeDriver) -> None:
-    """From here on `DeviceLoop` takes models on the CPU."""
+    """Makes `DeviceLoop` accept models on the CPU."""
     from pdkernels.integrations import device_loop
     from tests.ops.implementations import implementation
 
