@@ -29,8 +29,8 @@ NEW = 24
 REPEATING = 96
 
 
-def saved(family: str, folder: Path) -> Any:
-    """A random model of transformers, kept in `folder`."""
+def saved(family: str, folder: Path, attention: float = 1.0) -> Any:
+    """A random model of transformers, kept in `folder`. With little `attention` its texts soon run in loops."""
     torch.manual_seed(0)
     configs = {"qwen3": transformers.Qwen3Config, "llama": transformers.LlamaConfig}
     config = configs[family](
@@ -47,6 +47,8 @@ def saved(family: str, folder: Path) -> Any:
         eos_token_id=2,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data *= attention
     model.save_pretrained(folder)
     return model
 
@@ -147,14 +149,14 @@ def main(folder: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 500, (size,), generator=generator).tolist() for size in (40, 17, 33)]
     repeating = [prompt[:12] * 3 for prompt in prompts]
-    for family in ("llama", "qwen3"):
-        model = saved(family, folder / family)
+    for family, attention in (("qwen3", 1.0), ("llama", 0.003)):
+        model = saved(family, folder / family, attention)
         told[family] = {"transformers": greedy(model, prompts, NEW)}
         llm = engine(folder / family)
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
         told[family]["backend"] = next(iter(layers.values())).impl.__module__
         told[family]["tokens"] = answers(llm, prompts, NEW)
-        if family == "qwen3":
+        if family == "llama":
             told["repeating"] = {"transformers": greedy(model, repeating, REPEATING)}
             told["repeating"]["plain"] = timed(llm, repeating, forwards)
         # The next engine makes process groups of its own, which the end of this one would take down.
@@ -162,9 +164,8 @@ def main(folder: Path) -> None:
         del llm, layers
         gc.collect()
     proposer = "pdkernels.integrations.vllm.LookupProposer"
-    llm = engine(
-        folder / "qwen3", speculative_config={"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
-    )
+    drafts = {"method": "custom_class", "model": proposer, "num_speculative_tokens": 8}
+    llm = engine(folder / "llama", speculative_config=drafts)
     told["repeating"]["lookup"] = timed(llm, repeating, forwards)
     (folder / "told.json").write_text(json.dumps(told))
 
