@@ -115,7 +115,7 @@ def by_position(logits: Tensor, predicted: str) -> Tensor:
     """Rows of logits ``(T, V)``, shifted so that row p predicts position p. Row 0 of a model that predicts the next token is kept
     (as in Dream's code), but must not be read: position 0 belongs to the prompt.
 
-    >>> about_places(torch.tensor([[1.0], [2.0], [3.0]]), "next").flatten().tolist()
+    >>> by_position(torch.tensor([[1.0], [2.0], [3.0]]), "next").flatten().tolist()
     [1.0, 1.0, 2.0]
     """
     return torch.cat([logits[:1], logits[:-1]]) if predicted == "next" else logits

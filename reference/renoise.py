@@ -42,7 +42,7 @@ class RenoiseResult(NamedTuple):
 def accepted_positions(entropy: Sequence[float], budget: float) -> list[bool]:
     """Which positions to accept: those for which all of less entropy fit into the budget, and always the one of least entropy.
 
-    >>> accepted_places([0.5, 0.0, 0.3, 0.1], 0.1)
+    >>> accepted_positions([0.5, 0.0, 0.3, 0.1], 0.1)
     [False, True, True, True]
     """
     chosen, before = [False] * len(entropy), 0.0

@@ -1,13 +1,13 @@
-"""Attention over a text whose rows lie on several ranks.
+"""Attention over a text whose rows are distributed over several ranks.
 
 Each rank has the queries, keys and values of some rows. Either it collects the keys and values of all ranks (`"gather"`), or these travel
-round a ring, and what a rank finds at each stop is merged by log-sum-exp (`"ring"`), so that it never holds more than two ranks' keys. Both
-have gradients: a collected key's come back to its owner, in a ring they travel on with it.
+round a ring, and a rank's results at each step are merged by log-sum-exp (`"ring"`), so that it never holds more than two
+ranks' keys. Both have gradients: with gather those of a key return to its owner, in a ring they travel with it.
 
-Rows are dealt out by the tiles that a plan visits, in a few runs a rank, so that no rank waits for another.
+Rows are assigned by the tiles that a plan visits, in a few runs per rank, so that no rank waits for another.
 
-Sources: Liu et al., "Ring attention with blockwise transformers for near-infinite context" (2023); runs of a causal text dealt from both
-ends, as in Llama 3's training (Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
+Sources: Liu et al., "Ring attention with blockwise transformers for near-infinite context" (2023); runs of a causal text
+assigned from both ends, as in Llama 3's training (Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class ContextSlices:
 
     mask: SegmentMask
     rows: tuple[tuple[Range, ...], ...]
-    """Of each rank: its runs ``(start, stop)``, ascending."""
+    """For each rank its runs ``(start, stop)``, ascending."""
     tiles: tuple[int, ...]
-    """Of each rank: tiles that its rows visit."""
+    """For each rank the tiles that its rows visit."""
     block_q: int
     block_k: int
 
@@ -58,11 +58,11 @@ class ContextSlices:
         return torch.cat([torch.arange(start, stop) for start, stop in self.rows[rank]] or [torch.arange(0)])
 
     def take(self, x: Tensor, rank: int, dim: int = 1) -> Tensor:
-        """A rank's rows of `x`, which has all of them in dimension `dim`."""
+        """A rank's rows of `x`, which has all rows in dimension `dim`."""
         return torch.cat([x.narrow(dim, start, stop - start) for start, stop in self.rows[rank]], dim)
 
     def join(self, parts: Sequence[Tensor], dim: int = 1) -> Tensor:
-        """All rows in order, of those of every rank: the inverse of `take`."""
+        """All rows in order, from those of every rank: the inverse of `take`."""
         pieces = {}
         for runs, part in zip(self.rows, parts, strict=True):
             first = 0
@@ -84,20 +84,21 @@ class ContextSlices:
 def slice_context(
     mask: SegmentMask, ranks: int, *, block_q: int = 128, block_k: int = 128, pieces: int = 2
 ) -> ContextSlices:
-    """Deals the rows of a mask out to ranks, so that all have about as many rows and visit about as many tiles.
+    """Assigns the rows of a mask to ranks, so that all have about as many rows and visit about as many tiles.
 
-    The rows are cut into ``ranks * pieces`` runs of whole tiles, whose numbers of tiles differ by one at most. Each rank gets `pieces` of
-    them: the run with the most visits goes to the rank with the fewest so far, and so on. Two a rank are enough for a causal mask.
+    The rows are cut into ``ranks * pieces`` runs of whole tiles, whose numbers of tiles differ by at most one. Each rank gets
+    `pieces` of them: the run with the most visits goes to the rank with the fewest so far, and so on. Two per rank are enough
+    for a causal mask.
 
     Args:
         mask: square: rows are queries and keys.
         ranks: at least 1.
         block_q, block_k: of the plans, as for `SegmentMask.plan`.
-        pieces: runs a rank; more of them balance an irregular mask better, and cost a call of the kernel each.
+        pieces: runs per rank; more of them balance an irregular mask better, and cost one kernel call each.
 
     Raises:
         ValueError: a mask that is not square, fewer tiles than runs.
-        TypeError: something that is no mask.
+        TypeError: something that is not a mask.
 
     Example:
         >>> import pdkernels as pd
@@ -143,7 +144,7 @@ def context_parallel_attention(
     scale: float | None = None,
     exchange: Exchange = "gather",
 ) -> Tensor:
-    """`pdkernels.block_sparse_attention` of a text whose rows lie on the ranks of a mesh. Differentiable.
+    """`pdkernels.block_sparse_attention` of a text whose rows are distributed over the ranks of a mesh. Differentiable.
 
     Args:
         q: ``(batch, rows, q_heads, head_dim)``: this rank's rows, ``slices.take(whole, rank)``.
@@ -195,7 +196,7 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class _Collected(torch.autograd.Function):
-    """All rows, in order. The gradient of a row is added up where it lies."""
+    """All rows, in order. The gradient of a row is summed on its owner."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, slices: ContextSlices, group: Any) -> Tensor:
@@ -213,7 +214,7 @@ class _Collected(torch.autograd.Function):
 
 
 class _Meeting(NamedTuple):
-    """A run of the rank's queries and one of the keys that are there, with places in both tensors."""
+    """A run of the rank's queries and one of the keys at hand, with offsets in both tensors."""
 
     rows: slice
     columns: slice
@@ -221,7 +222,7 @@ class _Meeting(NamedTuple):
 
 
 def _meetings(slices: ContextSlices, rank: int, source: int, device: torch.device) -> list[_Meeting]:
-    """Those that show something."""
+    """The pairs with something visible."""
     found, first = [], 0
     for start, stop in slices.rows[rank]:
         low = 0
@@ -235,7 +236,7 @@ def _meetings(slices: ContextSlices, rank: int, source: int, device: torch.devic
 
 
 class _Ring(torch.autograd.Function):
-    """Keys and values go round once, and once more with their gradients."""
+    """Keys and values go round once, and again with their gradients."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slices: ContextSlices, group: Any, scale: float) -> Tensor:
@@ -275,7 +276,7 @@ class _Ring(torch.autograd.Function):
                 grad_q[:, rows] += found[0]
                 sums[0][:, columns] += found[1]
                 sums[1][:, columns] += found[2]
-            # After as many steps as there are ranks, sums are at home.
+            # After as many steps as ranks, sums are back at their owner.
             if step + 1 < ranks:
                 both = passed_on(both, group)
             sums = passed_on(sums, group)
@@ -286,10 +287,11 @@ class _Ring(torch.autograd.Function):
 def _part_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: TilePlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of a part of the keys, whose result with weight ``exp(its lse - lse)`` is a part of `out`.
+    """Gradients for a part of the keys, whose result with weight ``exp(its lse - lse)`` is a part of `out`.
 
-    The part is computed anew: its results of all stops would take as much memory as all keys. The kernel wants a part's own
-    log-sum-exp, since it makes weights add up to 1; what the part's weight does to `out` goes into the gradient of that log-sum-exp.
+    The part is recomputed: results of all steps would take as much memory as all keys. The kernel needs a part's own
+    log-sum-exp, since it makes weights add up to 1; the effect of the part's weight on `out` goes into the gradient of that
+    log-sum-exp.
     """
     own, found = block_sparse_attention(q, k, v, plan, scale=scale, return_lse=True)
     share = torch.where(found == -torch.inf, 0.0, (found - lse).exp())
@@ -303,7 +305,7 @@ def _part_gradients(
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, found: Tensor) -> None:
-    """Adds to `total` and `lse`, in place, what was found among other keys."""
+    """Adds the results of other keys to `total` and `lse`, in place."""
     new = torch.logaddexp(lse, found)
     blind = new == -torch.inf
     old, more = (torch.where(blind, 0.0, (x - new).exp()).transpose(1, 2)[..., None] for x in (lse, found))

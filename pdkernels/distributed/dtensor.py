@@ -1,6 +1,6 @@
-"""How our ops run on DTensors: each rank its own sequences, heads or rows, without moving anything.
+"""How our ops run on DTensors: each rank its own sequences, heads or rows, without communication.
 
-A rule says which dimension of each tensor may be cut together, and the dimension of each result that is cut by it.
+A rule gives the dimensions of tensors that may be sharded together, and the dimension of each result that is then sharded.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:  # its import takes a second
 
 
 class Cut(NamedTuple):
-    """One way to cut a call."""
+    """One way to shard a call."""
 
     inputs: dict[str, int]
-    """Dimensions by the names of tensors; the others are whole on every rank."""
+    """Sharded dimensions by names of tensors; the others are replicated."""
     outputs: Sequence[int | None]
-    """Dimensions of the results; None: of one that every rank has in part, to be added up."""
+    """Sharded dimensions of the results; None: a partial sum on every rank."""
 
 
 Given = dict[str, Any]
@@ -31,7 +31,7 @@ Given = dict[str, Any]
 
 
 def _fits(x: Any, dim: int) -> bool:
-    """Whether every dimension of the mesh cuts this one of the tensor evenly."""
+    """Whether every dimension of the mesh divides this dimension of the tensor evenly."""
     return all(x.shape[dim] % size == 0 for size in x.mesh.shape)
 
 
@@ -56,12 +56,12 @@ def _block_sparse_backward(given: Given) -> Iterator[Cut]:
 def _speculative(given: Given) -> Iterator[Cut]:
     heads = dict.fromkeys(("q", "k_new", "v_new", "k_cache", "v_cache"), 2)
     ways = list(_attention(given, [2, 1], heads, ("lengths", "block_table")))
-    # Pages belong to all sequences.
+    # Pages are shared by all sequences.
     yield from ways if given.get("block_table") is None else ways[1:]
 
 
 def _rows(given: Given, names: Sequence[str], results: int) -> Iterator[Cut]:
-    """By any dimension of the rows of the first tensor; the others of `names` have the same ones."""
+    """By any row dimension of the first tensor; the others of `names` have the same ones."""
     for dim in range(len(given[names[0]].shape) - 1):
         yield Cut(dict.fromkeys(names, dim), [dim] * results)
 
@@ -75,7 +75,7 @@ def _linear(given: Given) -> Iterator[Cut]:
 
 
 def _statistics(given: Given, name: str) -> Iterator[Cut]:
-    """A draw without positions takes the row's number, which is another one on a rank."""
+    """A draw without positions uses the row's number, which differs on a rank."""
     counted = given.get("positions") is None and given.get("temperature", 0.0) > 0
     if given.get("row_index") is None and not counted:
         yield from _rows(given, [name, "seeds", "steps", "positions"], 7)
@@ -101,7 +101,7 @@ RULES: dict[str, Callable[[Given], Iterator[Cut]]] = {
 
 
 def _ways(op: str, *args: Any, **kwargs: Any) -> list[tuple[list[Placement], list[Placement | None]]]:
-    """What `register_sharding` asks for: placements of the results and of the arguments, for each way to cut."""
+    """The result for `register_sharding`: placements of results and arguments, for each way to shard."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     names = OPS[op].arguments
@@ -126,12 +126,12 @@ def _ways(op: str, *args: Any, **kwargs: Any) -> list[tuple[list[Placement], lis
 
 @cache
 def register_dtensor() -> tuple[str, ...]:
-    """Tells DTensor how our ops are cut; returns the names of those that it then takes. Once is enough, more does no harm.
+    """Registers the sharding of our ops with DTensor; returns the names of the ops registered. Idempotent.
 
-    Attention goes by sequences or by heads (if the mesh divides the KV heads), forward and backward; what works on rows goes by any
-    dimension of rows; `linear` also by columns of its result and by the width that it sums over. A call on tensors that are cut otherwise
-    brings them together first, as DTensor does for any op. Ops that write into their arguments take no DTensor: call them on
-    ``x.to_local()``. Plain tensors beside DTensors, such as those of a plan, need
+    Attention goes by sequences or by heads (if the mesh divides the KV heads), forward and backward; row-wise ops go by any
+    dimension of rows; `linear` also by columns of its result and by the width that it sums over. A call on tensors that are
+    sharded otherwise gathers them first, as DTensor does for any op. Ops that write into their arguments take no DTensor: call
+    them on ``x.to_local()``. Plain tensors mixed with DTensors, such as those of a plan, need
     `torch.distributed.tensor.experimental.implicit_replication`.
 
     Example:

@@ -25,18 +25,18 @@ OP = "distributed.load"
 def load(
     name_or_path: str | Path, mesh: Any, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
 ) -> ParallelModel:
-    """As `pdkernels.models.load` and `parallelize`, but a rank reads no more of a checkpoint's folder than what it keeps.
+    """As `pdkernels.models.load` and `parallelize`, but a rank reads only the part of a checkpoint's folder that it keeps.
 
     Args:
-        name_or_path: as for `pdkernels.models.load`. Of models in the package and of GGUF files each rank reads the whole.
+        name_or_path: as for `pdkernels.models.load`. Models in the package and GGUF files are read whole by each rank.
         mesh: as for `parallelize`.
-        dtype, device: as for `pdkernels.models.load`. With one GPU a rank, its own: ``f"cuda:{local_rank}"``.
+        dtype, device: as for `pdkernels.models.load`. With one GPU per rank, its own: ``f"cuda:{local_rank}"``.
 
     Returns:
         The rank's part of the model.
 
     Raises:
-        ValueError, TypeError, NotImplementedError, ImportError: as both of them.
+        ValueError, TypeError, NotImplementedError, ImportError: as for both.
 
     Example:
         >>> import pdkernels as pd
@@ -61,7 +61,7 @@ def load(
 
 
 def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[str, torch.Tensor]]:
-    """The rank's part of each parameter, one after the other."""
+    """The rank's part of each parameter, one by one."""
     for name, parts in layout.parts():
         sources = {layout.name_in(weights.stored, part): shape for part, shape in parts.items()}
         piece = shards.piece(name)
@@ -75,7 +75,7 @@ def _read(layout: Layout, weights: Weights, shards: Shards) -> Iterator[tuple[st
 
 
 def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor:
-    """A piece of what the stored tensors are together, the rows of one behind those of the other."""
+    """A piece of the concatenation of stored tensors along their rows."""
     if piece is None:
         tensors = [_flat(weights.whole(name)) for name in sources]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
@@ -90,7 +90,7 @@ def _part(weights: Weights, sources: Parts, piece: Piece | None) -> torch.Tensor
             rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else shape[0]
             start, stop = max(low - first, 0), min(high - first, rows)
             if start < stop:
-                few = len(shape) > 2  # biases, which we keep as a matrix
+                few = len(shape) > 2  # biases, which we store as a matrix
                 taken.append(_flat(weights.whole(name))[start:stop] if few else weights.part(name, 0, start, stop))
             first += rows
     return torch.cat(taken)

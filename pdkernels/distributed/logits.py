@@ -1,4 +1,4 @@
-"""Logits whose vocabulary lies on several ranks, and what is asked of them without bringing them together."""
+"""Logits whose vocabulary is split across ranks, and operations on them that do not gather them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def _getters(*names: str) -> set[Any]:
     return {getattr(_T, name).__get__ for name in names}
 
 
-# What is known without numbers.
+# Known without values.
 _FACTS = _getters("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_meta", "is_cpu")
 _FACTS |= {_T.dim, _T.size, _T.numel, _T.is_floating_point, _T.__len__, _T.element_size, torch.is_floating_point}
-# Number by number, and rows in their order.
+# Elementwise, and reorderings of rows.
 _EACH = {
     _T.double,
     _T.float,
@@ -58,15 +58,15 @@ _EACH |= {_T.masked_fill, torch.where, _T.where, _T.__neg__, _T.__and__, _T.__or
 
 
 class ShardedLogits(torch.Tensor):
-    """Logits ``(..., vocab_size)`` of which this rank holds a slice; what models of `parallelize` give.
+    """Logits ``(..., vocab_size)`` of which this rank holds a slice; the output of models from `parallelize`.
 
-    Token statistics, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers a row from the other ranks;
-    arithmetic needs none. Whatever else is asked for is computed on all logits, `full_tensor`, which then are exchanged. All ranks ask for
-    the same. Changes in place reach whole columns: ``logits[..., token] = value``.
+    Token statistics, draws, arg max, single logits, top-k, log-sum-exp and softmax need a few numbers per row from the other ranks;
+    arithmetic needs none. Everything else is computed on all logits, `full_tensor`, which are then exchanged. All ranks must do
+    the same operations. Changes in place are limited to whole columns: ``logits[..., token] = value``.
     """
 
     local: Tensor
-    """``(..., width)``: of the rank's ids."""
+    """``(..., width)``: for the rank's ids."""
     part: Part
 
     def __new__(cls, local: Tensor, part: Part, vocab_size: int) -> ShardedLogits:
@@ -77,7 +77,7 @@ class ShardedLogits(torch.Tensor):
 
     def full_tensor(self) -> Tensor:
         """All logits, on every rank."""
-        # Slices are as wide as the first one's, but for the last rank's.
+        # Slices are as wide as the first one, except on the last rank.
         with torch._C.DisableTorchFunctionSubclass():
             size, ranks = self.shape[-1], torch.distributed.get_world_size(self.part.group)
         widest = -(-size // (4 * ranks)) * 4
@@ -119,7 +119,7 @@ class ShardedLogits(torch.Tensor):
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """A function of numbers in their places, on the rank's own slice; tensors as wide as the vocabulary are sliced as well."""
+    """An elementwise function on the rank's own slice; tensors as wide as the vocabulary are sliced too."""
     leaves, tree = torch.utils._pytree.tree_flatten((args, kwargs))
     like = next(x for x in leaves if isinstance(x, ShardedLogits))
     part, size = like.part, _width(like)
@@ -154,7 +154,7 @@ def _argmax(x: ShardedLogits, dim: Any = None, keepdim: bool = False) -> Tensor 
     best = x.local.argmax(-1, keepdim=True)
     pair = torch.stack((x.local.gather(-1, best)[..., 0].double(), (best[..., 0] + x.part.first_id).double()), -1)
     values, ids = gathered(pair, x.part.group).unbind(-1)
-    # The first of equals, as everywhere; a NaN counts as the largest.
+    # The first on ties, as everywhere; NaN counts as the largest.
     return _shaped(ids.gather(0, values.argmax(0, keepdim=True))[0].long(), keepdim)
 
 
@@ -172,7 +172,7 @@ def _softmax(x: ShardedLogits, dim: Any = None, dtype: torch.dtype | None = None
     if not _last(x, dim):
         return None
     local = x.local if dtype is None else x.local.to(dtype)
-    # As softmax does: a row of nothing but -inf becomes NaN.
+    # As in softmax: a row of only -inf becomes NaN.
     largest = gathered(local.amax(-1), x.part.group).amax(0)[..., None]
     terms = (local - largest).exp()
     total = gathered(terms.sum(-1), x.part.group).sum(0)[..., None]
@@ -182,12 +182,12 @@ def _softmax(x: ShardedLogits, dim: Any = None, dtype: torch.dtype | None = None
 def _gather(x: ShardedLogits, dim: Any, index: Tensor, **rest: Any) -> Tensor | None:
     if not _last(x, dim):
         return None
-    place = index - x.part.first_id
-    here = (place >= 0) & (place < x.part.width)
-    found = x.local.gather(-1, place.clamp(0, x.part.width - 1))
+    column = index - x.part.first_id
+    here = (column >= 0) & (column < x.part.width)
+    found = x.local.gather(-1, column.clamp(0, x.part.width - 1))
     found = torch.where(here, found, torch.zeros_like(found))
     whole = gathered(found, x.part.group)
-    # Not a sum, in which a NaN or an infinity of the right rank would meet zeros; the owner of an id is known.
+    # Not a sum: other ranks' zeros would meet a NaN or an infinity of the owner; the owner of an id is known.
     widest = -(-_width(x) // (4 * len(whole))) * 4
     return whole.gather(0, (index // widest)[None])[0]
 
@@ -208,31 +208,31 @@ def _topk(x: ShardedLogits, k: int, dim: Any = -1, largest: bool = True, sorted:
 
 
 def _getitem(x: ShardedLogits, index: Any) -> Any:
-    """Rows; their numbers stay where they are."""
-    places = index if isinstance(index, tuple) else (index,)
+    """Selects rows; their values stay on their ranks."""
+    parts = index if isinstance(index, tuple) else (index,)
     taken = 0
-    for place in places:
-        if place is None:
+    for part in parts:
+        if part is None:
             continue
-        if place is Ellipsis:
+        if part is Ellipsis:
             return None
-        taken += place.dim() if isinstance(place, Tensor) and place.dtype == torch.bool else 1
+        taken += part.dim() if isinstance(part, Tensor) and part.dtype == torch.bool else 1
     if taken >= x.local.dim():
         return None
     return ShardedLogits(x.local[index], x.part, _width(x))
 
 
 def _setitem(x: ShardedLogits, index: Any, value: Any) -> Any:
-    """A column, which one rank has."""
+    """A column, held by one rank."""
     fits = isinstance(index, tuple) and len(index) == 2 and index[0] is Ellipsis and type(index[1]) is int
     if not fits or isinstance(value, Tensor):
         return None
     size = _width(x)
     if not -size <= index[1] < size:
         raise IndexError(f"index {index[1]} is out of bounds for dimension {x.local.dim() - 1} with size {size}")
-    place = index[1] % size - x.part.first_id
-    if 0 <= place < x.part.width:
-        x.local[..., place] = value
+    column = index[1] % size - x.part.first_id
+    if 0 <= column < x.part.width:
+        x.local[..., column] = value
     return x
 
 

@@ -1,4 +1,4 @@
-"""The group of ranks that a caller means."""
+"""The group of ranks for a mesh or a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pdkernels._validation import check, check_type
 
 
 def group_of(op: str, mesh: Any) -> Any:
-    """The process group of a mesh of one dimension, or the group that is given instead."""
+    """The process group of a mesh of one dimension, or the given group itself."""
     if isinstance(mesh, dist.ProcessGroup):
         return mesh
     words = "be a DeviceMesh of one dimension or a ProcessGroup"

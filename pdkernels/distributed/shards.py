@@ -1,8 +1,8 @@
-"""Which part of each parameter a rank holds.
+"""The part of each parameter that a rank holds.
 
-Query heads, KV heads and the MLP's inner width are cut into equal parts in the order of the ranks; so a rank's q, k and v are three pieces
-of one matrix. Rows of the vocabulary go in equal parts too, of a multiple of 4 rows, and what is left to the last rank. Norms, and what
-is added once, are on all ranks. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+Query heads, KV heads and the MLP's inner width are cut into equal parts in the order of the ranks; so a rank's q, k and v are
+three slices of one matrix. The vocabulary is also cut into equal parts, of a multiple of 4 rows, with the remainder on the last
+rank. Norms, and what is added once, are on all ranks. Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ OP = "distributed.parallelize"
 
 
 class Piece(NamedTuple):
-    """What a rank takes of a tensor: these ranges of a dimension, one behind the other."""
+    """A rank's part of a tensor: these ranges of a dimension, concatenated."""
 
     dim: int
     ranges: list[tuple[int, int]]
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, which does not keep the whole tensor alive."""
+        """A copy, so that the whole tensor is not kept alive."""
         parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.ranges]
         return torch.cat(parts, self.dim) if len(parts) > 1 else parts[0].clone(memory_format=torch.contiguous_format)
 
@@ -54,7 +54,7 @@ class Shards:
         check(fits, OP, "vocab_size", f"give each of {ranks} ranks a multiple of 4 rows", config.vocab_size)
         self.vocabulary = rank * share, min((rank + 1) * share, config.vocab_size)
         self.heads = config.heads // ranks
-        # With fewer KV heads than ranks, neighbours hold the same one.
+        # With fewer KV heads than ranks, adjacent ranks hold the same one.
         self.kv_heads = kv // ranks if kv % ranks == 0 else 1
         first_kv = rank * self.kv_heads if kv % ranks == 0 else rank * kv // ranks
         width, inner = config.head_dim, config.intermediate_size // ranks
@@ -64,7 +64,7 @@ class Shards:
         qkv = [(start + low, start + high) for start, (low, high) in zip(starts, (heads, keys, keys))]
         mine = rank * inner, (rank + 1) * inner
         both = [mine, (config.intermediate_size + mine[0], config.intermediate_size + mine[1])]
-        # One row of `qk_bias` a head.
+        # One row of `qk_bias` per head.
         bias = [(rank * self.heads, (rank + 1) * self.heads)]
         bias.append((config.heads + bias[0][0], config.heads + bias[0][1]))
         rows, columns = Piece(0, [self.vocabulary]), Piece(1, [heads])
@@ -79,7 +79,7 @@ class Shards:
         return first * width, (first + own) * width
 
     def piece(self, name: str) -> Piece | None:
-        """What the rank takes of the parameter of this name; None: all of it."""
+        """The rank's part of the parameter of this name; None: all of it."""
         return self._pieces.get(name.rpartition(".")[2])
 
     def take(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Shards:
         return tensor.detach() if piece is None else piece.of(tensor.detach())
 
     def local(self, config: Any) -> Any:
-        """The sizes of the rank's own heads and inner width; the vocabulary stays whole, as callers know it."""
+        """The sizes of the rank's own heads and inner width; the vocabulary keeps its full size for callers."""
         if isinstance(config, TransformerConfig):
             return replace(config, heads=self.heads, kv_heads=self.kv_heads, intermediate_size=self._inner)
         return replace(config, heads=self.heads, intermediate_size=self._inner)

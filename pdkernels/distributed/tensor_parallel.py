@@ -1,9 +1,9 @@
-"""Models whose heads, MLPs and vocabulary lie on several ranks.
+"""Models whose heads, MLPs and vocabulary are split across ranks.
 
-Every rank runs the same program on the same tokens. It computes attention of its own heads and its own part of each MLP, and what
-those add to the residual is summed over the ranks: twice a layer, and once where the embedding is looked up. Its KV cache holds its own
-heads. Logits stay in slices of the vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all of them take the same
-decisions, and a row's do not depend on other rows, so that lossless methods stay so bit for bit.
+Every rank runs the same program on the same tokens. It computes attention for its own heads and its own part of each MLP, and their
+contributions to the residual are summed over the ranks: twice per layer, and once for the embedding. Its KV cache holds its own
+heads. Logits stay in slices of the vocabulary (`ShardedLogits`). Sums have the same bits on all ranks, so all of them make the same
+decisions, and a row's sums do not depend on other rows, so lossless methods stay lossless bit for bit.
 
 Source: Shoeybi et al., "Megatron-LM: training multi-billion parameter language models using model parallelism" (2019), section 3.
 """
@@ -36,7 +36,7 @@ ParallelModel = Transformer | RecurrentDepth
 
 
 class Ranks:
-    """The group that a model lies on, and the rank's slice of its vocabulary."""
+    """The group of a model, and the rank's slice of its vocabulary."""
 
     def __init__(self, group: Any, vocabulary: tuple[int, int], vocab_size: int) -> None:
         first, end = vocabulary
@@ -44,26 +44,26 @@ class Ranks:
         self.part = Part(group, first, end - first)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Of what the ranks computed, each in part."""
+        """The sum of the ranks' partial results."""
         if x.requires_grad and torch.is_grad_enabled():
             remedy = "Train with FSDP2 or DDP, and parallelize what was trained."
             raise NotImplementedError(message(OP, "model", "run without gradients", "parameters that need one", remedy))
         return summed(x, self.group)
 
     def look_up(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Rows of the embedding, each of which one rank has."""
-        place = tokens - self.part.first_id
-        elsewhere = (place < 0) | (place >= self.part.width)
-        wrong = (tokens < 0) | (tokens >= self.vocab_size)  # which every rank refuses, as one device does
-        place = torch.where(wrong, self.part.width, torch.where(elsewhere, 0, place))
-        return self.sum(F.embedding(place, embedding).masked_fill(elsewhere[..., None], 0))
+        """Rows of the embedding, each held by one rank."""
+        row = tokens - self.part.first_id
+        elsewhere = (row < 0) | (row >= self.part.width)
+        wrong = (tokens < 0) | (tokens >= self.vocab_size)  # refused on every rank, as on one device
+        row = torch.where(wrong, self.part.width, torch.where(elsewhere, 0, row))
+        return self.sum(F.embedding(row, embedding).masked_fill(elsewhere[..., None], 0))
 
     def logits(self, local: torch.Tensor) -> torch.Tensor:
-        """With the slices of the other ranks."""
+        """`ShardedLogits` from this rank's slice."""
         return ShardedLogits(local, self.part, self.vocab_size)
 
     def agree(self, op: str, device: torch.device, *numbers: int) -> None:
-        """ValueError on all ranks where they ask for different sizes, which else would wait for each other forever."""
+        """ValueError on all ranks if their sizes differ; otherwise they would wait for each other forever."""
         asked = gathered(torch.tensor(numbers, device=device), self.group).tolist()
         words = "be called with the same sizes on every rank"
         check(all(row == asked[0] for row in asked), op, "batch and capacity", words, asked, "Pass equal prompts.")
@@ -81,7 +81,7 @@ class ParallelLayer(Layer):
         out = linear(mixed, self.output)
         if adapted is not None:
             assert self.adapter_in is not None and self.adapter_out is not None
-            # Of a part of the heads, as `out` is: one sum for both.
+            # From a part of the heads, like `out`: one sum for both.
             out = out + linear(linear(mixed, self.adapter_in), self.adapter_out) * adapted
         return self._biased(out, self.output_bias)
 
@@ -109,8 +109,8 @@ class ParallelTransformer(Transformer):
     def statistics(self, hidden: torch.Tensor, **options: Any) -> TokenStatistics:
         head = self.embedding if self.head is None else self.head
         normed, part = rms_norm(hidden, self.norm, self.config.norm_eps), self.ranks.part
-        place = {"group": part.group, "first_id": part.first_id}
-        return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **place, **options)
+        slices = {"group": part.group, "first_id": part.first_id}
+        return linear_token_statistics(normed, head, backend=backend_of(self.dtype), **slices, **options)
 
     def new_cache(
         self, batch: int, capacity: int, *, kind: Literal["contiguous", "paged"] = "contiguous", page_size: int = 16
@@ -120,7 +120,7 @@ class ParallelTransformer(Transformer):
 
     def with_all_heads(self, kv: torch.Tensor) -> torch.Tensor:
         """Keys or values ``(..., own KV heads, head_dim)`` with those of the other ranks, in order."""
-        # With fewer KV heads than ranks, neighbours hold the same one.
+        # With fewer KV heads than ranks, adjacent ranks hold the same one.
         parts = gathered(kv, self.ranks.group)[:: self.copies]
         return torch.cat(list(parts.unbind(0)), -2)
 
@@ -181,22 +181,22 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
     """The rank's part of a model: a model that all ranks run together, for all decoding methods.
 
     Args:
-        model: the whole one, equal on all ranks. It is left as it is; the parts are copies. `pdkernels.distributed.load` reads a checkpoint
-            without ever holding all of it.
+        model: the whole model, equal on all ranks. It is not changed; the parts are copies. `pdkernels.distributed.load` reads
+            a checkpoint without ever holding all of it.
         mesh: a `DeviceMesh` of one dimension (of a larger mesh: ``mesh["tp"]``), or a `ProcessGroup`.
 
     Returns:
         A model of the same kind, in evaluation mode and without gradients. Its `config` has the sizes of the rank's heads and MLPs.
         All ranks must call it alike: `pdkernels.decoding.generate` with the same arguments gives the same tokens on all of them. A
-        forward gives `ShardedLogits`.
+        forward returns `ShardedLogits`.
 
     Raises:
         ValueError: heads or the MLP's width that the ranks do not divide, KV heads that neither divide the ranks nor are divided by
             them, fewer than 4 ids for a rank.
-        TypeError: another kind of model, or no mesh.
+        TypeError: another kind of model, or not a mesh.
         NotImplementedError: a forward that would need gradients.
 
-    Logits differ from one device's by the rounding of sums in another order.
+    Logits differ from those of one device by the rounding of sums in another order.
 
     Example:
         >>> import pdkernels as pd
@@ -217,7 +217,7 @@ def parallelize(model: ParallelModel, mesh: Any) -> ParallelModel:
 
 
 def facts_of(model: ParallelModel) -> dict[str, Any]:
-    """What a model knows besides its sizes and weights, as its class takes it."""
+    """A model's attributes besides sizes and weights, as arguments of its class."""
     facts: dict[str, Any] = {"tokenizer": model.tokenizer, "end_tokens": model.end_tokens}
     if isinstance(model, Transformer):
         facts |= {"mask_token": model.mask_token, "plan_tokens": model.plan_tokens}
@@ -231,7 +231,7 @@ def assembled(
     parts: Iterator[tuple[str, torch.Tensor]],
     facts: dict[str, Any],
 ) -> ParallelModel:
-    """A parallel model of a rank's parts of the parameters."""
+    """A parallel model from a rank's parts of the parameters."""
     model: ParallelTransformer | ParallelRecurrentDepth
     state = dict(parts)
     with torch.device("meta"):

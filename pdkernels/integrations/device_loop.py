@@ -25,7 +25,7 @@ _OP = "integrations.device_loop.DeviceLoop"
 
 
 def available() -> bool:
-    """Whether this machine has what a `DeviceLoop` needs: a GPU, a driver and cuda-python that are new enough."""
+    """Whether this machine can run a `DeviceLoop`: a GPU, and a recent enough driver and cuda-python."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -38,9 +38,9 @@ def available() -> bool:
 class DeviceLoop:
     """One decoding method on one model, for generations that run on the device from the prompt to the last token.
 
-    `pdkernels.decoding.generate` looks at its device after every step. Here the step is captured once, in a conditional while
-    node of a CUDA graph. A kernel writes what the host would have read into a log and tells the node whether a sequence
-    still goes on (`pdkernels.log_step_`); the host reads the log when all is done. Tokens, stats and traces are those of
+    `pdkernels.decoding.generate` reads its device after every step. Here the step is captured once, in a conditional while
+    node of a CUDA graph. A kernel logs what the host would have read and sets the node's condition while a sequence
+    still continues (`pdkernels.log_step_`); the host reads the log at the end. Tokens, stats and traces are those of
     `generate`.
 
     Args:
@@ -54,9 +54,9 @@ class DeviceLoop:
     Raises:
         NotImplementedError: no GPU, an old driver, a method or an option that needs its host.
         ImportError: no cuda-python.
-        ValueError, TypeError: as `generate` does.
+        ValueError, TypeError: as in `generate`.
 
-    A cache and a log of all steps are made here, once. One generation at a time.
+    The cache and the log of all steps are allocated here, once. One generation at a time.
 
     Example:
         >>> import torch, pdkernels as pd
@@ -91,7 +91,7 @@ class DeviceLoop:
                 )
             )
         check_options(METHODS[method], options)
-        # The prompts' forward gives the first token, and a loop is for more.
+        # The prompts' forward gives the first token; a loop is for more.
         sizes = {"batch": (batch, 1), "longest_prompt": (longest_prompt, 1), "max_new_tokens": (max_new_tokens, 2)}
         for name, (size, least) in sizes.items():
             check_type(type(size) is int, _OP, name, "be an int", type(size).__name__)
@@ -103,7 +103,7 @@ class DeviceLoop:
         )
         self.model, self.method, self.max_new_tokens, self.end_tokens = model, method, max_new_tokens, end_tokens
         with torch.inference_mode(), torch.cuda.device(model.device):
-            # Sizes are all that counts of this session.
+            # Only the sizes of this session matter.
             self._largest, _ = open_session(model, [[0] * longest_prompt] * batch, max_new_tokens, end_tokens)
             self._steps = steps[method](self._largest, **options)
             if self._steps.needs_host:
@@ -116,18 +116,18 @@ class DeviceLoop:
                         "Use pdkernels.decoding.generate.",
                     )
                 )
-            # An entry for the prompts and one for every step, which gives each sequence that goes on a token at least.
+            # An entry for the prompts and one per step, which gives each active sequence at least one token.
             entry = self._steps.entry
             self._log, self._count = entry.new_zeros(max_new_tokens, *entry.shape), entry.new_zeros(1)
             self._more = torch.zeros_like(self._count, dtype=torch.bool)
-            # A graph reads addresses: what moves a model elsewhere must not free them.
+            # A graph reads addresses: moving the model elsewhere must not free them.
             self._weights = [parameter.detach() for parameter in model.parameters()]
             self._assemble()
 
     def _assemble(self) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        # Kernels get compiled, tables and workspaces made; a capture could do neither.
+        # Compiles kernels and allocates tables and workspaces, which is impossible in a capture.
         with torch.cuda.stream(stream):
             self._steps.start(self._largest)
             self._record(None)
@@ -140,12 +140,12 @@ class DeviceLoop:
         log_step_(self._log, self._count, self._more, self._steps.entry, handle=handle)
 
     def generate(self, prompt: Prompts, *, on_tokens: OnTokens | None = None, trace: bool = False) -> DecodeResult:
-        """What `pdkernels.decoding.generate` returns for these prompts.
+        """The result of `pdkernels.decoding.generate` for these prompts.
 
         Args:
-            prompt: as many as `batch`, none longer than `longest_prompt`.
-            on_tokens: as in `generate`. Who listens gets a host that looks at the device after every step: it replays the captured
-                one.
+            prompt: `batch` of them, none longer than `longest_prompt`.
+            on_tokens: as in `generate`. With a callback the host reads the device after every step and replays the captured
+                step.
             trace: as in `generate`.
         """
         session, single = open_session(self.model, prompt, self.max_new_tokens, self.end_tokens, on_tokens, trace)
@@ -169,5 +169,5 @@ class DeviceLoop:
         self._steps.start(session)
         self._count.zero_()
         self._graph.launch()
-        # The first and last wait for the device.
+        # The first and the last wait for the device.
         return self._steps.recorded(session, self._log[: int(self._count)].tolist())

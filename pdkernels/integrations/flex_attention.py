@@ -1,4 +1,4 @@
-"""FlexAttention's function over our kernels, and masks and plans to and from its `BlockMask`."""
+"""FlexAttention's function on our kernels, and conversion of masks and plans to and from its `BlockMask`."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def to_block_mask(
     Args:
         mask: any segment mask.
         block_size: tile size, or ``(rows, columns)``; multiples of 16.
-        device: where its tensors lie.
+        device: device of its tensors.
 
     Returns:
         What ``create_block_mask(mask.mask_mod(device), None, None, *mask.shape, BLOCK_SIZE=block_size)`` returns: ragged last
-        tiles count as partial, since FlexAttention asks a full tile for all its pairs.
+        tiles count as partial, since FlexAttention requires all pairs of a full tile.
 
     Raises:
         ValueError: other tile sizes, a mask without rows.
-        TypeError: no segment mask.
+        TypeError: not a segment mask.
 
     Example:
         >>> import pdkernels as pd
@@ -60,14 +60,14 @@ def to_block_mask(
 
 
 def from_block_mask(block_mask: BlockMask) -> TilePlan:
-    """A tile plan out of any `BlockMask`. Its `mask_mod` is asked about the pairs of partial tiles only.
+    """A tile plan from any `BlockMask`. Its `mask_mod` is evaluated only on the pairs of partial tiles.
 
     Args:
         block_mask: with one head, or none, and tiles that are multiples of 16. With a batch the plan is stacked.
 
     Raises:
         ValueError: several heads, other tiles.
-        TypeError: no `BlockMask`.
+        TypeError: not a `BlockMask`.
 
     Example:
         >>> import pdkernels as pd
@@ -118,15 +118,15 @@ def flex_attention(
     Args:
         query: ``(batch, q_heads, q_len, head_dim)``, float32, float16 or bfloat16; head_dim a multiple of 8 in ``[16, 256]``.
         key, value: ``(batch, kv_heads, kv_len, head_dim)``, or with a batch of 1.
-        score_mod: must be None: the kernels scale and mask scores, and change them in no other way.
+        score_mod: must be None: the kernels only scale and mask scores.
         block_mask: a `BlockMask` with one head, a mask or plan of ours; None: every pair. The plan of a `BlockMask` is made in the first
-            call (see `from_block_mask`) and kept as long as the mask lives; tensors of the mask that are replaced or written
-            make it anew, tensors that only its `mask_mod` reads do not.
+            call (see `from_block_mask`) and cached as long as the mask lives; replacing or writing tensors of the mask
+            rebuilds it, changing tensors that only its `mask_mod` reads does not.
         scale: of the scores; None: ``head_dim ** -0.5``.
         enable_gqa: allows kv_heads that divide q_heads.
         return_lse: also return the log-sum-exp.
         kernel_options: must be None: they tune torch's kernels.
-        return_aux: ``AuxRequest(lse=True)`` is the newer way to ask for it.
+        return_aux: ``AuxRequest(lse=True)`` is the newer way to request it.
 
     Returns:
         ``out``, shape and dtype of query; ``(out, lse)`` with `return_lse`, ``(out, AuxOutput)`` with `return_aux`. The
@@ -134,9 +134,9 @@ def flex_attention(
 
     Raises:
         NotImplementedError: a score_mod, kernel options, maximal scores.
-        ValueError, TypeError: what does not fit, as `block_sparse_attention` and `from_block_mask` say.
+        ValueError, TypeError: as in `block_sparse_attention` and `from_block_mask`.
 
-    In a graph of ``torch.compile`` give a plan: making one of a `BlockMask` leaves the graph.
+    Under ``torch.compile`` pass a plan: making one from a `BlockMask` breaks the graph.
 
     Example:
         >>> import torch
@@ -190,7 +190,7 @@ _plans: WeakKeyDictionary[BlockMask, tuple[list[tuple[int, int]], TilePlan]] = W
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _kept_plan(block_mask: BlockMask) -> TilePlan:
-    """The plan of a `BlockMask`, made once as long as the mask's tensors stay what they are."""
+    """The plan of a `BlockMask`, made once while the mask's tensors do not change."""
     check_type(
         isinstance(block_mask, BlockMask),
         "integrations.flex_attention",
@@ -219,7 +219,7 @@ def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
     q = (rows[:, None] * block_q + torch.arange(block_q, device=device))[:, :, None]
     k = (columns[:, None] * block_k + torch.arange(block_k, device=device))[:, None, :]
     b, h = torch.tensor(batch, device=device), torch.tensor(0, device=device)
-    # Indices outside the lengths are held inside: a mask_mod may look up tables by them.
+    # Indices past the lengths are clamped: a mask_mod may index tables with them.
     visible = block_mask.mask_mod(b, h, q.clamp(max=q_len - 1), k.clamp(max=kv_len - 1)).expand(
         len(rows), block_q, block_k
     )
@@ -227,7 +227,7 @@ def _sample(block_mask: BlockMask, batch: int) -> TilePlan:
 
 
 def _tiles(counts: Tensor, indices: Tensor, batch: int, q_tiles: int, kv_tiles: int) -> Tensor:
-    """``(q_tiles, kv_tiles)`` bool out of counts and padded lists."""
+    """``(q_tiles, kv_tiles)`` bool from counts and padded lists."""
     counts, indices = counts[min(batch, counts.shape[0] - 1), 0], indices[min(batch, indices.shape[0] - 1), 0]
     listed = torch.arange(indices.shape[-1], device=counts.device) < counts[:, None]
     tiles = torch.zeros(q_tiles, kv_tiles + 1, dtype=torch.bool, device=counts.device)

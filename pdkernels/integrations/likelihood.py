@@ -16,27 +16,27 @@ OP = "log_likelihood"
 
 
 class Likelihood(NamedTuple):
-    """Of one text."""
+    """The log-likelihood of one text."""
 
     log_prob: float
     greedy: bool
-    """Every token is the likeliest one where it stands; always False for `masked_log_likelihood`."""
+    """Every token is the likeliest one at its position; always False for `masked_log_likelihood`."""
 
 
 @torch.no_grad()
 def log_likelihood(
     model: Any, prefixes: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], *, batch_size: int = 8
 ) -> list[Likelihood]:
-    """``sum_i log p(text_i | prefix, text_<i)``, in nats, under a causal model whose row i is about token i + 1.
+    """``sum_i log p(text_i | prefix, text_<i)``, in nats, under a causal model whose row i predicts token i + 1.
 
     Args:
-        model: a causal one of `pdkernels.models`, or a wrapped one.
+        model: a causal model of `pdkernels.models`, or a wrapped one.
         prefixes: token ids, at least one each.
         texts: token ids; an empty text has log-probability 0.
-        batch_size: texts in a forward; those of similar length go together.
+        batch_size: texts per forward; those of similar length are grouped.
 
     Raises:
-        ValueError: a prefix without tokens, other numbers of prefixes than of texts, a batch size below 1.
+        ValueError: a prefix without tokens, different numbers of prefixes and texts, a batch size below 1.
 
     Example:
         >>> import pdkernels as pd
@@ -56,7 +56,7 @@ def log_likelihood(
         tokens = torch.zeros(len(part), max(map(len, rows)), dtype=torch.int64)
         for line, row in zip(tokens, rows):
             line[: len(row)] = torch.tensor(row)
-        # A row about every token of the longest text; what is beyond a shorter one is not read.
+        # A row for every token of the longest text; rows past a shorter one are not read.
         longest = max(len(texts[i]) for i in part)
         starts = torch.tensor([len(prefixes[i]) - 1 for i in part])
         wanted = (starts[:, None] + torch.arange(longest)).clamp(max=tokens.shape[1] - 1)
@@ -80,22 +80,22 @@ def masked_log_likelihood(
     batch_size: int = 8,
     seed: int = 0,
 ) -> list[Likelihood]:
-    """LLaDA's bound on the log-likelihood of texts, in nats, under a model that fills masks in.
+    """LLaDA's bound on the log-likelihood of texts, in nats, under a model that fills in masks.
 
     The mean over l, uniform in 1 .. L, and over the sets of l of the text's L tokens of ``L / l`` times the log-probability of
-    these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. Where a text has no
-    more than `samples` sets all of them are taken, and the figure is exact. Otherwise `samples` of them are drawn: l
+    these tokens, masked, given all others. It is also the mean over all orders in which the text can be written. If a text has no
+    more than `samples` sets, all of them are used and the result is exact. Otherwise `samples` of them are drawn: l
     goes through 1 .. L evenly from a random start, as in the published code.
 
     Source: "Large Language Diffusion Models" (LLaDA), the appendix on likelihoods, and the evaluation published with it.
 
     Args:
-        model: a bidirectional one of `pdkernels.models` with a mask token, or a wrapped one.
-        prefixes: token ids; at least one each where a row of the model is about the next token.
+        model: a bidirectional model of `pdkernels.models` with a mask token, or a wrapped one.
+        prefixes: token ids; at least one each if a row of the model predicts the next token.
         texts: token ids.
-        samples: forwards' rows for a text.
-        batch_size: rows in a forward.
-        seed: of the draws. Each text has its own, whatever is asked beside it.
+        samples: rows of forwards per text.
+        batch_size: rows per forward.
+        seed: of the draws. Each text has its own draws, whatever else is in the call.
 
     Raises:
         ValueError: a model without mask token, sizes below 1, a missing prefix.
@@ -120,13 +120,13 @@ def masked_log_likelihood(
 
 
 def _masks(length: int, samples: int, seed: int) -> Tensor:
-    """Weights ``(n, length)``, 0 where a token is shown, of all sets or of drawn ones: their probability or share times L / l."""
+    """Weights ``(n, length)``, 0 where a token is shown, for all sets or for drawn ones: their probability or share times L / l."""
     sets = 2**length - 1
     if sets <= samples:
         weights = torch.zeros(sets, length, dtype=torch.float64)
         chosen = [s for count in range(1, length + 1) for s in combinations(range(length), count)]
-        for row, places in zip(weights, chosen):
-            row[list(places)] = 1 / (len(places) * math.comb(length, len(places)))
+        for row, hidden in zip(weights, chosen):
+            row[list(hidden)] = 1 / (len(hidden) * math.comb(length, len(hidden)))
         return weights
     generator = torch.Generator().manual_seed(seed)
     start = torch.randint(1, length + 1, (), generator=generator)

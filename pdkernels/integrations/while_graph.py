@@ -1,4 +1,4 @@
-"""A CUDA graph that repeats a captured one for as long as a kernel says so, made with cuda-python: PyTorch exposes no such node.
+"""A CUDA graph that repeats a captured graph while a kernel sets its condition, built with cuda-python: PyTorch has no such node.
 
     graph                                            a conditional node of type WHILE tests a value that kernels set
     ├─ kernel   sets the value
@@ -6,8 +6,8 @@
        ├─ the captured graph, as a child
        └─ kernel   sets the value
 
-The captured graph may hold kernels, copies and memsets of device memory: what PyTorch records of decoders. It needs no
-conditional nodes and no allocations: PyTorch's allocator serves those from a pool that belongs to its own graph object.
+The captured graph may hold kernels, copies and memsets of device memory: what PyTorch records for decoders. It must not have
+conditional nodes or allocations: PyTorch's allocator serves those from a pool that belongs to its own graph object.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ try:
 except ImportError:
     driver = None
 
-OLDEST = 13000  # CUDA version of bindings and driver: with it `cuGraphAddNode` took its present arguments
+OLDEST = 13000  # CUDA version of bindings and driver since which `cuGraphAddNode` has its current arguments
 
 
 def require(op: str, device: torch.device) -> None:
-    """ImportError or NotImplementedError where such a graph cannot be made for a device."""
+    """ImportError or NotImplementedError if such a graph cannot be built for a device."""
     if device.type != "cuda":
         remedy = "Decode with pdkernels.decoding.generate there."
         raise NotImplementedError(message(op, "the model", "be on a GPU", device, remedy))
@@ -45,7 +45,8 @@ def require(op: str, device: torch.device) -> None:
 
 
 def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """What `step` launches, as a graph. It has to have run on `stream` before, so that nothing in it is made for the first time."""
+    """The launches of `step`, as a graph. It must have run on `stream` before, so that nothing is allocated or compiled in the
+    capture."""
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         step()
@@ -53,13 +54,13 @@ def capture(step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.C
 
 
 class WhileGraph:
-    """Repeats a graph. It reads the memory of that graph's pool, so the object it came from has to live on.
+    """Repeats a graph. It reads the memory of that graph's pool, so the object it came from must be kept alive.
 
     Args:
         step: the raw `cudaGraph_t` of the body. It is copied.
-        set_condition: launches one kernel on the current stream that sets the condition behind the handle it is given, before
-            the first round and after every one.
-        stream: used for capturing alone.
+        set_condition: launches one kernel on the current stream that sets the condition of the given handle, before
+            the first round and after every round.
+        stream: used only for capturing.
     """
 
     def __init__(self, step: int, set_condition: Callable[[int], None], stream: torch.cuda.Stream) -> None:
@@ -67,7 +68,7 @@ class WhileGraph:
         graph = _call(driver.cuGraphCreate(0))
         release = weakref.finalize(self, driver.cuGraphDestroy, graph)
         release.atexit = False  # the driver may be gone by then
-        # By default a launch starts from 0: whoever fails to set the condition gets no round, not rounds for ever.
+        # By default a launch starts from 0: without a condition set there is no round, rather than endless rounds.
         handle = _call(driver.cuGraphConditionalHandleCreate(graph, context, 0, driver.CU_GRAPH_COND_ASSIGN_DEFAULT))
 
         _record(graph, [], stream, lambda: set_condition(int(handle)))
@@ -90,13 +91,13 @@ class WhileGraph:
         executable.atexit = False
 
     def launch(self) -> None:
-        """Runs it on the current stream, without waiting for it."""
+        """Launches it on the current stream, without waiting."""
         stream = driver.CUstream(torch.cuda.current_stream().cuda_stream)
         _call(driver.cuGraphLaunch(self._executable, stream))
 
 
 def _record(graph: Any, behind: list[Any], stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
-    """Adds what `launch` launches to a graph, behind some of its nodes."""
+    """Adds the launches of `launch` to a graph, after some of its nodes."""
     raw = driver.CUstream(stream.cuda_stream)
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
     _call(driver.cuStreamBeginCaptureToGraph(raw, graph, behind, _plain_edges(behind), len(behind), mode))
@@ -109,12 +110,12 @@ def _record(graph: Any, behind: list[Any], stream: torch.cuda.Stream, launch: Ca
 
 
 def _plain_edges(nodes: list[Any]) -> list[Any]:
-    """Whole dependencies. The driver would take none for it, the bindings ask for one of each node."""
+    """Full dependencies. The driver accepts null for it, the bindings require one per node."""
     return [driver.CUgraphEdgeData() for _ in nodes]
 
 
 def _call(answer: tuple[Any, ...]) -> Any:
-    """What a function of the driver returned, without its status."""
+    """The results of a driver function, without its status."""
     status, *values = answer
     if status != driver.CUresult.CUDA_SUCCESS:
         said = driver.cuGetErrorString(status)[1]

@@ -1,4 +1,4 @@
-"""The command line of lm-evaluation-harness, which then knows the model "pdkernels"."""
+"""The command line of lm-evaluation-harness with the model "pdkernels" registered."""
 
 from lm_eval.__main__ import cli_evaluate
 

@@ -14,7 +14,7 @@ from pdkernels.decoding import find, generate, method_options
 from pdkernels.integrations.likelihood import Likelihood, log_likelihood, masked_log_likelihood
 
 OP = "HarnessModel"
-# What tasks ask of a generation beside its length and its ends. Values that ask for nothing pass.
+# Options of tasks for a generation besides its length and stop texts. Neutral values pass.
 _NOTHING: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "repetition_penalty": (1, 1.0), "num_return_sequences": (1,)}
 
 
@@ -26,15 +26,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
     for causal models; masked-diffusion models give LLaDA's bound (`masked_log_likelihood`).
 
     Args:
-        pretrained: what `pdkernels.models.load` takes, or a model with a tokenizer.
+        pretrained: an argument of `pdkernels.models.load`, or a model with a tokenizer.
         method: one of `pdkernels.decoding.available()`.
-        batch_size: prompts of a generation, and rows of a forward for likelihoods.
-        max_new_tokens: where a task names no length.
-        likelihood_samples: of the bound; 128 in LLaDA's evaluation.
-        check_greedy: for masked-diffusion models, whether a text is also what the model writes, one token in a forward. As many
-            forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) look. False: none counts as greedy.
+        batch_size: prompts per generation, and rows per forward for likelihoods.
+        max_new_tokens: used if a task sets no length.
+        likelihood_samples: samples of the bound; 128 in LLaDA's evaluation.
+        check_greedy: for masked-diffusion models, whether to check that a text is also what the model writes, one token per
+            forward. As many forwards as the text has tokens; only tasks with the metric "is greedy" (LAMBADA) use it. False:
+            none counts as greedy.
         seed: of all draws.
-        dtype, device: as `pdkernels.models.load`.
+        dtype, device: as in `pdkernels.models.load`.
         **options: of the method.
 
     Raises:
@@ -82,29 +83,29 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
 
     @property
     def tokens_per_forward(self) -> float:
-        """Of all generations so far."""
+        """Stats of all generations so far."""
         return self.tokens / max(self.forwards, 1)
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness' cache of requests."""
+        """For the harness's cache of requests."""
         return type(self.model.tokenizer).__name__
 
     @property
     def eot_token_id(self) -> int:
-        """The first end token; it also stands before texts without a context."""
+        """The first end token; also used as the prefix of texts without a context."""
         ends = self.model.tokenizer.end_tokens
         check(bool(ends), OP, "tokenizer", "have an end token for texts without a context", "none")
         return int(ends[0])
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids. The tokenizer decides on special tokens, unless `add_special_tokens` is False, which leaves them out."""
+        """Ids. The tokenizer decides on special tokens; `add_special_tokens=False` leaves them out."""
         ids, special = (list(self.model.tokenizer.encode(text)) for text in (string, ""))
         plain = add_special_tokens is False and ids[: len(special)] == special
         return ids[len(special) :] if plain else ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of a chat, by the checkpoint's template."""
+        """The text of a chat, from the checkpoint's template."""
         template = getattr(self.model.tokenizer, "chat_template", None)
         if template is None:
             raise NotImplementedError(f"{OP}: the checkpoint must have a chat template, got none.")
@@ -128,7 +129,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         longest = self.model.config.max_positions
-        # As the harness' own models: what does not fit loses its beginning.
+        # As in the harness's own models: what does not fit is cut at its start.
         prefixes = [prefix[-max(longest - len(text), 1) :] for _, prefix, text in requests]
         found = self._likelihoods(prefixes, [text for _, _, text in requests])
         answers = [(likelihood.log_prob, likelihood.greedy) for likelihood in found]
@@ -137,7 +138,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return answers
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts, for perplexities, in windows of the model's length."""
+        """Log-likelihoods of whole texts, for perplexities, in windows of the model's length."""
         if self.masked:
             raise NotImplementedError(
                 f"{OP}: a model must be causal for rolling likelihoods, got a masked-diffusion one."
@@ -192,7 +193,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return list(result.text)
 
     def _settings(self, asked: dict[str, Any]) -> tuple[list[str], int, float | None]:
-        """Stop texts, new tokens at most, and a temperature if the task asks for draws."""
+        """Stop texts, most new tokens, and a temperature if the task samples."""
         asked = dict(asked)
         until = asked.pop("until", None) or []
         limit = None

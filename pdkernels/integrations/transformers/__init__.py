@@ -4,7 +4,7 @@
 - `PdCache` is a cache that is written in place.
 - `generate` is for ``model.generate(custom_generate=generate, method="jacobi")``.
 - `renoise` is the sampler of DiffusionGemma.
-- `wrap(model)` gives any decoder of transformers to `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
+- `wrap(model)` prepares any decoder of transformers for `pdkernels.decoding.generate`; `from_transformers(model)` converts one.
 
 Needs transformers 4.57 or 5.x.
 """

@@ -19,9 +19,9 @@ from pdkernels.ops.speculative_attention import speculative_attention
 
 OP = 'attn_implementation="pdkernels"'
 STEP = "pdkernels_step"
-"""The argument by which a wrapped model says how its rows attend (`WrappedModel`)."""
-# What other implementations compute and these kernels do not, by the name models pass it under.
-WIDEST = 256  # heads of the kernels
+"""The argument with which a wrapped model passes how its rows attend (`WrappedModel`)."""
+# What other implementations compute and these kernels do not, by argument name.
+WIDEST = 256  # heads supported by the kernels
 REFUSED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask", "attention_bias")
 
 
@@ -92,14 +92,14 @@ def _check(query: Tensor, dropout: float, rest: dict[str, Any]) -> None:
 def _after_prefix(q: Tensor, k: Tensor, v: Tensor, offset: Tensor | int, scale: float | None) -> Tensor:
     """Rows that see all cached tokens and each other causally; no plan is made for a step.
 
-    `k` and `v` hold the cached tokens, the new ones at `offset`, and maybe room for more.
+    `k` and `v` hold the cached tokens, the new ones at `offset`, and optionally room for more.
     """
     batch, rows = q.shape[:2]
     if _records(q, k, v):
         keys = int(offset) + rows
         return block_sparse_attention(q, k[:, :keys], v[:, :keys], causal_plan(rows, keys, q.device), scale=scale)
     if rows == 1 and isinstance(offset, Tensor):
-        # The new token is in the cache already: where, only the device knows, and it need not tell.
+        # The new token is already in the cache; only the device knows where, and the host does not need to.
         lengths = (offset.to(torch.int64) + 1).expand(batch).contiguous()
         return speculative_attention(q, k[:, :1], v[:, :1], k, v, lengths, nothing_new(1, q.device), scale=scale)
     first = int(offset)
@@ -113,7 +113,7 @@ def _records(*tensors: Tensor) -> bool:
 
 
 def _full_tail(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
-    """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of whatever length."""
+    """The last rows of the keys are the queries' own, and all see everything: a canvas after its prefix, of any length."""
     rows, keys = q.shape[1], k.shape[1]
     lengths = torch.full((q.shape[0],), keys - rows, dtype=torch.int64, device=q.device)
     plan = full_plan(rows, rows, q.device)
@@ -129,7 +129,7 @@ def _wide(
     causal: bool,
     scale: float | None,
 ) -> Tensor:
-    """Heads wider than the kernels': PyTorch's attention, under the mask of pairs that a plan stands for."""
+    """For heads wider than the kernels support: PyTorch's attention, under the dense mask of a plan."""
     if getattr(key, PAGES, None) is not None:
         fail(OP, "kind", f"be 'contiguous' for heads wider than {WIDEST}", "'paged'")
     rows, keys = query.shape[2], key.shape[2]
@@ -142,15 +142,15 @@ def _wide(
         mask = plan.dense()
         mask = mask[:, None] if mask.dim() == 3 else mask
     elif mask is None and causal:
-        places = torch.arange(rows, device=query.device) + offset
-        mask = torch.arange(keys, device=query.device) <= places[:, None]
+        positions = torch.arange(rows, device=query.device) + offset
+        mask = torch.arange(keys, device=query.device) <= positions[:, None]
     if mask is None:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=query.device)
     return _dense(query, key, value, mask, scale)
 
 
 def _paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, scale: float | None) -> Tensor:
-    """Over a paged `PdCache`, which hands out the new rows and says where the others are."""
+    """Attention over a paged `PdCache`, which returns the new rows and the location of the others."""
     if mask is not None and (not isinstance(mask, PlanMask) or mask.plan is not None):
         plan = getattr(mask, "plan", None)
         if pages.prefix == 0 and plan is not None:
@@ -165,7 +165,7 @@ def _paged(q: Tensor, k: Tensor, v: Tensor, pages: Pages, mask: Tensor | None, s
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-    """A 4-D mask of the caller's own: PyTorch's attention, since a plan of it would cost more than it saves."""
+    """For a caller's own 4-D mask: PyTorch's attention, since a plan for it would cost more than it saves."""
     mask = mask[..., : key.shape[2]]
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]

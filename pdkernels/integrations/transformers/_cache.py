@@ -13,7 +13,7 @@ from pdkernels.cache import ContiguousKVCache, PagedKVCache
 
 OP = "PdCache"
 PAGES = "_pdkernels_pages"
-"""The attribute of the keys of a paged cache that says where the others are."""
+"""The attribute on the keys of a paged cache that locates the others."""
 
 
 class Pages(NamedTuple):
@@ -27,16 +27,16 @@ class Pages(NamedTuple):
 
 
 class PdCache(Cache):  # type: ignore[misc]
-    """A KV cache of transformers that is written in place: no step copies what is cached.
+    """A KV cache of transformers that is written in place: no step copies cached rows.
 
-    It holds what a `DynamicCache` holds, padding included, in memory that is taken once. Rows that a wrong draft has left are
-    dropped by `crop`, which changes a number.
+    It holds what a `DynamicCache` holds, padding included, in memory that is allocated once. Rows left by a rejected draft are
+    dropped by `crop`, which only changes a number.
 
     Args:
-        config: of the model; its layers may not have a sliding window that is shorter than `capacity`.
-        batch: sequences; beams and returned sequences counted.
+        config: of the model; its layers must not have a sliding window shorter than `capacity`.
+        batch: sequences, including beams and returned sequences.
         capacity: the most tokens of a sequence, the prompt and its padding included.
-        kind: "contiguous", or "paged", which hands out memory page by page, for texts without padding.
+        kind: "contiguous", or "paged", which assigns memory page by page, for texts without padding.
         page_size: tokens of a page.
         dtype, device: of the rows; None: those of the first forward.
 
@@ -95,7 +95,7 @@ class PdCache(Cache):  # type: ignore[misc]
         )  # fmt: skip
 
     def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Write the new rows ``(batch, kv_heads, rows, head_dim)`` of one layer; the keys and values that attention reads."""
+        """Writes the new rows ``(batch, kv_heads, rows, head_dim)`` of one layer; returns the keys and values for attention."""
         batch, _, rows, _ = key.shape
         check(batch == self.batch, OP, "batch", "be that of the model's inputs", f"{self.batch} for {batch}")
         if layer == 0:
@@ -114,7 +114,7 @@ class PdCache(Cache):  # type: ignore[misc]
         storage.append_(layer, key.transpose(1, 2), value.transpose(1, 2))
         self.seen = before + rows
         if isinstance(storage, PagedKVCache):
-            # The rows themselves: what they follow is in pages.
+            # Only the new rows: the earlier ones are in pages.
             held = key.view_as(key)
             setattr(
                 held, PAGES, Pages(storage.k[layer], storage.v[layer], storage.lengths, storage.block_table, before)
@@ -124,22 +124,22 @@ class PdCache(Cache):  # type: ignore[misc]
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def crop(self, max_length: int) -> None:
-        """Keep the first `max_length` tokens; a negative number drops as many."""
+        """Keeps the first `max_length` tokens; a negative number drops that many."""
         check_type(type(max_length) is int, OP, "max_length", "be an int", type(max_length).__name__)
         length = self.seen + max_length if max_length < 0 else min(max_length, self.seen)
         check(length >= 0, OP, "max_length", f"keep some of the {self.seen} cached tokens", max_length)
         self.seen = length
 
     def reset(self) -> None:
-        """Forget all tokens, and keep the memory."""
+        """Drops all tokens, and keeps the memory."""
         self.seen = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence i goes on from sequence ``beam_idx[i]``."""
+        """Sequence i continues from sequence ``beam_idx[i]``."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these sequences, as many as there were."""
+        """Keeps these sequences; their number must not change."""
         if self.storage is None:
             return
         same = len(indices) == self.batch
@@ -162,7 +162,7 @@ class PdCache(Cache):  # type: ignore[misc]
 
 
 class PdLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One layer of a `PdCache`, as transformers asks for it."""
+    """One layer of a `PdCache`, with the interface of transformers."""
 
     is_compileable = False
     is_sliding = False
@@ -173,7 +173,7 @@ class PdLayer(CacheLayerMixin):  # type: ignore[misc]
         self.owner, self.index, self.is_initialized = owner, index, True
 
     def lazy_initialization(self, *_: Any) -> None:
-        """The owner takes memory for all layers at once."""
+        """The owner allocates memory for all layers at once."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return self.owner.store(key_states, value_states, self.index)

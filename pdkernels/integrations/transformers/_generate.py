@@ -14,7 +14,7 @@ from pdkernels.decoding import generate as decode
 from pdkernels.integrations.transformers._model import wrap
 
 OP = "generate"
-# Processors that only say what the generation config says, and how a method takes it.
+# Processors that only repeat the generation config, and how a method takes them.
 _SAMPLING = {"TemperatureLogitsWarper": "temperature", "TopKLogitsWarper": "top_k", "TopPLogitsWarper": "top_p"}
 _ENDS = ("MaxLengthCriteria", "EosTokenCriteria")
 
@@ -32,25 +32,25 @@ def generate(
     synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Any:
-    """Decode with a method of ours where transformers would decode token by token.
+    """Decodes with one of our methods instead of transformers' token-by-token decoding.
 
     Call it through transformers: ``model.generate(**inputs, custom_generate=generate, method="jacobi")``. Greedy settings give the
-    tokens that transformers gives; with ``do_sample=True`` the draws are ours, with `temperature`, `top_k` and `top_p` for the methods
-    that have them. What cannot be honoured is refused.
+    tokens of transformers; with ``do_sample=True`` the draws are ours, with `temperature`, `top_k` and `top_p` for the methods
+    that have them. Settings that cannot be followed are refused.
 
     Args:
         method: one of `pdkernels.decoding.available()`.
         method_options: options of the method, such as ``{"block_size": 16}``.
-        token_streamer: a streamer for the new tokens of a single prompt. transformers 4.57 and 5.23 do not hand on `streamer` to functions
-            like this one.
+        token_streamer: a streamer for the new tokens of a single prompt. transformers 4.57 and 5.23 do not pass `streamer` to
+            functions like this one.
 
     Returns:
         ``(batch, prompt + new)`` ids, padded with the pad token; with ``return_dict_in_generate=True`` an object with `sequences`, and
         `stats` of `pdkernels.decoding.generate`.
 
     Raises:
-        NotImplementedError: logits processors, stopping criteria or modes that no method of ours follows.
-        ValueError: as `pdkernels.decoding.generate`.
+        NotImplementedError: logits processors, stopping criteria or modes that our methods do not support.
+        ValueError: as in `pdkernels.decoding.generate`.
 
     Example:
         >>> import torch, transformers
@@ -81,7 +81,7 @@ def generate(
             _refuse("stopping_criteria", type(criterion).__name__)
     if getattr(config, "do_sample", False) and "temperature" in known.options:
         options.setdefault("temperature", config.temperature if config.temperature is not None else 1.0)
-        options.setdefault("seed", int(torch.randint(2**31, ()).item()))  # as transformers: another one in each call
+        options.setdefault("seed", int(torch.randint(2**31, ()).item()))  # as in transformers: a new one in each call
     elif getattr(config, "do_sample", False):
         fail(OP, "do_sample", f"be False for method {method!r}, which does not draw", True)
     seen = model_kwargs.get("past_key_values")

@@ -23,7 +23,7 @@ from pdkernels.ops.block_sparse_attention import block_sparse_attention
 from pdkernels.ops.speculative_attention import speculative_attention, speculative_attention_append_
 
 NAME = "pdkernels"
-# Between the last norm and the logits these models compute more than a product.
+# These models compute more than a product between the last norm and the logits.
 _LOGIT_RULES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
@@ -34,7 +34,7 @@ class Rows(NamedTuple):
     cache: Cache | None = None
     counts: Tensor | None = None
     visible: Tensor | None = None
-    """Of rows that are computed again: they are stored at `slots` and see this many places."""
+    """For recomputed rows: they are stored at `slots` and see this many positions."""
     slots: Tensor | None = None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float | None) -> Tensor:
@@ -49,18 +49,18 @@ class Rows(NamedTuple):
             )
         assert self.slots is not None
         sequences, rows = (self.slots >= 0).nonzero(as_tuple=True)
-        places = self.slots[sequences, rows]
+        targets = self.slots[sequences, rows]
         pages = sequences
         if table is not None:
             size = k_cache.shape[1]
-            pages, places = table[sequences, places // size].long(), places % size
-        k_cache[pages, places], v_cache[pages, places] = k[sequences, rows], v[sequences, rows]
+            pages, targets = table[sequences, targets // size].long(), targets % size
+        k_cache[pages, targets], v_cache[pages, targets] = k[sequences, rows], v[sequences, rows]
         return speculative_attention(q, k, v, k_cache, v_cache, self.visible, self.plan, block_table=table, scale=scale)
 
 
 @dataclass(frozen=True)
 class WrappedConfig:
-    """Of a wrapped model: what decoding methods and caches ask for."""
+    """The config of a wrapped model, as decoding methods and caches need it."""
 
     vocab_size: int
     hidden_size: int
@@ -73,7 +73,7 @@ class WrappedConfig:
 
 
 class WrappedModel:
-    """What `wrap` returns: see `pdkernels.models.SelfSpeculativeModel` and `BlockCausalModel`."""
+    """The result of `wrap`: see `pdkernels.models.SelfSpeculativeModel` and `BlockCausalModel`."""
 
     keeps_rows = True
     has_adapter = False
@@ -145,12 +145,12 @@ class WrappedModel:
         slots = order.expand(tokens.shape) if slots is None else slots
         if counts is not None:
             slots = torch.where(order < counts[:, None], slots, -1)
-        places = torch.where(slots >= 0, starts[:, None] + slots, -1)
+        targets = torch.where(slots >= 0, starts[:, None] + slots, -1)
         plan = nothing_new(rows, tokens.device)
-        return self._run(tokens, places.clamp(min=0), Rows(plan, cache, None, visible, places))
+        return self._run(tokens, targets.clamp(min=0), Rows(plan, cache, None, visible, targets))
 
     def _run(self, tokens: Tensor, positions: Tensor, rows: Rows) -> Tensor:
-        # A mask of four dimensions is passed on as it is; without one transformers would look for packed texts.
+        # A 4-D mask is passed on unchanged; without one transformers would look for packed texts.
         nothing = PlanMask(len(tokens), tokens.shape[1], tokens.shape[1], 0, None, tokens.device)
         out = self.model.base_model(
             input_ids=tokens, position_ids=positions, attention_mask=nothing, use_cache=False, **{STEP: rows}
@@ -171,7 +171,7 @@ class WrappedModel:
 
 
 def register() -> None:
-    """Make ``attn_implementation="pdkernels"`` known to transformers. More than once does no harm.
+    """Registers ``attn_implementation="pdkernels"`` with transformers. Idempotent.
 
     Models then attend with `pdkernels.block_sparse_attention` (training, prefill, ``model(..., tile_plan=mask.plan())``) and
     `pdkernels.speculative_attention` (decoding on any cache of transformers, and on `PdCache`).
@@ -201,14 +201,14 @@ def wrap(
 
     Args:
         model: with a language model head, whose attention takes its implementation from `AttentionInterface`.
-        tokenizer: with ``encode(text)`` and ``decode(ids)``, for prompts that are text.
+        tokenizer: with ``encode(text)`` and ``decode(ids)``, for text prompts.
         mask_token: the id that the model was trained to fill in.
         attention: what a row sees: the tokens up to itself, or all, for masked-diffusion models.
-        predicts: which token a row's logits are about; None: "own" for a bidirectional model, else "next".
+        predicts: which token a row's logits predict; None: "own" for a bidirectional model, else "next".
 
     Raises:
-        TypeError: no decoder of transformers.
-        NotImplementedError: heads, logits or windows that the decoders cannot serve.
+        TypeError: not a decoder of transformers.
+        NotImplementedError: heads, logits or windows that the decoders do not support.
 
     Example:
         >>> import torch, transformers
@@ -253,9 +253,9 @@ def wrap(
 
 
 def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
-    """The weights of a model of transformers in a `pdkernels.models.Transformer`, with its dtype and on its device.
+    """The weights of a transformers model in a `pdkernels.models.Transformer`, with its dtype and on its device.
 
-    The architectures are those of `pdkernels.models.load`. Matrices that we keep in one piece (q, k and v) are copied, the others
+    The architectures are those of `pdkernels.models.load`. Matrices that we store fused (q, k and v) are copied, the others
     shared.
 
     Raises:
@@ -275,5 +275,5 @@ def from_transformers(model: Any, tokenizer: Any = None) -> Transformer:
     ends = () if ends is None else (ends,) if isinstance(ends, int) else tuple(ends)
     state = {name: tensor.detach() for name, tensor in model.state_dict().items()}
     made = from_published(model.config.to_dict(), state, model.dtype, model.device, tokenizer, ends)
-    assert isinstance(made, Transformer)  # transformers has no recurrent-depth model of its own
+    assert isinstance(made, Transformer)  # transformers has no recurrent-depth model
     return made

@@ -1,8 +1,8 @@
 """Masks of transformers as tile plans.
 
-transformers asks a mask function once per forward and kind of layer, and hands what it returns to every layer. Its own code
-reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None is a forward that is causal over its
-own tokens.
+transformers calls a mask function once per forward and kind of layer, and passes the result to every layer. Its own code
+reads only the mask's shape, so the mask is a tensor without storage that carries a plan; None means a forward that is causal
+over its own tokens.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from pdkernels import masks
 from pdkernels.masks import TilePlan
 
 TILE = 64
-_ROWS = 1024  # rows of a mask of pairs that exist at the same time
+_ROWS = 1024  # rows of a dense mask held at a time
 _TAKES_LENGTHS = "q_length" in inspect.signature(sdpa_mask).parameters  # 4.57 takes positions instead
 
 
 class PlanMask(Tensor):
     """A bool mask ``(batch, 1, rows, keys)`` without storage.
 
-    With a `plan` it shows what the plan shows. Without one row i is token ``offset + i`` of a text and sees all tokens up to itself.
+    With a `plan` it shows the same as the plan. Without one, row i is token ``offset + i`` of a text and sees all tokens up to
+    itself.
     """
 
     plan: TilePlan | None
@@ -72,9 +73,9 @@ def full_plan(rows: int, keys: int, device: torch.device) -> TilePlan:
 
 
 def plan_of(visible: Callable[[int, int], Tensor], rows: int, keys: int) -> TilePlan:
-    """A plan of ``visible(first, last)`` ``(batch, last - first, keys)``, bool, which is asked for a few rows at a time.
+    """A plan of ``visible(first, last)`` ``(batch, last - first, keys)``, bool, evaluated for a few rows at a time.
 
-    Sequences that see the same share a plan; others get a stacked one.
+    Sequences with equal masks share a plan; others get a stacked one.
     """
     columns = -(-keys // TILE)
     full: list[Tensor] = []
@@ -110,7 +111,7 @@ def mask_function(
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Tensor | None:
-    """What `AttentionMaskInterface` calls. Padding, windows, packed texts and other rules become a plan; None: causal, no cache."""
+    """Called by `AttentionMaskInterface`. Padding, windows, packed texts and other rules become a plan; None: causal, no cache."""
     positions = rest.get("cache_position")
     if positions is not None:
         q_length, q_offset, device = len(positions), positions[0], positions.device
@@ -133,7 +134,7 @@ def mask_function(
     if simple and (padding is None or (not compiling and bool(padding.all()))):
         own = isinstance(q_offset, int) and q_offset == 0 and q_length == kv_length
         return None if own else PlanMask(batch_size, q_length, kv_length, q_offset, None, device)
-    if compiling:  # what a plan holds depends on values that a traced graph has not seen
+    if compiling:  # a plan depends on values, which a traced graph does not have
         return dense(0, q_length)
     first = dense(0, min(q_length, _ROWS))
     # Only padding, packing and blocks make sequences differ.

@@ -1,7 +1,7 @@
 """DiffusionGemma's sampler on our kernels: uniform diffusion with an entropy budget.
 
-Source: the sampler that transformers publishes for it; the plain form is reference/renoise.py. One pass over the logits of a step
-gives the draw, the entropy and the likeliest token of every place; a row's tokens do not depend on the other rows of its batch.
+Source: the sampler in transformers for it; the plain form is reference/renoise.py. One pass over the logits of a step
+gives the draw, the entropy and the likeliest token of every position; a row's tokens do not depend on the other rows of its batch.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pdkernels.integrations.transformers._model import NAME, register
 from pdkernels.ops.token_statistics import token_statistics
 
 OP = "renoise"
-NOISE = 3  # the fourth word of the counter; others are taken by tokens, latent noise and unmasking orders
-# Where neither the caller nor the checkpoint says anything, as in transformers.
+NOISE = 3  # the fourth word of the counter; tokens, latent noise and unmasking orders use others
+# Defaults where neither the caller nor the checkpoint sets anything, as in transformers.
 DEFAULTS = {
     "max_new_tokens": 256,
     "max_denoising_steps": 48,
@@ -33,7 +33,7 @@ DEFAULTS = {
 
 
 class RenoiseDraws(Protocol):
-    """Random numbers from elsewhere, for comparisons."""
+    """External random numbers, for comparisons."""
 
     def noise(self, rows: int, length: int) -> Tensor:
         """Ids ``(rows, length)``, uniform over the vocabulary."""
@@ -46,12 +46,12 @@ class RenoiseDraws(Protocol):
 
 @dataclass(frozen=True)
 class RenoiseResult:
-    """Of `renoise`.
+    """Result of `renoise`.
 
     Attributes:
         sequences: int64 ``(batch, prompt + new)``; new is a multiple of the canvas, pad tokens follow an end token.
         forwards: int64 ``(batch,)``, forwards over canvases in which each sequence took part.
-        tokens_per_forward: float ``(batch,)``, new tokens that are no padding over `forwards`.
+        tokens_per_forward: float ``(batch,)``, new tokens other than padding, over `forwards`.
     """
 
     sequences: Tensor
@@ -75,13 +75,13 @@ def renoise(
     seed: Seed = 0,
     draws: RenoiseDraws | None = None,
 ) -> RenoiseResult:
-    """Generate with a DiffusionGemma of transformers, canvas after canvas, its attention ours.
+    """Generates with a DiffusionGemma of transformers, canvas by canvas, with our attention.
 
-    A canvas begins as uniform noise. Each step draws a token for every place from the tempered logits and accepts the places of
-    least entropy whose better ones add up to at most `entropy_bound`; all others become fresh noise. Nothing is committed. A
-    canvas ends when its likeliest tokens have been the same for `stability_threshold` steps and its mean entropy is below
-    `confidence_threshold`, or after `max_denoising_steps`; those likeliest tokens are the answer. Options are called as in
-    transformers' generation config and default to the model's, then to transformers'.
+    A canvas begins as uniform noise. Each step draws a token for every position from the tempered logits and accepts the
+    positions of least entropy whose better ones add up to at most `entropy_bound`; all others become fresh noise. Nothing is
+    committed. A canvas ends when its likeliest tokens have been the same for `stability_threshold` steps and its mean entropy
+    is below `confidence_threshold`, or after `max_denoising_steps`; those likeliest tokens are the answer. Options have the
+    names of transformers' generation config and default to the model's values, then to transformers'.
 
     Args:
         model: a ``DiffusionGemmaForBlockDiffusion``. Its `attn_implementation` becomes "pdkernels".
@@ -91,10 +91,10 @@ def renoise(
         max_denoising_steps: N, at least 1.
         entropy_bound: in nats, above 0.
         t_min, t_max: temperature with n steps to go: ``t_min + (t_max - t_min) n / N``; 0 < t_min < t_max.
-        stability_threshold: 0: no such test.
+        stability_threshold: in steps; 0: no such test.
         confidence_threshold: in nats, above 0.
-        seed: of all draws; an int, of which each sequence makes a stream of its own, or a list with one for each.
-        draws: random numbers in place of ours, in the order in which transformers asks for them.
+        seed: of all draws; an int, from which each sequence derives its own stream, or a list with one for each.
+        draws: random numbers to use instead of ours, in the order in which transformers draws them.
 
     Raises:
         TypeError: another model.
@@ -139,8 +139,8 @@ def renoise(
     fresh = text
     for number in range(-(-options.max_new_tokens // size)):
         first = text.shape[1] - fresh.shape[1]
-        places = torch.arange(first, text.shape[1], device=device)[None]
-        model.model.encoder(input_ids=fresh, attention_mask=visible, past_key_values=cache, position_ids=places)
+        positions = torch.arange(first, text.shape[1], device=device)[None]
+        model.model.encoder(input_ids=fresh, attention_mask=visible, past_key_values=cache, position_ids=positions)
         numbers.step = number * (options.max_denoising_steps + 1)
         canvas = _Canvas(options, size, numbers if draws is None else draws, numbers, text.shape[1])
         fresh = canvas.denoise(model, cache, visible, finished, forwards)
@@ -180,7 +180,7 @@ class _Options:
 
 
 def _settings(model: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What the caller says, else the model's generation config, else the defaults."""
+    """The caller's options, else those of the model's generation config, else the defaults."""
     stored = model.generation_config
     own = {name: getattr(stored, name, None) for name in DEFAULTS}
     own["entropy_bound"] = getattr(getattr(stored, "sampler_config", None), "entropy_bound", None)
@@ -191,14 +191,14 @@ def _settings(model: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Numbers:
-    """Random numbers of each sequence, by seed, step and position: the same alone, in a batch and on every device."""
+    """Random numbers of each sequence, keyed by seed, step and position: the same alone, in a batch and on every device."""
 
     def __init__(self, seeds: Tensor, vocabulary: int) -> None:
         self.seeds, self.vocabulary = seeds[:, None], vocabulary
-        self.step, self.places = 0, seeds
+        self.step, self.positions = 0, seeds
 
     def noise(self, rows: int, length: int) -> Tensor:
-        words = random_words(self.seeds.expand(rows, length), self.step, self.places.expand(rows, length), 1, NOISE)
+        words = random_words(self.seeds.expand(rows, length), self.step, self.positions.expand(rows, length), 1, NOISE)
         return words[..., 0] * self.vocabulary >> 32
 
 
@@ -207,14 +207,14 @@ class _Canvas:
 
     def __init__(self, options: _Options, size: int, draws: Any, numbers: _Numbers, first: int) -> None:
         self.options, self.size, self.draws, self.numbers = options, size, draws, numbers
-        numbers.places = torch.arange(first, first + size, device=numbers.seeds.device)
+        numbers.positions = torch.arange(first, first + size, device=numbers.seeds.device)
 
     def denoise(self, model: Any, cache: Any, visible: Tensor, finished: Tensor, forwards: Tensor) -> Tensor:
-        """The answers ``(batch, size)``; `forwards` counts up for those that are neither done nor `finished`."""
+        """The answers ``(batch, size)``; `forwards` is incremented for those that are neither done nor `finished`."""
         options, batch = self.options, len(visible)
         canvas: Tensor = self.draws.noise(batch, self.size)
         mask = None if bool(visible.all()) else torch.cat([visible, visible.new_ones(batch, self.size)], 1)
-        places = self.numbers.places
+        positions = self.numbers.positions
         done = torch.zeros_like(finished)
         before: Tensor | None = None
         answer: Tensor = canvas
@@ -226,15 +226,15 @@ class _Canvas:
                 self_conditioning_logits=before,
                 decoder_attention_mask=mask,
                 past_key_values=cache,
-                decoder_position_ids=places[None],
+                decoder_position_ids=positions[None],
             ).logits
             heat = options.t_min + (options.t_max - options.t_min) * (left / options.max_denoising_steps)
             tempered = logits / heat
             self.numbers.step += 1
-            drawn, entropy, likeliest = self._look(tempered, places)
+            drawn, entropy, likeliest = self._look(tempered, positions)
             renewed = self.draws.noise(batch, self.size)
             following = torch.where(within_budget(entropy, options.entropy_bound), drawn, renewed)
-            # What is done keeps its canvas, its answer and what the model is told of it.
+            # Finished sequences keep their canvas, answer and self-conditioning.
             kept = done[:, None]
             canvas, answer = torch.where(kept, canvas, following), torch.where(kept, answer, likeliest)
             told = tempered if before is None else torch.where(kept[..., None], before.to(tempered.dtype), tempered)
@@ -250,15 +250,15 @@ class _Canvas:
                 break
         return answer
 
-    def _look(self, tempered: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """A draw for each place, its entropy in nats, and its likeliest token: one pass over the logits."""
+    def _look(self, tempered: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A draw for each position, its entropy in nats, and its likeliest token: one pass over the logits."""
         batch, numbers = len(tempered), self.numbers
         found = token_statistics(
             tempered,
             temperature=1.0,
             seed=numbers.seeds.expand(batch, self.size).contiguous(),
             step=numbers.step,
-            positions=places.expand(batch, self.size).contiguous(),
+            positions=positions.expand(batch, self.size).contiguous(),
             top_k=1,
             distribution="sampling",
         )
@@ -267,7 +267,7 @@ class _Canvas:
 
 
 def within_budget(entropy: Tensor, budget: float) -> Tensor:
-    """Which places of ``(batch, length)`` to accept: those for which all of less entropy add up to at most `budget`."""
+    """Which positions of ``(batch, length)`` to accept: those for which all of less entropy add up to at most `budget`."""
     ranked, order = entropy.sort(-1)
     fits = ranked.cumsum(-1) - ranked <= budget
     return torch.zeros_like(fits).scatter(-1, order, fits)
