@@ -310,7 +310,7 @@ def test_rows_may_be_bounded(command: Any) -> None:
         ([*SWEEP, "--width", "4"], "--width must be --sweep block_size=... in a sweep"),
         (
             [*SWEEP, "--json", "other.json", "--resume"],
-            "--resume must go on with a file that a sweep wrote, but other.json",
+            "--resume must continue a file that a sweep wrote, but other.json",
         ),
         ([*SWEEP, "--json", "seed.json", "--resume"], "--resume must have the seed of seed.json, got 0, not 5"),
         (["--sweep", "treshold=1"], "name an option of a method that the models can run, got treshold"),
@@ -339,7 +339,7 @@ def test_an_interrupted_sweep_keeps_what_it_has(command: Any, tmp_path: Path, mo
     with monkeypatch.context() as patched:
         patched.setitem(evaluation.sweep.__globals__, "_generate", stopped)
         result = command(*SWEEP, "--json", "s.json")
-    assert result.exit_code == 130 and "s.json keeps what is measured, go on with --resume" in " ".join(
+    assert result.exit_code == 130 and "s.json keeps what is measured, continue with --resume" in " ".join(
         result.output.split()
     )
     before = json.loads((tmp_path / "s.json").read_text())["measured"]

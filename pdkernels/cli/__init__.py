@@ -281,7 +281,7 @@ def evaluate(
         if sweep:
             demand(tasks[0].problems is not None, "eval", "--task", "be sums in a sweep", tasks[0].name)
             demand(not width, "eval", "--width", "be --sweep block_size=... in a sweep", width)
-            demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
+            demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
             use_threads(threads, list(loaded.values()))
             chosen_methods = [decoding.find(name).name for name in method or ()]
             run_sweep(
@@ -302,7 +302,7 @@ def evaluate(
         skipped = absent + unable
         for line in skipped:
             console.print(Text.assemble(("skipped ", "yellow"), line), soft_wrap=True)
-        demand(bool(loaded), "eval", "--model", "name at least one model that is there", "none")
+        demand(bool(loaded), "eval", "--model", "name at least one model that exists", "none")
         use_threads(threads, list(loaded.values()))
         rows = []
         with Progress(*_COLUMNS, console=console, transient=True) as progress:
@@ -342,7 +342,7 @@ def _evaluate_plans(names: list[str], problems: int, batch_size: int, seed: int,
     """Scores of orders carried out by models that plan, under several settings, and by others token by token; printed, and for
     a file."""
     loaded, absent = _load_all(names)
-    demand(bool(loaded), "eval", "--model", "name at least one model that is there", "; ".join(absent))
+    demand(bool(loaded), "eval", "--model", "name at least one model that exists", "; ".join(absent))
     use_threads(threads, list(loaded.values()))
     asked, scores = evaluation.held_out_orders(problems, seed), {}
     stems = [Path(name).stem for name in loaded]

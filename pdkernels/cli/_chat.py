@@ -77,7 +77,7 @@ class Chat:
         most = getattr(self.model.config, "max_positions", None)
         if most is None:
             return self.max_new_tokens
-        remedy = "Start anew with /reset."
+        remedy = "Start again with /reset."
         demand(
             tokens < most,
             "chat",

@@ -69,7 +69,7 @@ def run_sweep(
             )
     except KeyboardInterrupt:
         keep(measured, at_once=True)
-        left = f"{path} keeps what is measured, go on with --resume" if path else "nothing is kept without --json"
+        left = f"{path} keeps what is measured, continue with --resume" if path else "nothing is kept without --json"
         console.print(f"stopped: {left}.", soft_wrap=True)
         raise typer.Exit(130) from None
     comparisons = evaluation.compare(rows)
@@ -88,7 +88,7 @@ def run_sweep(
 
 
 def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
-    demand(path is not None, "eval", "--resume", "be with --json, which names the file to go on with", "none")
+    demand(path is not None, "eval", "--resume", "be with --json, which names the file to continue", "none")
     assert path is not None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +98,7 @@ def _kept(path: Path | None, facts: dict[str, Any]) -> Measured:
     except (ValueError, KeyError, TypeError):
         before, measured = None, {}
     demand(
-        before is not None, "eval", "--resume", f"go on with a file that a sweep wrote, but {path} is none", "another"
+        before is not None, "eval", "--resume", f"continue a file that a sweep wrote, but {path} is not one", "another"
     )
     for name, value in facts.items():
         demand(
@@ -134,7 +134,7 @@ def _table(
     several = len({(row.model, row.label) for row in rows if row.baseline}) > len(fronts)
     if several:
         table.add_column("against", overflow="fold")
-    beside = {(one.model, one.label): one for one in comparisons}
+    against = {(one.model, one.label): one for one in comparisons}
     before: tuple[str, str] | None = None
     for row in rows:
         if before is None or before[0] != row.model:
@@ -144,7 +144,7 @@ def _table(
         before = (row.model, row.method)
         low, high = row.interval
         marks = "*" * (row.label in fronts[row.model]["forwards"]) + "°" * (row.label in fronts[row.model]["seconds"])
-        one = beside.get((row.model, row.label))
+        one = against.get((row.model, row.label))
         speed = "-" if one is None or one.speedup is None else "{:.2f}x ({:.2f}-{:.2f})".format(*one.speedup)
         name = "  " + _settings(row.settings) if row.settings else f" {row.method}"
         table.add_row(

@@ -218,7 +218,7 @@ class PlannedText:
     def _tell(self, chunk: int) -> None:
         """Reports a complete chunk."""
         reported = ChunkTokens(self._scaffold([self.chunks[chunk]]), self._numbered + chunk)
-        self._session.tell(self.sequence, reported, len(self.chunks[chunk]))
+        self._session.report(self.sequence, reported, len(self.chunks[chunk]))
 
     def _scaffold(self, contents: Sequence[Sequence[int]]) -> list[int]:
         tags = self._options.tags

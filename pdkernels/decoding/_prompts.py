@@ -126,9 +126,7 @@ def _of_tokenizer(encoding: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
     mask = encoding.get("attention_mask")
     if mask is None:
         padded = _is_array(encoding["input_ids"]) and len(ids) > 1
-        check(
-            not padded, _OP, "prompt", "have an `attention_mask` beside several rows of `input_ids`", actual, _AS_LIST
-        )
+        check(not padded, _OP, "prompt", "have an `attention_mask` with several rows of `input_ids`", actual, _AS_LIST)
         return ids, single
     counts, _ = _rows("attention_mask", mask)
     alike = [len(row) for row in counts] == [len(row) for row in ids]

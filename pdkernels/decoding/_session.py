@@ -149,9 +149,9 @@ class Session:
         if new and min(new) < 0:
             self.fail_not_numbers(sequence)
         self.tokens[sequence] += new
-        self.tell(sequence, list(new), accepted_drafts)
+        self.report(sequence, list(new), accepted_drafts)
 
-    def tell(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
+    def report(self, sequence: int, new: list[int], accepted_drafts: int) -> None:
         """Passes tokens to the callback, as its own list."""
         if self._on_tokens is not None:
             started = time.perf_counter()

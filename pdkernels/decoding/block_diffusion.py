@@ -76,7 +76,7 @@ def decode(
             steps_per_block is None,
             _OP,
             "steps_per_block",
-            "be None beside a threshold",
+            "be None with a threshold",
             steps_per_block,
             "Pass threshold=None.",
         )

@@ -65,7 +65,7 @@ def decode(
         if value is not None:
             checked_number(_OP, name, value)
     check(
-        threshold is None or factor is None, _OP, "factor", "be None beside a threshold", factor, "Pass threshold=None."
+        threshold is None or factor is None, _OP, "factor", "be None with a threshold", factor, "Pass threshold=None."
     )
     check(factor != math.inf, _OP, "factor", "be finite", factor)
     seeds = checked_sampling(_OP, temperature, seed, session.batch)
@@ -77,7 +77,7 @@ def decode(
             threshold is None and factor is None,
             _OP,
             "steps",
-            "be None beside a threshold or a factor",
+            "be None with a threshold or a factor",
             steps,
             "Pass threshold=None and factor=None.",
         )

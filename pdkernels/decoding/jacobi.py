@@ -186,7 +186,7 @@ def _checked_length(block_size: int | None, window: int | None) -> int:
         block_size is None or window is None,
         _OP,
         "window",
-        "stand alone",
+        "be given alone",
         f"window={window} and block_size={block_size}",
         "Give block_size to decode block by block, or window to keep one running draft.",
     )

@@ -119,7 +119,7 @@ def decode(
     if threshold is not None:
         checked_number(_OP, "threshold", threshold)
         by_confidence = order in (None, "confidence")
-        check(by_confidence, _OP, "order", "be 'confidence' beside a threshold", repr(order), "Leave one of them out.")
+        check(by_confidence, _OP, "order", "be 'confidence' with a threshold", repr(order), "Leave one of them out.")
     check_choice(_OP, "rule", rule, RULES)
     check_choice(_OP, "schedule", schedule, get_args(Schedule))
     checked_number(_OP, "length_scale", length_scale, 1000.0)

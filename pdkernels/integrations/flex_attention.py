@@ -158,7 +158,7 @@ def flex_attention(
             raise NotImplementedError(message(op, name, "be None", what, remedy))
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(message(op, "return_aux", "ask for no maximal scores", "max_scores=True"))
-    check(not (return_lse and return_aux is not None), op, "return_lse", "be False beside return_aux", return_lse)
+    check(not (return_lse and return_aux is not None), op, "return_lse", "be False with return_aux", return_lse)
     q_heads, kv_heads = query.shape[1], key.shape[1]
     check(
         enable_gqa or q_heads == kv_heads,

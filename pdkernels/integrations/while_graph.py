@@ -96,11 +96,11 @@ class WhileGraph:
         _call(driver.cuGraphLaunch(self._executable, stream))
 
 
-def _record(graph: Any, behind: list[Any], stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
+def _record(graph: Any, after: list[Any], stream: torch.cuda.Stream, launch: Callable[[], None]) -> None:
     """Adds the launches of `launch` to a graph, after some of its nodes."""
     raw = driver.CUstream(stream.cuda_stream)
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-    _call(driver.cuStreamBeginCaptureToGraph(raw, graph, behind, _plain_edges(behind), len(behind), mode))
+    _call(driver.cuStreamBeginCaptureToGraph(raw, graph, after, _plain_edges(after), len(after), mode))
     try:
         with torch.cuda.stream(stream):
             launch()

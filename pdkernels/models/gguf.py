@@ -144,7 +144,7 @@ def _scaling(file: GgufFile, fields: Fields, head_dim: int, positions: int) -> R
     factors = file.tensors.get(_FACTORS)
     if factors is not None:
         if rule != "none" and factor != 1:
-            _refuse(file.name, "rope.scaling.type", f"be none beside {_FACTORS}", rule)
+            _refuse(file.name, "rope.scaling.type", f"be none with {_FACTORS}", rule)
         shape = (head_dim // 2,)
         check(factors.shape == shape, OP, f"{file.name}: {_FACTORS}", f"have shape {shape}", factors.shape)
         _stored(file, _FACTORS, factors)

@@ -169,7 +169,7 @@ class GgufFile:
 
     def _room(self, count: int, what: str) -> None:
         if count > self._size - self._at:
-            self._broken(f"go on for {count} bytes with {shown(what)}", f"{self._size - self._at} more")
+            self._broken(f"continue for {count} bytes with {shown(what)}", f"{self._size - self._at} more")
 
     def _bytes(self, count: int, what: str) -> bytes:
         self._room(count, what)
@@ -183,7 +183,7 @@ class GgufFile:
         start = self._at + 8
         end = start + _LENGTH.unpack_from(self._map, self._at)[0] if start <= self._size else start
         if end > self._size:
-            self._broken(f"go on for a string in {shown(what)}", f"{self._size - self._at} bytes more")
+            self._broken(f"continue for a string in {shown(what)}", f"{self._size - self._at} bytes more")
         if end - start > _MOST:
             fail(OP, self.name, f"hold strings of at most {_MOST} bytes", f"{end - start} in {shown(what)}")
         self._at = end

@@ -132,7 +132,7 @@ def collect_sampler_steps(
         tokens, counts = block, torch.where(going, block_size, 0)
         going = going & ~torch.isin(block, ends).any(1)
     if not found:
-        fail(_OP, "model", "leave places to fill", "a text that ends with its first token, for all prompts")
+        fail(_OP, "model", "leave positions to fill", "a text that ends with its first token, for all prompts")
     return SamplerSteps(*(torch.cat(parts).cpu() for parts in zip(*found)))
 
 

@@ -245,7 +245,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"threshold": "high"}, "TypeError: threshold must be a number, got str."),
     ({"threshold": -0.1}, "threshold must be at least 0, got -0.1."),
     ({"threshold": math.nan}, "threshold must be at least 0, got nan."),
-    ({"steps_per_block": 4}, "steps_per_block must be None beside a threshold, got 4. Pass threshold=None."),
+    ({"steps_per_block": 4}, "steps_per_block must be None with a threshold, got 4. Pass threshold=None."),
     ({"steps_per_block": 0, "threshold": None}, "steps_per_block must be at least 1, got 0."),
     ({"refresh": "never"}, "refresh must be 'causal' or 'bidirectional', got 'never'."),
     ({"temperature": -1.0}, "temperature must be finite and at least 0, got -1.0."),

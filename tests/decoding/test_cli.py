@@ -161,7 +161,7 @@ def test_colour_only_where_it_is_wanted(environment: dict[str, str], coloured: b
         (["--method", "planned"], "model must have plan_tokens, got Transformer."),
         (["--method", "block_diffusion"], "mask_token must be given for a model that has none of its own"),
         (["--block-size", "0"], "block_size must be at least 1, got 0."),
-        (["--block-size", "4", "--window", "4"], "window must stand alone"),
+        (["--block-size", "4", "--window", "4"], "window must be given alone"),
         (["--prompt", ""], "prompt must hold at least one token"),
         (["--max-new-tokens", "-1"], "max_new_tokens must be at least 0, got -1."),
         (["--model", "no-such-model"], "name_or_path must name a model or a local folder"),
@@ -245,7 +245,7 @@ def test_eval_skips_models_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -
     ]
     assert "autoregressive" in result.stdout
     alone = run("eval", "--model", "tiny-trimode")
-    assert alone.exit_code == 2 and "--model must name at least one model that is there, got none." in alone.stderr
+    assert alone.exit_code == 2 and "--model must name at least one model that exists, got none." in alone.stderr
 
 
 def test_eval_reports_a_wrong_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_an_answer_ends_where_the_positions_do(tiny: Transformer) -> None:
     )
     assert result.exit_code == 0, result.output
     assert [line.split()[0] for line in figures(result)] == ["14", "30", "30"]
-    sentence = "error: pdkernels.chat: the chat must leave room for an answer in 200 positions, got {} tokens. Start anew with /reset."
+    sentence = "error: pdkernels.chat: the chat must leave room for an answer in 200 positions, got {} tokens. Start again with /reset."
     assert result.stderr.splitlines()[0] == sentence.format(200 + len("<u>more<a>"))
     assert len(result.stderr.splitlines()) == 2
 

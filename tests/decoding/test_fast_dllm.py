@@ -198,16 +198,16 @@ def test_errors() -> None:
             ({"cache": "double"}, "cache must be one of 'none', 'prefix', 'dual', got 'double'."),
             ({"threshold": "high"}, "TypeError: threshold must be a number, got str."),
             ({"threshold": -0.1}, "threshold must be at least 0, got -0.1."),
-            ({"factor": 1.0}, "factor must be None beside a threshold, got 1.0. Pass threshold=None."),
+            ({"factor": 1.0}, "factor must be None with a threshold, got 1.0. Pass threshold=None."),
             ({"factor": -1, "threshold": None}, "factor must be at least 0, got -1."),
             ({"factor": float("inf"), "threshold": None}, "factor must be finite, got inf."),
             (
                 {"steps": 4},
-                "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
+                "steps must be None with a threshold or a factor, got 4. Pass threshold=None and factor=None.",
             ),
             (
                 {"steps": 4, "threshold": None, "factor": 1},
-                "steps must be None beside a threshold or a factor, got 4. Pass threshold=None and factor=None.",
+                "steps must be None with a threshold or a factor, got 4. Pass threshold=None and factor=None.",
             ),
             ({"steps": 0, "threshold": None}, "steps must be at least 1, got 0."),
             (

@@ -163,7 +163,7 @@ ERRORS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"window": 4, "block_size": 4},
         ValueError,
-        JACOBI + "window must stand alone, got window=4 and block_size=4. "
+        JACOBI + "window must be given alone, got window=4 and block_size=4. "
         "Give block_size to decode block by block, or window to keep one running draft.",
     ),
 ]

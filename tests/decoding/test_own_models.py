@@ -252,7 +252,7 @@ def test_forms_of_a_batch(prompt: Any) -> None:
         (np.zeros(3), "prompt must be an integer tensor, got float64."),
         ([True, False], "prompt must be text, a 1-D tensor, a list of ints or messages, got bool."),
         ({"ids": [1]}, "prompt must have `input_ids`, got a mapping with ids."),
-        ({"input_ids": torch.ones(2, 3).long()}, "prompt must have an `attention_mask` beside several rows"),
+        ({"input_ids": torch.ones(2, 3).long()}, "prompt must have an `attention_mask` with several rows"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "have ones in `attention_mask` and zeros around them"),
         ({"input_ids": [1, 2, 3], "attention_mask": [1, 1]}, "have an `attention_mask` of the shape of `input_ids`"),
         ({"input_ids": [1, 2], "attention_mask": [0, 0]}, "prompt must hold at least one token, got an empty prompt."),

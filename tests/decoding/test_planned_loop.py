@@ -258,7 +258,7 @@ def test_nan_in_a_chunk() -> None:
         (
             {"order": "margin", "threshold": 0.5},
             ValueError,
-            "order must be 'confidence' beside a threshold, got 'margin'.",
+            "order must be 'confidence' with a threshold, got 'margin'.",
         ),
         ({"threshold": -1}, ValueError, "threshold must be at least 0, got -1."),
         ({"length_scale": -1.0}, ValueError, "length_scale must be in 0 .. 1000, got -1.0."),

@@ -206,15 +206,21 @@ HOSTILE = {
     "version": (header(version=7), "have version 2 or 3, little-endian, got 7."),
     "tensors": (header(tensors=2**40), "have at most 65536 tensors, got 1099511627776."),
     "fields": (header(keys=2**60), "have at most 65536 fields, got "),
-    "a long name": (header(keys=1, rest=text(b"a", 2**62)), "go on for a string in 'the name of a field', got "),
-    "a negative length": (header(keys=1, rest=text(b"a", 2**64 - 1)), "go on for a string"),
+    "a long name": (header(keys=1, rest=text(b"a", 2**62)), "continue for a string in 'the name of a field', got "),
+    "a negative length": (header(keys=1, rest=text(b"a", 2**64 - 1)), "continue for a string"),
     "a kind": (header(keys=1, rest=text(b"a") + struct.pack("<I", 99)), "have a known type of 'a', got 99."),
     "a list": (
         header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 4, 2**60)),
         "'a' must hold at most 16777216 values",
     ),
-    "strings": (header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 8, 2**20)), "go on for 8388608 bytes with 'a'"),
-    "numbers": (header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 4, 2**20)), "go on for 4194304 bytes with 'a'"),
+    "strings": (
+        header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 8, 2**20)),
+        "continue for 8388608 bytes with 'a'",
+    ),
+    "numbers": (
+        header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 4, 2**20)),
+        "continue for 4194304 bytes with 'a'",
+    ),
     "lists": (
         header(keys=1, rest=text(b"a") + struct.pack("<IIQ", 9, 9, 1) + b"\0" * 99),
         "be a list of numbers or strings",

@@ -73,7 +73,7 @@ def generate(
         if option is None:
             _refuse("logits_processor", name)
         if option not in known.options:
-            remedy = "transformers sets top_k=50 where nobody does: pass top_k=0." if option == "top_k" else ""
+            remedy = "transformers sets top_k=50 by default: pass top_k=0." if option == "top_k" else ""
             fail(OP, option, f"be off for method {method!r}, which does not have it", getattr(config, option), remedy)
         options.setdefault(option, getattr(config, option))
     for criterion in stopping_criteria or ():
@@ -86,7 +86,7 @@ def generate(
         fail(OP, "do_sample", f"be False for method {method!r}, which does not draw", True)
     seen = model_kwargs.get("past_key_values")
     empty = seen is None or seen.get_seq_length() == 0
-    check(empty, OP, "past_key_values", "be empty", "a cache with tokens", "Our methods keep caches of their own.")
+    check(empty, OP, "past_key_values", "be empty", "a cache with tokens", "Our methods keep their own caches.")
     mask = model_kwargs.get("attention_mask")
     if mask is not None:
         left = bool((mask[:, :-1] <= mask[:, 1:]).all() and mask[:, -1].all())

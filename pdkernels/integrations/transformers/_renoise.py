@@ -149,8 +149,8 @@ def renoise(
         if ends:
             ended = torch.isin(fresh, torch.tensor(ends, device=device))
             if pad is not None:
-                behind = ended.cumsum(1) - ended.long() > 0
-                text[:, -size:] = torch.where(behind | finished[:, None], pad, fresh)
+                past_end = ended.cumsum(1) - ended.long() > 0
+                text[:, -size:] = torch.where(past_end | finished[:, None], pad, fresh)
                 fresh = text[:, -size:]
             finished = finished | ended.any(1)
             if bool(finished.all()):
@@ -237,8 +237,10 @@ class _Canvas:
             # Finished sequences keep their canvas, answer and self-conditioning.
             kept = done[:, None]
             canvas, answer = torch.where(kept, canvas, following), torch.where(kept, answer, likeliest)
-            told = tempered if before is None else torch.where(kept[..., None], before.to(tempered.dtype), tempered)
-            before = told.to(model.dtype)
+            conditioning = (
+                tempered if before is None else torch.where(kept[..., None], before.to(tempered.dtype), tempered)
+            )
+            before = conditioning.to(model.dtype)
             history.append(answer)
             steps = options.stability_threshold
             if len(history) > steps:
