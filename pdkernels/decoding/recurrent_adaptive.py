@@ -55,7 +55,7 @@ def decode(
     """Fills `session` with one token per forward, each with as many recurrences as it needs.
 
     The host decides whether the core continues, so the device is read once per check that counts (with a trace: per check). A token
-    has no read of its own: it comes with the first check of the next one. So the end of the last sequence is noticed after one more
+    needs no extra read: it comes with the first check of the next one. So the end of the last sequence is noticed after one more
     token has been started, which affects only the stats' seconds.
 
     Args:

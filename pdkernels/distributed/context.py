@@ -214,7 +214,7 @@ class _Collected(torch.autograd.Function):
 
 
 class _Meeting(NamedTuple):
-    """A run of the rank's queries and one of the keys at hand, with offsets in both tensors."""
+    """A run of the rank's queries and one of the keys it holds, with offsets in both tensors."""
 
     rows: slice
     columns: slice

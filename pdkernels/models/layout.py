@@ -43,7 +43,7 @@ class Layout(NamedTuple):
         """
         left = {_embedding(self, names, name): tensor for name, tensor in names.items() if not _follows(name)}
         whole = f"hold every tensor of its {self.source}"
-        # Every layer has tensors of its own.
+        # Every layer has its own tensors.
         check(self.layers <= len(left), OP, "checkpoint", whole, f"{len(left)} for {self.layers} layers")
         missing = []
         for _, parts in self.parts():

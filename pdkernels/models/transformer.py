@@ -231,7 +231,7 @@ class Transformer(nn.Module):
         visible in the cache.
 
         Row r of sequence b is at position and slot ``starts[b] + slots[b, r]``. Its K and V overwrite that slot, then every row
-        sees exactly the first ``visible[b]`` positions of its sequence, including other rows, whoever wrote them.
+        sees exactly the first ``visible[b]`` positions of its sequence, including other rows, whichever forward wrote them.
         `cache.lengths` is neither used nor changed. For all rows of a text, with all its positions visible, this is a forward
         of a bidirectional model without a cache; with fewer rows the other positions keep what was written there before.
 
